@@ -1,0 +1,26 @@
+"""Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer."""
+
+import importlib.metadata
+
+from torch.serialization import add_safe_globals
+from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+
+from hf_trainweights import quantized_ops  # noqa: F401  (registers the ops)
+from hf_trainweights.config import QUANT_METHOD
+from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
+from hf_trainweights.errors import TrainWeightsError as TrainWeightsError
+from hf_trainweights.modules import dequantize_ as dequantize_
+from hf_trainweights.modules import get_model_size_in_bytes as get_model_size_in_bytes
+from hf_trainweights.modules import quantize_ as quantize_
+from hf_trainweights.quantized_tensor import QuantizedTensor as QuantizedTensor
+from hf_trainweights.quantized_tensor import rebuild_quantized_tensor
+from hf_trainweights.quantizer import TrainWeightsHfQuantizer as TrainWeightsHfQuantizer
+
+__version__ = importlib.metadata.version("hf_trainweights")
+
+# A reload of this module must not register a second time: Transformers refuses that.
+if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+    register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
+    register_quantizer(QUANT_METHOD)(TrainWeightsHfQuantizer)
+
+add_safe_globals([rebuild_quantized_tensor])

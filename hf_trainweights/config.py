@@ -1,0 +1,164 @@
+"""TrainWeightsConfig: what a user chooses, validated once, and kept in a model's config.json."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats.base import Format
+
+QUANT_METHOD = "trainweights"
+CONFIG_VERSION = 1
+
+
+class TrainWeightsConfig(QuantizationConfigMixin):
+    """Which weights to quantize, and to which format.
+
+    Args:
+        format: Name of the format for all weights that nothing else is said of: one of `FORMATS`.
+        group_size: Weights that share a scale; None for the format's default (int4: 128, int8: a whole row).
+        modules_to_not_convert: Modules to leave alone beside the output head: names, suffixes of names, or regular
+            expressions that match from the start of a name.
+        overrides: Another format for some modules or parameters: a full name, or `re:` and a regular expression for
+            the whole name, to a format's name, a dict such as `{"format": "int8", "group_size": 64}`, or None to
+            leave the weight alone. Exact names win, then the first expression that matches.
+        include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
+        version: Version of this configuration's layout.
+        unknown: Keys of a newer version; kept, and written back.
+
+    Raises:
+        ConfigError: A value is not allowed; the message lists those that are.
+
+    Example:
+        >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
+        >>> config.format_for(["model.layers.0.mlp.down_proj"])
+        (Int8(group_size=None), True)
+    """
+
+    def __init__(
+        self,
+        format: str = "int8",  # noqa: A002
+        group_size: int | None = None,
+        modules_to_not_convert: Sequence[str] | None = None,
+        overrides: Mapping[str, str | Mapping[str, Any] | None] | None = None,
+        include_embeddings: bool = False,
+        version: int = CONFIG_VERSION,
+        **unknown: Any,
+    ):
+        self.quant_method = unknown.pop("quant_method", QUANT_METHOD)  # type: ignore[assignment]
+        if self.quant_method != QUANT_METHOD:
+            raise ConfigError(
+                "quant_method", repr(QUANT_METHOD), repr(self.quant_method), "Use that method's own class."
+            )
+        if type(version) is not int or version != CONFIG_VERSION:
+            raise ConfigError(
+                "version",
+                f"{CONFIG_VERSION}",
+                repr(version),
+                "Install the hf_trainweights that wrote this model, or newer.",
+            )
+        self.version = version
+        parameters = {} if group_size is None else {"group_size": group_size}
+        self.format = format
+        self.group_size = get_format({"format": format, **parameters}).get_config().get("group_size")
+        self.modules_to_not_convert = _check_names(modules_to_not_convert)
+        self.overrides = _check_overrides(overrides)
+        if type(include_embeddings) is not bool:
+            raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
+        self.include_embeddings = include_embeddings
+        for key, value in unknown.items():
+            setattr(self, key, value)
+
+    @property
+    def default_format(self) -> Format:
+        """The format of every weight that no override names."""
+        parameters = {} if self.group_size is None else {"group_size": self.group_size}
+        return get_format({"format": self.format, **parameters})
+
+    def format_for(self, names: Iterable[str]) -> tuple[Format | None, bool]:
+        """Return the format for a weight and whether an override chose it.
+
+        Args:
+            names: The names the weight goes by: its module's and its own.
+
+        Returns:
+            The format, or None to leave the weight alone; and True if an override says so.
+        """
+        names = list(names)
+        for name in names:
+            if name in self.overrides:
+                return _override_format(self.overrides[name]), True
+        for selector, override in self.overrides.items():
+            if selector.startswith("re:") and any(re.fullmatch(selector[3:], name) for name in names):
+                return _override_format(override), True
+        return self.default_format, False
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the configuration as JSON values, as config.json holds it.
+
+        Returns:
+            A new dict that shares nothing with this object.
+        """
+        return copy.deepcopy(self.__dict__)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TrainWeightsConfig) and self.to_dict() == other.to_dict()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _override_format(override: str | Mapping[str, Any] | None) -> Format | None:
+    if override is None:
+        return None
+    return get_format({"format": override} if isinstance(override, str) else override)
+
+
+def _check_names(names: Sequence[str] | None) -> list[str] | None:
+    if names is None:
+        return None
+    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            "modules_to_not_convert",
+            "a list of module names",
+            repr(names),
+            'Write ["lm_head"], even for a single name.',
+        )
+    for name in names:
+        _check_expression("modules_to_not_convert", name)
+    return list(names)
+
+
+def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
+    checked: dict[str, Any] = {}
+    if overrides is not None and not isinstance(overrides, Mapping):
+        raise ConfigError(
+            "overrides", "a dict of names to formats", repr(overrides), 'E.g. {"re:.*down_proj": "int8"}.'
+        )
+    for selector, override in (overrides or {}).items():
+        where = f"overrides[{selector!r}]"
+        if not isinstance(selector, str) or not (override is None or isinstance(override, str | Mapping)):
+            allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"
+            raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
+        if selector.startswith("re:"):
+            _check_expression(where, selector[3:])
+        try:
+            _override_format(override)
+        except ConfigError as error:
+            raise ConfigError(where, error.expected, error.found, error.next_step) from error
+        checked[selector] = dict(override) if isinstance(override, Mapping) else override
+    return checked
+
+
+def _check_expression(where: str, expression: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ConfigError(
+            where, "a regular expression", f"{expression!r} ({error})", "Escape what is meant literally."
+        ) from error

@@ -1,0 +1,54 @@
+"""Every error this package raises on purpose; each is also the builtin a caller would expect."""
+
+from __future__ import annotations
+
+
+class TrainWeightsError(Exception):
+    """Base class: says where, what was expected, what was found and what to do next.
+
+    Args:
+        where: The file, tensor, option or call that is at fault, e.g. `"layers.0.q_proj.weight"`.
+        expected: What would have been right.
+        found: What was there instead.
+        next_step: What the reader should do about it, a full sentence.
+
+    Example:
+        >>> raise ConfigError("group_size", "32, 64 or 128", "48", "Choose one of these.")
+        Traceback (most recent call last):
+            ...
+        hf_trainweights.errors.ConfigError: group_size: expected 32, 64 or 128, found 48. Choose one of these.
+    """
+
+    def __init__(self, where: str, expected: str, found: str, next_step: str):
+        super().__init__(where, expected, found, next_step)
+        self.where = where
+        self.expected = expected
+        self.found = found
+        self.next_step = next_step
+
+    def __str__(self) -> str:
+        return f"{self.where}: expected {self.expected}, found {self.found}. {self.next_step}"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # OSError keeps only two of four arguments in `args`, so the default would not unpickle.
+        return type(self), (self.where, self.expected, self.found, self.next_step)
+
+
+class ConfigError(TrainWeightsError, ValueError):
+    """An option has a value that is not allowed."""
+
+
+class QuantizationError(TrainWeightsError, ValueError):
+    """A tensor cannot be quantized: NaN, Inf, a wrong shape or dtype."""
+
+
+class UnsupportedError(TrainWeightsError, NotImplementedError):
+    """The call is understood, but there is no correct way to do it on quantized weights."""
+
+
+class CorruptFileError(TrainWeightsError, ValueError):
+    """A file is damaged, incomplete or not what its name says."""
+
+
+class SaveError(TrainWeightsError, OSError):
+    """A file or directory could not be written; what was there before is untouched."""

@@ -1,0 +1,266 @@
+"""What a quantized dtype is: a pure function from a float weight to a few plain tensors, and back.
+
+A format works on stored weights `[*, N, K]` (N = out_features, K = in_features; leading dimensions are experts) and
+knows nothing of modules, files or devices. Groups run along K; G is the number of groups of a row.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError, QuantizationError
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+# Rows are quantized in blocks of about this many elements: 4 MB of float32, so that the handful of temporaries of
+# a block stay near the last-level cache and far below any weight that is worth quantizing.
+BLOCK_ELEMENTS = 1 << 20
+
+# The smallest scale: a float16 scale of 2**-24 codes every float16 value exactly; below 2**-126 a float32
+# reciprocal overflows to infinity.
+_SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+
+
+@dataclass(frozen=True)
+class Format(ABC):
+    """A quantized dtype as a value: two pure functions and the layout of what lies between them.
+
+    Subclasses are frozen dataclasses whose fields are the parameters a user may choose; they say what they store in
+    `tensor_specs` and how in `quantize_rows` and `dequantize_rows`. The first tensor is always called `qdata`.
+    """
+
+    name: ClassVar[str]
+    tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
+
+    def __str__(self) -> str:
+        group_size = getattr(self, "group_size", None)
+        return f"{self.name} g{group_size}" if group_size else self.name
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON description from which `get_format` builds an equal format.
+
+        Example:
+            >>> from hf_trainweights.formats import get_format
+            >>> get_format({"format": "int4", "group_size": 32}).get_config()
+            {'format': 'int4', 'group_size': 32}
+        """
+        return {"format": self.name, **asdict(self)}
+
+    def fallback(self, shape: Sequence[int]) -> Format:
+        """Return the format that can hold a stored weight of this shape: this one wherever it fits.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+
+        Returns:
+            `self`, or a simpler format for shapes that this one cannot hold.
+        """
+        del shape
+        return self
+
+    @abstractmethod
+    def tensor_specs(
+        self, shape: Sequence[int], scale_dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each stored tensor, in the order of `tensor_names`.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+            scale_dtype: Dtype of the weight when it was quantized.
+        """
+
+    def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
+        """Return the shape of the stored weight that a `qdata` tensor holds.
+
+        Args:
+            qdata: The stored tensor of that name.
+        """
+        return tuple(qdata.shape)
+
+    @abstractmethod
+    def quantize_rows(self, rows: Tensor, out: Mapping[str, Tensor]) -> None:
+        """Quantize a block of rows into the tensors of `out`.
+
+        Args:
+            rows: Float32, `[n, K]`, finite, n >= 1, K >= 1; may be overwritten.
+            out: The stored tensors of these rows, each `[n, ...]`, to be filled.
+        """
+
+    @abstractmethod
+    def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
+        """Return rows `[*, n, K]` of `dtype` from their stored tensors: each value rounded once.
+
+        Args:
+            tensors: The stored tensors of these rows.
+            K: Number of columns of the weight.
+            dtype: Dtype to return.
+        """
+
+    def quantize(self, weight: Tensor, name: str = "weight") -> dict[str, Tensor]:
+        """Quantize a weight.
+
+        Args:
+            weight: Float32, bfloat16 or float16, `[*, N, K]`, on any device; any strides. It is not changed.
+            name: What errors call the weight.
+
+        Returns:
+            New contiguous tensors on the weight's device, named and shaped as `tensor_specs` says. Scales have the
+            weight's dtype.
+
+        Raises:
+            QuantizationError: The weight is not a float matrix, holds NaN or Inf, or has a shape that this format
+                cannot hold (ask `fallback` first).
+
+        Example:
+            >>> from hf_trainweights.formats import get_format
+            >>> tensors = get_format({"format": "int8"}).quantize(torch.ones(2, 3))
+            >>> tensors["qdata"].tolist()
+            [[127, 127, 127], [127, 127, 127]]
+        """
+        if weight.dtype not in FLOAT_DTYPES or weight.dim() < 2:
+            raise QuantizationError(
+                name,
+                f"a float32, bfloat16 or float16 weight of at least 2 dimensions to quantize to {self.name}",
+                f"{weight.dtype} of shape {tuple(weight.shape)}",
+                "Leave this tensor out with modules_to_not_convert.",
+            )
+        if self.fallback(weight.shape) != self:
+            raise QuantizationError(
+                name,
+                f"a shape that {self.get_config()} can hold",
+                f"{tuple(weight.shape)}",
+                "Quantize it with the format that fallback(shape) returns.",
+            )
+        out = self.empty(weight.shape, weight.dtype, weight.device)
+        if weight.numel() == 0:
+            return {key: tensor.zero_() for key, tensor in out.items()}
+        N, K = weight.shape[-2:]
+        block = max(1, BLOCK_ELEMENTS // K)
+        matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight.flatten(0, -3)
+        flat = {key: t.reshape(-1, N, *t.shape[weight.dim() - 1 :]) for key, t in out.items()}
+        for index, matrix in enumerate(matrices):
+            for start in range(0, N, block):
+                rows = matrix[start : start + block].to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+                # abs and amax carry both NaN and Inf, so one number tells of either.
+                if not torch.isfinite(rows.abs().amax()):
+                    raise QuantizationError(
+                        name,
+                        "finite values",
+                        f"NaN or Inf in rows {start} to {start + len(rows) - 1}",
+                        "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
+                    )
+                self.quantize_rows(rows, {key: t[index, start : start + block] for key, t in flat.items()})
+        return out
+
+    def dequantize(self, tensors: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return the float weight that stored tensors stand for.
+
+        Args:
+            tensors: Stored tensors as `quantize` returns them.
+            shape: Shape of the stored weight, `[*, N, K]`.
+            dtype: Dtype to return.
+
+        Returns:
+            A new contiguous tensor `[*, N, K]`: the exact product of code and scale, rounded once to `dtype`.
+
+        Raises:
+            CorruptFileError: A tensor is missing or has another shape or dtype than `tensor_specs` says.
+        """
+        self.check(tensors, shape)
+        return self.dequantize_rows(tensors, shape[-1], dtype)
+
+    def empty(self, shape: Sequence[int], scale_dtype: torch.dtype, device: torch.device | str) -> dict[str, Tensor]:
+        """Return uninitialised stored tensors for a weight of this shape.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+            scale_dtype: Dtype of the weight to be quantized.
+            device: Where to allocate.
+        """
+        specs = self.tensor_specs(shape, scale_dtype)
+        return {key: torch.empty(size, dtype=dtype, device=device) for key, (size, dtype) in specs.items()}
+
+    def stored_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
+        """Return how many bytes a weight of this shape takes when it is quantized.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+            scale_dtype: Dtype of the weight to be quantized.
+        """
+        specs = self.tensor_specs(shape, scale_dtype)
+        return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
+
+    def check(self, tensors: Mapping[str, Tensor], shape: Sequence[int], name: str = "weight") -> None:
+        """Check that stored tensors are those of a weight of this shape.
+
+        Args:
+            tensors: Stored tensors.
+            shape: Shape of the stored weight, `[*, N, K]`.
+            name: What errors call the weight.
+
+        Raises:
+            CorruptFileError: A tensor is missing or has another shape or dtype than `tensor_specs` says.
+        """
+        scale = tensors.get("scale")
+        scale_dtype = torch.float32 if scale is None or scale.dtype not in FLOAT_DTYPES else scale.dtype
+        for key, (size, dtype) in self.tensor_specs(shape, scale_dtype).items():
+            tensor = tensors.get(key)
+            if tensor is None or tuple(tensor.shape) != tuple(size) or tensor.dtype != dtype:
+                found = "no tensor" if tensor is None else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
+                raise CorruptFileError(
+                    name,
+                    f"{key} to be {dtype} of shape {tuple(size)} for {self.get_config()}",
+                    found,
+                    "The file is damaged or belongs to another model; save it again from the source.",
+                )
+
+
+def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
+    """Return float32 scales rounded to the dtype they are stored in, zero only where they were zero.
+
+    The codes are chosen after this rounding, so what is stored is what was used. A scale is kept small enough that
+    the largest code times the scale is finite in `dtype`, and large enough that its reciprocal is finite.
+
+    Args:
+        scale: Float32, any shape, non-negative.
+        largest_code: The largest magnitude a code can have.
+        dtype: Dtype in which the scale is stored.
+
+    Returns:
+        A new tensor of `dtype` and the shape of `scale`.
+    """
+    largest = torch.finfo(dtype).max / (1 << (largest_code - 1).bit_length())
+    rounded = scale.clamp(_SMALLEST_SCALE[dtype], largest).to(dtype)
+    return torch.where(scale == 0, torch.zeros_like(rounded), rounded)
+
+
+def reciprocal(scale: Tensor) -> Tensor:
+    """Return float32 1 / scale, and 0 where the scale is 0, so that an all-zero row keeps codes of 0.
+
+    Args:
+        scale: Scales of any float dtype and shape; a zero scale stands for a group of zeros.
+    """
+    inverse = 1.0 / scale.float()
+    return inverse.masked_fill_(scale == 0, 0.0)
+
+
+def multiply(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes times scale, rounded once to `dtype`.
+
+    Args:
+        codes: Integer or float8 codes, `[*, n, K]`, each exact in `dtype`.
+        scale: Scales that broadcast against `codes`.
+        dtype: Dtype to return.
+
+    Returns:
+        A new tensor of the shape of `codes`.
+    """
+    if torch.promote_types(scale.dtype, dtype) == dtype:
+        return codes.to(dtype).mul_(scale.to(dtype))
+    return codes.to(torch.float32).mul_(scale.float()).to(dtype)

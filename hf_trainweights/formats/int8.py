@@ -1,0 +1,71 @@
+"""int8: one signed byte a weight, symmetric, one scale a row or a group of a row.
+
+| tensor | shape | dtype |
+|---|---|---|
+| `qdata` | `[*, N, K]` | int8, -128 to 127 |
+| `scale` | `[*, N, G]`, G = 1 or K // group_size | the weight's dtype |
+
+`weight = qdata * scale`. The scale is the largest magnitude over 127: a search over clippings gains less than 0.1 dB.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats.base import Format, multiply, reciprocal, round_scale
+
+
+@dataclass(frozen=True)
+class Int8(Format):
+    """Symmetric int8 with one scale per row, or per group of `group_size` weights along K.
+
+    Args:
+        group_size: Weights that share a scale; None for one scale a row. Where it does not divide K, the whole row
+            shares one.
+
+    Raises:
+        ConfigError: `group_size` is not a positive integer.
+    """
+
+    name: ClassVar[str] = "int8"
+    group_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
+            raise ConfigError(
+                "group_size", "a positive integer or None for int8", repr(self.group_size), "32 to 256 are usual."
+            )
+
+    def fallback(self, shape: Sequence[int]) -> Format:
+        """Return one scale a row where the groups do not divide K."""
+        fits = self.group_size is None or (shape[-1] > 0 and shape[-1] % self.group_size == 0)
+        return self if fits else Int8()
+
+    def tensor_specs(
+        self, shape: Sequence[int], scale_dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return `qdata` as `[*, N, K]` int8 and `scale` as `[*, N, G]`."""
+        *lead, K = shape
+        G = 1 if self.group_size is None else K // self.group_size
+        return {"qdata": ((*lead, K), torch.int8), "scale": ((*lead, G), scale_dtype)}
+
+    def quantize_rows(self, rows: Tensor, out: Mapping[str, Tensor]) -> None:
+        """Fill codes `round(w * (1 / scale))`, the scale rounded to its dtype first."""
+        groups = rows.view(rows.shape[0], out["scale"].shape[-1], -1)
+        amax = groups.abs().amax(dim=-1)
+        out["scale"].copy_(round_scale(amax / 127, 128, out["scale"].dtype))
+        groups.mul_(reciprocal(out["scale"]).unsqueeze(-1)).round_().clamp_(-128, 127)
+        out["qdata"].copy_(rows)
+
+    def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
+        """Return `qdata * scale`."""
+        qdata, scale = tensors["qdata"], tensors["scale"]
+        G = scale.shape[-1]
+        groups = qdata.unflatten(-1, (G, K // G))
+        return multiply(groups, scale.unsqueeze(-1), dtype).view(qdata.shape)

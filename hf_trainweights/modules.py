@@ -1,0 +1,216 @@
+"""Quantize any nn.Module in place, without Transformers' loading: torchao's flow.
+
+`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` with their defaults carry it, and
+`load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy.
+"""
+
+from __future__ import annotations
+
+import logging
+import types
+from collections import defaultdict
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.config import TrainWeightsConfig
+from hf_trainweights.errors import ConfigError, QuantizationError
+from hf_trainweights.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
+from hf_trainweights.selection import Choice, Summary, choose
+
+_logger = logging.getLogger(__name__)
+
+
+def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
+    """Quantize the weights of a module in place.
+
+    Args:
+        module: Any module with its weights loaded. Weights that are quantized already stay as they are.
+        config: Which weights, and to which format.
+
+    Returns:
+        What was done with each parameter; the same is logged in one line.
+
+    Raises:
+        ConfigError: There is nothing to quantize.
+        QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
+        quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
+    """
+    summary = choose(module, config, model_skips(module, config))
+    check_not_empty(summary, config)
+    # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
+    todo = [choice for choice in summary.quantized if not isinstance(_weight(choice), QuantizedTensor)]
+    for choice in todo:
+        _check_values(choice)
+    places = _places(module)
+    for choice in todo:
+        assert choice.format is not None
+        weight = _weight(choice)
+        tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
+        _put(places[id(weight)], nn.Parameter(tensor, requires_grad=False))
+    announce(summary)
+    return summary
+
+
+def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
+    """Replace the quantized weights of a module by the float weights they stand for, in place.
+
+    Args:
+        module: Any module.
+        dtype: Dtype of the float weights; each weight's own if None.
+
+    Raises:
+        CorruptFileError: A stored tensor does not fit its format.
+
+    Example:
+        >>> layer = nn.Linear(64, 64)
+        >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
+        >>> dequantize_(layer)
+        >>> type(layer.weight).__name__
+        'Parameter'
+    """
+    for places in _places(module).values():
+        owner, name = places[0]
+        weight = getattr(owner, name)
+        if isinstance(weight, QuantizedTensor):
+            _put(places, nn.Parameter(weight.dequantize(dtype).contiguous(), requires_grad=False))
+
+
+def get_model_size_in_bytes(module: nn.Module) -> int:
+    """Return the bytes that a module's parameters and buffers really hold.
+
+    Args:
+        module: Any module; a tied tensor counts once, a quantized one by its stored tensors.
+
+    Example:
+        >>> get_model_size_in_bytes(nn.Linear(4, 4, bias=False))
+        64
+    """
+    sizes: dict[tuple[int, int], int] = {}
+    for tensor in [*module.parameters(), *module.buffers()]:
+        for held in tensor.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
+            place = id(held) if held.is_meta else held.data_ptr()
+            sizes[place, held.numel()] = held.numel() * held.element_size()
+    return sum(sizes.values())
+
+
+def model_skips(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
+    """Return the modules that a Transformers model wants to keep in float; none for any other module.
+
+    Args:
+        module: Any module.
+        config: What the user wants; `include_embeddings` takes the output head and tied embeddings off the list.
+    """
+    from transformers import PreTrainedModel
+    from transformers.quantizers.base import HfQuantizer
+
+    if not isinstance(module, PreTrainedModel):
+        return []
+    skips = set(HfQuantizer.get_modules_to_not_convert(module, None, None))
+    if config.include_embeddings:
+        head = module.get_output_embeddings()
+        tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
+        skips -= {name.removesuffix(".weight") for name in tied}
+        skips -= {name for name, submodule in module.named_modules() if submodule is head}
+    # These hold for every dtype: a model that must not be float16 here must not be int8 either.
+    for kept in (module._keep_in_fp32_modules, module._keep_in_fp32_modules_strict):
+        skips |= set(kept or ())
+    return sorted(skips)
+
+
+def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
+    """Check that something is quantized.
+
+    Args:
+        summary: What was chosen.
+        config: What the user wants.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    if not summary.quantized:
+        raise ConfigError(
+            "model",
+            f"at least one weight to quantize to {config.default_format}",
+            str(summary),
+            "Quantized are nn.Linear, Conv1D and expert weights; check modules_to_not_convert and overrides.",
+        )
+
+
+def announce(summary: Summary) -> None:
+    """Log the summary in one line and make the modules tell of their weights.
+
+    Args:
+        summary: What was done.
+    """
+    _logger.info("%s", summary)
+    for choice in summary.quantized:
+        describe(choice.module)
+
+
+def describe(module: nn.Module) -> None:
+    """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it.
+
+    Args:
+        module: A module that owns a quantized weight.
+    """
+    if "extra_repr" not in vars(module):
+        module.extra_repr = types.MethodType(extra_repr, module)
+    module.__prepare_scriptable__ = refuse_torchscript  # type: ignore[assignment]
+
+
+def extra_repr(module: nn.Module) -> str:
+    """Return the module's own description and its quantized weights'.
+
+    Args:
+        module: The module to describe.
+    """
+    own = type(module).extra_repr(module)
+    weights = {name: p.format for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedTensor)}
+    return ", ".join(([own] if own else []) + [f"{name}={form}" for name, form in weights.items()])
+
+
+def refuse_torchscript() -> None:
+    """Raise: torch.jit.script calls this on every module, and would save quantized weights as garbage.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise unsupported_by_torchscript()
+
+
+def _weight(choice: Choice) -> Tensor:
+    return getattr(choice.module, choice.name.rpartition(".")[2])
+
+
+def _check_values(choice: Choice) -> None:
+    weight = _weight(choice)
+    if weight.is_meta:
+        raise QuantizationError(
+            choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
+        )
+    if weight.numel() and not torch.isfinite(weight.detach().abs().amax()):
+        raise QuantizationError(
+            choice.name,
+            "finite values",
+            "NaN or Inf",
+            "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
+        )
+
+
+def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
+    """Return where each parameter stands, by its identity: a tied one in several places."""
+    places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
+    for owner in module.modules():
+        for name, parameter in owner.named_parameters(recurse=False):
+            places[id(parameter)].append((owner, name))
+    return places
+
+
+def _put(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
+    for owner, name in places:
+        setattr(owner, name, parameter)

@@ -1,0 +1,307 @@
+"""A weight held in a quantized dtype that behaves as the float tensor it stands for.
+
+`QuantizedTensor` shows the shape and dtype of the float weight and holds the few plain tensors of its format. Views
+along every dimension but K stay quantized, products dequantize what they need, and an op without a handler
+dequantizes and is counted in `FALLBACKS` (logged when TRAINWEIGHTS_LOG_FALLBACK=1 is set before the import).
+In-place ops raise: rounding an update into codes would lose it silently.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.formats import get_format
+from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+
+# How often each op without a handler has dequantized its weights in this process.
+FALLBACKS: Counter[str] = Counter()
+
+# What each op does with quantized arguments; a handler returns NotImplemented for a case it leaves to the fallback.
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+_logger = logging.getLogger(__name__)
+_LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
+
+
+class QuantizedTensor(Tensor):
+    """A float weight stored in a quantized format.
+
+    The stored weight is `[*, N, K]` with groups along K. Where a layer keeps its weight the other way round (GPT-2's
+    Conv1D, some expert layouts) it is stored transposed and `transposed` is set; the shape shown is always the layer's.
+
+    Args:
+        tensors: The stored tensors, named as `format.tensor_names` says; kept, not copied. Each is an attribute of
+            that name (`qdata`, `scale`).
+        format: The format they are in.
+        shape: Shape of the stored weight, `[*, N, K]`.
+        dtype: Float dtype that the tensor shows and computes in.
+        transposed: Whether the shape shown is the stored one with its last two dimensions exchanged.
+        requires_grad: Ignored: a quantized weight takes no gradient. Accelerate passes it.
+
+    Raises:
+        CorruptFileError: The stored tensors do not fit format and shape.
+
+    Example:
+        >>> weight = QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"}))
+        >>> weight.shape, weight.qdata.dtype
+        (torch.Size([4, 8]), torch.int8)
+    """
+
+    qdata: Tensor
+    scale: Tensor
+    format: Format
+    stored_shape: tuple[int, ...]
+    transposed: bool
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        tensors: Mapping[str, Tensor] | Tensor,
+        format: Format | None = None,  # noqa: A002
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        transposed: bool = False,
+        requires_grad: bool = False,
+    ) -> Any:
+        """Build the tensor, or wrap a ready one as a parameter, the way accelerate rebuilds parameters on a move."""
+        if isinstance(tensors, Tensor):
+            return nn.Parameter(tensors, requires_grad=requires_grad)
+        assert format is not None
+        assert shape is not None
+        assert dtype is not None
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        size = list(shape)
+        if transposed:
+            size[-2:] = size[-1], size[-2]
+            strides = (*strides[:-2], strides[-1], strides[-2])
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size, strides=strides, dtype=dtype, device=tensors["qdata"].device, requires_grad=False, storage_size=0
+        )
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Tensor] | Tensor,
+        format: Format | None = None,  # noqa: A002
+        shape: Sequence[int] | None = None,
+        dtype: torch.dtype | None = None,
+        transposed: bool = False,
+        requires_grad: bool = False,
+    ):
+        del dtype, requires_grad
+        if isinstance(tensors, Tensor):
+            return
+        assert format is not None
+        assert shape is not None
+        format.check(tensors, shape)
+        for name in format.tensor_names:
+            setattr(self, name, tensors[name])
+        self.format = format
+        self.stored_shape = tuple(shape)
+        self.transposed = transposed
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Tensor,
+        format: Format,  # noqa: A002
+        transposed: bool = False,
+        name: str = "weight",
+    ) -> QuantizedTensor:
+        """Quantize a float weight.
+
+        Args:
+            weight: Float32, bfloat16 or float16, `[*, N, K]`, or `[*, K, N]` if `transposed`. It is not changed.
+            format: The format to use; where it cannot hold the shape, its fallback is.
+            transposed: Whether the reduction runs along the last dimension but one.
+            name: What errors call the weight.
+
+        Returns:
+            A new tensor that shows the weight's shape and dtype and shares no memory with it.
+
+        Raises:
+            QuantizationError: The weight is not a float matrix or holds NaN or Inf.
+        """
+        stored = weight.detach().transpose(-1, -2) if transposed else weight.detach()
+        chosen = format.fallback(stored.shape)
+        return cls(chosen.quantize(stored, name), chosen, stored.shape, weight.dtype, transposed)
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by name; no copies."""
+        return {name: getattr(self, name) for name in self.format.tensor_names}
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the stored tensors take."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the float weight this tensor stands for.
+
+        Args:
+            dtype: Dtype to return; the tensor's own if None.
+
+        Returns:
+            A new plain tensor of this tensor's shape, each value rounded once.
+
+        Raises:
+            CorruptFileError: The stored tensors do not fit the format.
+        """
+        weight = self.format.dequantize(self.tensors, self.stored_shape, dtype or self.dtype)
+        return weight.transpose(-1, -2) if self.transposed else weight
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedTensor:
+        """Return the tensor with `function` applied to every stored tensor; it must keep their shapes and dtypes.
+
+        Args:
+            function: From a stored tensor to its replacement, e.g. a move to another device.
+            dtype: Float dtype that the result shows; this tensor's own if None.
+        """
+        tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return QuantizedTensor(tensors, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
+
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
+        """Return self: a quantized weight takes no gradient, so `load_state_dict(assign=True)` keeps it frozen.
+
+        Args:
+            requires_grad: Ignored.
+        """
+        del requires_grad
+        return self
+
+    def data_ptr(self) -> int:
+        """Return the address of `qdata`; accelerate tells tied weights by it, and a wrapper's own is always 0."""
+        return self.qdata.data_ptr()
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        return list(self.format.tensor_names), (self.format, self.stored_shape, self.dtype, self.transposed)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], metadata: tuple[Any, ...], outer_size: object, outer_stride: object
+    ) -> QuantizedTensor:
+        del outer_size, outer_stride
+        return QuantizedTensor(inner_tensors, *metadata)
+
+    def _stable_hash_for_caching(self) -> str:
+        """Return what compiled code depends on; torch.compile keys its cache of whole graphs by it."""
+        return f"{self.format}:{self.stored_shape}:{self.dtype}:{self.transposed}"
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        del protocol
+        is_parameter = isinstance(self, nn.Parameter)
+        metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
+        return rebuild_quantized_tensor, (self.tensors, *metadata)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) not in memo:
+            copied = self.map(torch.clone)
+            memo[id(self)] = nn.Parameter(copied, requires_grad=False) if isinstance(self, nn.Parameter) else copied
+        return memo[id(self)]
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        del tensor_contents
+        details = f"{self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        return f"QuantizedTensor({details}{', transposed' if self.transposed else ''})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        # Below this level a trace no longer shows, and what it would save of this tensor is garbage.
+        if torch._C._get_tracing_state():
+            raise unsupported_by_torchscript()
+        return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            result = handler(func, *args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        return _fall_back(func, args, kwargs)
+
+
+def unsupported_by_torchscript() -> UnsupportedError:
+    """Return the error for torch.jit.trace and torch.jit.script, which store only plain tensors."""
+    return UnsupportedError(
+        "torch.jit",
+        "a module of plain tensors",
+        "quantized weights, which TorchScript would save as garbage",
+        "Call model.dequantize() or hf_trainweights.dequantize_(module) first, or use torch.compile or torch.export.",
+    )
+
+
+def rebuild_quantized_tensor(
+    tensors: dict[str, Tensor],
+    config: dict[str, Any],
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    transposed: bool,
+    is_parameter: bool,
+) -> QuantizedTensor:
+    """Rebuild a pickled tensor; the one function of this module that `torch.load(weights_only=True)` may call.
+
+    Args:
+        tensors: The stored tensors by name.
+        config: The format's `get_config()`.
+        shape: Shape of the stored weight.
+        dtype: Float dtype to show.
+        transposed: As for `QuantizedTensor`.
+        is_parameter: Whether to return it as an `nn.Parameter`.
+
+    Raises:
+        CorruptFileError: The arguments are not those of a quantized tensor.
+        ConfigError: The format or one of its parameters is unknown.
+    """
+    dimensions = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
+    plain = isinstance(tensors, dict) and all(type(tensor) is Tensor for tensor in tensors.values())
+    if not (plain and isinstance(config, dict) and dimensions and len(shape) >= 2 and dtype in FLOAT_DTYPES):
+        raise CorruptFileError(
+            "pickled QuantizedTensor",
+            "stored plain tensors, a format, a shape and a float dtype",
+            f"{type(tensors).__name__}, {config!r}, {shape!r}, {dtype!r}",
+            "The file is damaged; save it again from the source.",
+        )
+    tensor = QuantizedTensor(tensors, get_format(config), shape, dtype, bool(transposed))
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+
+
+def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for argument, value in zip(func._schema.arguments, args, strict=False):
+        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, QuantizedTensor):
+            raise UnsupportedError(
+                str(func),
+                "an op that leaves the quantized weight as it is",
+                f"an in-place op on {value!r}",
+                "Change the float weight, model.dequantize() gives it back, then quantize it again.",
+            )
+    FALLBACKS[str(func)] += 1
+    if _LOG_FALLBACKS:
+        _logger.warning("%s has no handler for quantized weights: dequantized (%d)", func, FALLBACKS[str(func)])
+    return compute_dequantized(func, *args, **kwargs)
+
+
+def compute_dequantized(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on dequantized arguments.
+
+    Args:
+        func: The op.
+        args: Its arguments; quantized ones, at any depth, are dequantized.
+        kwargs: Likewise.
+    """
+    args, kwargs = tree_map_only(QuantizedTensor, lambda tensor: tensor.dequantize(), (args, kwargs))
+    return func(*args, **kwargs)

@@ -1,0 +1,257 @@
+"""save_pretrained and push_to_hub of a quantized model: both serializations, all or nothing.
+
+Transformers 5 writes safetensors only. So its own save_pretrained writes into a temporary directory beside the old
+files, each shard is rewritten as a `.bin` of the same plain tensors where that is asked for, and then every file is
+renamed into place. A file that is memory-mapped by the very model that is saved is replaced, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import errno
+import json
+import os
+import shutil
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.quantized_tensor import QuantizedTensor
+from hf_trainweights.state_dict import flatten_state_dict
+from hf_trainweights.weight_files import is_weight_file
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
+    fcntl = None
+
+# Transformers' push_to_hub calls save_pretrained with max_shard_size alone, so the choice travels here.
+_SAFE_SERIALIZATION = contextvars.ContextVar("safe_serialization", default=True)
+
+# What save_pretrained(state_dict=...) gave: Transformers drops it for quantized models.
+_STATE_DICT: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("state_dict", default=None)
+
+
+def attach_saving(model: PreTrainedModel) -> None:
+    """Give one model the save_pretrained and push_to_hub of this module; the class stays as it is.
+
+    Args:
+        model: A quantized model.
+    """
+    for function in (save_pretrained, push_to_hub, get_memory_footprint):
+        setattr(model, function.__name__, types.MethodType(function, model))
+
+
+def save_pretrained(
+    self: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    *args: Any,
+    safe_serialization: bool | None = None,
+    push_to_hub: bool = False,
+    **kwargs: Any,
+) -> None:
+    """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
+
+    Args:
+        self: The model.
+        save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
+        args: As for Transformers.
+        safe_serialization: False for `pytorch_model.bin`; None or True for safetensors.
+        push_to_hub: Whether to push as well, with `repo_id` (default: the directory's name) and the other arguments
+            of `model.push_to_hub` that are in `kwargs`.
+        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ...
+
+    Raises:
+        SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
+            there before is untouched.
+        UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
+    """
+    safe = _SAFE_SERIALIZATION.get() if safe_serialization is None else safe_serialization
+    push_kwargs = {key: kwargs.pop(key) for key in _PUSH_ARGUMENTS & kwargs.keys()} if push_to_hub else {}
+    if kwargs.get("distributed_checkpoint"):
+        if not safe:
+            raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
+        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+        return
+    state_dict = kwargs.pop("state_dict", None)
+    directory = Path(save_directory)
+    with _staging(directory) as staging:
+        token = _STATE_DICT.set(state_dict)
+        try:
+            type(self).save_pretrained(self, staging, *args, **kwargs)
+        finally:
+            _STATE_DICT.reset(token)
+        if not safe:
+            _rewrite_as_bin(staging)
+        _move_into_place(staging, directory, kwargs.get("variant"))
+    if push_to_hub:
+        sizes = {key: kwargs[key] for key in ("max_shard_size", "token") if key in kwargs}
+        repo_id = push_kwargs.pop("repo_id", directory.name)
+        self.push_to_hub(repo_id, safe_serialization=safe, **sizes, **push_kwargs)  # type: ignore[call-arg]
+
+
+_PUSH_ARGUMENTS = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
+
+
+def push_to_hub(self: PreTrainedModel, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> str:
+    """Push a quantized model to the Hub, in either serialization.
+
+    Args:
+        self: The model.
+        args: As for Transformers: the repository.
+        safe_serialization: False for `pytorch_model.bin`.
+        kwargs: As for Transformers.
+
+    Returns:
+        The URL of the commit.
+
+    Raises:
+        SaveError: The files could not be written before the upload.
+    """
+    token = _SAFE_SERIALIZATION.set(safe_serialization)
+    try:
+        return type(self).push_to_hub(self, *args, **kwargs)
+    finally:
+        _SAFE_SERIALIZATION.reset(token)
+
+
+def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes that the model holds, quantized weights by their stored tensors.
+
+    Args:
+        self: The model.
+        return_buffers: Whether to count buffers.
+    """
+    parameters = sum(
+        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size() for p in self.parameters()
+    )
+    return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)
+
+
+def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
+    """Return the plain tensors of a model as they are to lie in a file, a tied quantized weight once.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        default: The format that the model's configuration names.
+    """
+    given = _STATE_DICT.get()
+    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    seen: set[int] = set()
+    for name, tensor in list(state_dict.items()):
+        if isinstance(tensor, QuantizedTensor) and tensor.is_meta:
+            tensor = state_dict[name] = _fetch_offloaded(model, name)
+        if isinstance(tensor, QuantizedTensor) and id(tensor) in seen and name in model.all_tied_weights_keys:
+            del state_dict[name]
+        seen.add(id(tensor))
+    return flatten_state_dict({k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}, default)
+
+
+def _fetch_offloaded(model: PreTrainedModel, name: str) -> QuantizedTensor:
+    from transformers.integrations.accelerate import load_offloaded_parameter
+
+    return load_offloaded_parameter(model, name)
+
+
+@contextlib.contextmanager
+def _staging(directory: Path) -> Iterator[Path]:
+    """Yield a directory to write into, on the same file system; remove it at the end, whatever happens."""
+    with _typed_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with _lock(directory):
+            staging = Path(tempfile.mkdtemp(prefix="_trainweights-", dir=directory))
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _typed_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        reasons = {
+            errno.ENOSPC: ("enough free disk space", "Free some space, or choose another directory."),
+            errno.EDQUOT: ("enough free disk space", "Free some space, or choose another directory."),
+            errno.EEXIST: ("a directory", "Choose another name, or remove the file."),
+            errno.ENOTDIR: ("a directory", "Choose another name, or remove the file."),
+        }
+        expected, next_step = reasons.get(
+            error.errno or 0, ("a directory that can be written to", "Check its permissions, or choose another one.")
+        )
+        raise SaveError(str(directory), expected, str(error), f"Nothing was changed there. {next_step}") from error
+    except Exception as error:
+        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
+        if type(error).__module__.startswith("safetensors"):
+            raise SaveError(
+                str(directory), "to write the weights", str(error), "Nothing was changed there. Check the free space."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Hold the directory for one save; the system lets go of it if the process dies."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SaveError(
+                str(directory), "one save at a time", "another save into it running", "Wait, or use another directory."
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _rewrite_as_bin(staging: Path) -> None:
+    """Replace each model*.safetensors file, and the index, by its `.bin` twin."""
+    for file in sorted(staging.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            # A copy: what safe_open returns may share one storage, and torch.save writes whole storages.
+            tensors = {name: shard.get_tensor(name).clone() for name in shard.keys()}  # noqa: SIM118
+        # Through an open file: torch.save writes the name of a path into the bytes.
+        with (staging / _bin_name(file.name)).open("wb") as stream:
+            torch.save(tensors, stream)
+        file.unlink()
+    for file in sorted(staging.glob("model.safetensors.index*.json")):
+        index = json.loads(file.read_text(encoding="utf-8"))
+        index["weight_map"] = {name: _bin_name(shard) for name, shard in index["weight_map"].items()}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (staging / _bin_name(file.name)).write_text(text, encoding="utf-8")
+        file.unlink()
+
+
+def _bin_name(name: str) -> str:
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
+
+
+def _move_into_place(staging: Path, directory: Path, variant: str | None) -> None:
+    """Rename every file into place, then remove weight files of earlier saves that the new ones do not replace."""
+    files = [path for path in staging.rglob("*") if path.is_file()]
+    # Weights first: a reader that comes in between finds the old config.json, which fits the old weights' names too.
+    for file in sorted(files, key=lambda path: not is_weight_file(path.name, variant)):
+        target = directory / file.relative_to(staging)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(file, target)
+    written = {file.name for file in files}
+    if any(is_weight_file(name, variant) for name in written):
+        for old in directory.iterdir():
+            if old.is_file() and is_weight_file(old.name, variant) and old.name not in written:
+                old.unlink()
