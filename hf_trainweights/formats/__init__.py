@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
@@ -33,9 +34,9 @@ def get_format(config: Mapping[str, Any]) -> Format:
     """
     parameters = dict(config)
     name = parameters.pop("format", None)
-    if name not in FORMATS:
-        raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), "Choose one of these.")
-    known = FORMATS[name].__dataclass_fields__
+    if not isinstance(name, str) or name not in FORMATS:
+        raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), "Choose one of these, or register your own before.")
+    known = [field.name for field in fields(FORMATS[name])]
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         allowed = ", ".join(known) or "no parameters"

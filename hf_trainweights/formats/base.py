@@ -94,7 +94,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return rows `[*, n, K]` of `dtype` from their stored tensors: each value rounded once.
+        """Return rows `[*, n, K]` of `dtype` from their stored tensors, each value rounded as `multiply` does.
 
         Args:
             tensors: The stored tensors of these rows.
@@ -137,6 +137,7 @@ class Format(ABC):
                 f"{tuple(weight.shape)}",
                 "Quantize it with the format that fallback(shape) returns.",
             )
+        weight = weight.detach()
         out = self.empty(weight.shape, weight.dtype, weight.device)
         if weight.numel() == 0:
             return {key: tensor.zero_() for key, tensor in out.items()}
@@ -167,7 +168,8 @@ class Format(ABC):
             dtype: Dtype to return.
 
         Returns:
-            A new contiguous tensor `[*, N, K]`: the exact product of code and scale, rounded once to `dtype`.
+            A new contiguous tensor `[*, N, K]`: the exact product of code and scale, rounded once to `dtype`; from
+            float32 scales to bfloat16 or float16 it is rounded to float32 on the way.
 
         Raises:
             CorruptFileError: A tensor is missing or has another shape or dtype than `tensor_specs` says.
@@ -236,7 +238,11 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
         A new tensor of `dtype` and the shape of `scale`.
     """
     largest = torch.finfo(dtype).max / (1 << (largest_code - 1).bit_length())
-    rounded = scale.clamp(_SMALLEST_SCALE[dtype], largest).to(dtype)
+    bounded = scale.clamp(_SMALLEST_SCALE[dtype], largest)
+    rounded = bounded.to(dtype)
+    # Float16 has few bits left below 2**-17: a scale rounded down by half would clip the row's largest weights at half
+    # their size. So it goes up to the next one, 2**-24 away, where more than bfloat16's half step of 2**-8 is missing.
+    rounded = torch.where(rounded.float() * (1 + 2**-8) < bounded, rounded + 2**-24, rounded)
     return torch.where(scale == 0, torch.zeros_like(rounded), rounded)
 
 
@@ -252,6 +258,8 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 def multiply(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """Return codes times scale, rounded once to `dtype`.
+
+    From a float32 scale to bfloat16 or float16 the product is rounded to float32 first; all others are exact there.
 
     Args:
         codes: Integer or float8 codes, `[*, n, K]`, each exact in `dtype`.

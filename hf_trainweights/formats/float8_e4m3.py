@@ -39,7 +39,7 @@ class Float8E4M3(Format):
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
         amax = rows.abs().amax(dim=-1, keepdim=True)
         out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, out["scale"].dtype))
-        # The cast of a value beyond 448 gives NaN, and the rounded scale may be a little small.
+        # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
         out["qdata"].copy_(rows.mul_(reciprocal(out["scale"])).clamp_(-_LARGEST, _LARGEST))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

@@ -36,7 +36,8 @@ def pack_int4(codes: Tensor) -> Tensor:
         )
     nibbles = (codes + 8).to(torch.uint8)
     octets = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
-    return octets.contiguous().view(torch.int32)
+    # Flat, because a view as wider words needs strides that even a contiguous tensor without columns does not have.
+    return octets.flatten().view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // CODES_PER_WORD)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:

@@ -1,0 +1,98 @@
+"""float8_e4m3: the arithmetic of its specification, one step after the other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from helpers import stored_bits, stored_scale
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats import get_format
+from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+
+# Every finite e4m3 number: 7 steps of 2**-9, then 8 in each of 15 octaves, the last without its NaN.
+MAGNITUDES = [step * 2.0**-9 for step in range(8)]
+MAGNITUDES += [(8 + step) * 2.0 ** (octave - 10) for octave in range(1, 16) for step in range(8)]
+CODES = np.array(MAGNITUDES[:-1])
+
+
+def reference(weight: Tensor) -> tuple[np.ndarray, list[float]]:
+    """Return decoded codes and scales as `docs/format.md` prescribes them, row after row."""
+    values = weight.float().numpy()
+    codes, scales = np.zeros(values.shape), []
+    for row, numbers in enumerate(values):
+        scales.append(stored_scale(np.abs(numbers).max(), 448, torch.finfo(weight.dtype).max / 512, weight.dtype))
+        if scales[-1] != 0:
+            wanted = numbers * (np.float32(1) / np.float32(scales[-1]))
+            codes[row] = [np.copysign(nearest_even(abs(number)), number) for number in wanted.astype(np.float64)]
+    return codes, scales
+
+
+def nearest_even(magnitude: float) -> float:
+    """Return the nearest e4m3 magnitude; of two, the one with an even place, which is the even mantissa."""
+    distance = np.abs(CODES - min(magnitude, 448))
+    places = np.flatnonzero(distance == distance.min())
+    return CODES[next((place for place in places if place % 2 == 0), places[0])]
+
+
+def assert_as_specified(weight: Tensor) -> None:
+    tensors = Float8E4M3().quantize(weight)
+    codes, scales = reference(weight)
+    assert tensors["scale"].float().flatten().tolist() == scales
+    assert tensors["qdata"].double().tolist() == codes.tolist()
+
+
+def test_the_codes_are_those_of_the_dtype() -> None:
+    every = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    assert every.double().tolist() == CODES.tolist()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("exponent", [-140, -128, -22, -15, -7, 0, 6])
+def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, exponent: int) -> None:
+    weight = torch.randn(7, 48, generator=torch.Generator().manual_seed(exponent)) * 2.0**exponent
+    assert_as_specified(weight.to(dtype))
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=60)
+@given(
+    values=arrays(np.float32, (3, 12), elements=st.floats(-60000, 60000, width=16)),
+    dtype=st.sampled_from(FLOAT_DTYPES),
+)
+def test_any_weight_is_coded_as_specified(values: np.ndarray, dtype: torch.dtype) -> None:
+    assert_as_specified(torch.from_numpy(values).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("exponent", range(-24, 9, 4))
+def test_every_error_is_at_most_half_a_step(dtype: torch.dtype, exponent: int) -> None:
+    weight = (torch.randn(32, 64, generator=torch.Generator().manual_seed(0)) * 2.0**exponent).to(dtype)
+    tensors = Float8E4M3().quantize(weight)
+    scale, codes = tensors["scale"].double(), tensors["qdata"].double()
+    # Steps are 2**-3 of the octave, 2**-9 below the smallest one.
+    step = torch.exp2(torch.floor(torch.log2(codes.abs().clamp_min(2.0**-6))) - 3) * scale
+    assert ((codes * scale - weight.double()).abs() <= step * (0.5 + 2.0**-15)).all()
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+def test_no_code_is_nan_where_the_rounded_scale_is_a_little_small(dtype: torch.dtype) -> None:
+    weight = torch.linspace(1, 2, 4096).unsqueeze(1).to(dtype)
+    tensors = Float8E4M3().quantize(weight)
+    assert (tensors["qdata"].float() == 448).all()
+    assert stored_bits(tensors["qdata"]) == [0x7E] * 4096
+
+
+def test_every_shape_fits() -> None:
+    for shape in ((1, 1), (3, 7), (0, 5), (2, 3, 5)):
+        assert Float8E4M3().fallback(shape) == Float8E4M3()
+
+
+def test_it_has_no_group_size() -> None:
+    with pytest.raises(ConfigError, match="format float8_e4m3: expected no parameters, found group_size"):
+        get_format({"format": "float8_e4m3", "group_size": 128})

@@ -1,0 +1,56 @@
+"""What several test files measure with: signal-to-noise, rounding done independently of torch, stored scales."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+def snr_db(reference: Tensor, approximation: Tensor) -> float:
+    """Return the signal-to-noise ratio of an approximation in decibels."""
+    reference, approximation = reference.double(), approximation.double()
+    noise = (approximation - reference).square().sum().item()
+    return math.inf if noise == 0 else 10 * math.log10(reference.square().sum().item() / noise)
+
+
+def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
+    """Round float64 values to `dtype` in one step; torch goes through float32 on the way to 16 bits."""
+    values = exact.double().numpy()
+    if dtype is torch.float16:
+        return torch.from_numpy(values.astype(np.float16))
+    rounded = values.astype(np.float32)
+    if dtype is torch.float32:
+        return torch.from_numpy(rounded)
+    # Towards zero, the last bit set where anything was cut off: a second rounding then sees every tie as it is.
+    bits = rounded.view(np.uint32)
+    bits -= np.abs(rounded.astype(np.float64)) > np.abs(values)
+    bits |= rounded.astype(np.float64) != values
+    return torch.from_numpy(rounded).to(dtype)
+
+
+def stored_scale(amax: float, divisor: float, largest: float, dtype: torch.dtype) -> float:
+    """Return the scale that `docs/format.md` prescribes for a group, one step after the other.
+
+    Args:
+        amax: Largest magnitude of the group.
+        divisor: The code it is to fall on.
+        largest: The largest scale that the format allows in `dtype`.
+        dtype: Dtype of the scale.
+    """
+    quotient = np.float32(amax) / np.float32(divisor)
+    if quotient == 0:
+        return 0.0
+    smallest = 2.0**-24 if dtype is torch.float16 else 2.0**-126
+    wanted = np.float32(min(max(quotient, smallest), largest))
+    stored = torch.tensor(wanted).to(dtype).item()
+    if dtype is torch.float16 and stored * 257 / 256 < wanted:
+        stored = float(np.nextafter(np.float16(stored), np.float16(np.inf)))
+    return stored
+
+
+def stored_bits(tensor: Tensor) -> list[int]:
+    """Return the bytes of a tensor, so that zeros of either sign and NaN compare as what they are."""
+    return tensor.contiguous().flatten().view(torch.uint8).tolist()

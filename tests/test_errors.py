@@ -1,0 +1,61 @@
+"""Errors: each says four things, is the builtin a caller would catch, and survives a process boundary."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+
+import pytest
+
+from hf_trainweights import TrainWeightsError, errors
+
+BUILTINS = {
+    "ConfigError": ValueError,
+    "QuantizationError": ValueError,
+    "UnsupportedError": NotImplementedError,
+    "CorruptFileError": ValueError,
+    "SaveError": OSError,
+}
+CLASSES = [
+    cls
+    for _, cls in inspect.getmembers(errors, inspect.isclass)
+    if issubclass(cls, TrainWeightsError) and cls is not TrainWeightsError
+]
+
+
+def make(cls: type[TrainWeightsError]) -> TrainWeightsError:
+    return cls("model/config.json", "version 1", "version 2", "Install a newer release.")
+
+
+def test_every_error_is_in_the_table() -> None:
+    assert {cls.__name__ for cls in CLASSES} == set(BUILTINS)
+
+
+@pytest.mark.parametrize("name", BUILTINS)
+def test_each_error_is_the_builtin_a_caller_would_expect(name: str) -> None:
+    for caught in (BUILTINS[name], TrainWeightsError):
+        with pytest.raises(caught, match="expected version 1, found version 2"):
+            raise make(getattr(errors, name))
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+def test_the_message_says_where_what_and_what_next(cls: type[TrainWeightsError]) -> None:
+    error = make(cls)
+    assert str(error) == "model/config.json: expected version 1, found version 2. Install a newer release."
+    assert (error.where, error.expected, error.found, error.next_step) == (
+        "model/config.json",
+        "version 1",
+        "version 2",
+        "Install a newer release.",
+    )
+
+
+@pytest.mark.parametrize("cls", CLASSES)
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_errors_cross_process_boundaries_whole(cls: type[TrainWeightsError], protocol: int) -> None:
+    error = make(cls)
+    for copied in (pickle.loads(pickle.dumps(error, protocol)), copy.copy(error), copy.deepcopy(error)):
+        assert type(copied) is cls
+        assert str(copied) == str(error)
+        assert vars(copied) == vars(error)
