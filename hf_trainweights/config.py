@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import inspect
+import json
+import logging
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,6 +18,8 @@ from hf_trainweights.formats.base import Format
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
+
+_logger = logging.getLogger(__name__)
 
 
 class TrainWeightsConfig(QuantizationConfigMixin):
@@ -30,7 +35,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             leave the weight alone. Exact names win, then the first expression that matches.
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
         version: Version of this configuration's layout.
-        unknown: Keys of a newer version; kept, and written back.
+        unknown: Keys of a newer version; kept, written back, and logged.
 
     Raises:
         ConfigError: A value is not allowed; the message lists those that are.
@@ -73,6 +78,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
         self.include_embeddings = include_embeddings
         for key, value in unknown.items():
+            _check_unknown(key, value)
             setattr(self, key, value)
 
     @property
@@ -122,7 +128,7 @@ def _override_format(override: str | Mapping[str, Any] | None) -> Format | None:
 def _check_names(names: Sequence[str] | None) -> list[str] | None:
     if names is None:
         return None
-    if isinstance(names, str) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
         raise ConfigError(
             "modules_to_not_convert",
             "a list of module names",
@@ -153,6 +159,17 @@ def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
             raise ConfigError(where, error.expected, error.found, error.next_step) from error
         checked[selector] = dict(override) if isinstance(override, Mapping) else override
     return checked
+
+
+def _check_unknown(key: str, value: Any) -> None:
+    known = ", ".join(list(inspect.signature(TrainWeightsConfig).parameters)[:-1])
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(key, f"one of {known}, or a JSON value to keep", repr(value), "Leave it out.") from error
+    if hasattr(TrainWeightsConfig, key):
+        raise ConfigError(key, f"one of {known}", "the name of a method", "Leave it out.")
+    _logger.warning("TrainWeightsConfig keeps %s=%r but does not use it: it knows %s.", key, value, known)
 
 
 def _check_expression(where: str, expression: str) -> None:

@@ -6,12 +6,13 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import types
 from collections import defaultdict
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_trainweights.config import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError
@@ -84,17 +85,17 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     """Return the bytes that a module's parameters and buffers really hold.
 
     Args:
-        module: Any module; a tied tensor counts once, a quantized one by its stored tensors.
+        module: Any module; memory that several tensors share counts once, a quantized weight by its stored tensors.
 
     Example:
         >>> get_model_size_in_bytes(nn.Linear(4, 4, bias=False))
         64
     """
-    sizes: dict[tuple[int, int], int] = {}
+    sizes: dict[int, int] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
         for held in tensor.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
-            place = id(held) if held.is_meta else held.data_ptr()
-            sizes[place, held.numel()] = held.numel() * held.element_size()
+            storage = held.untyped_storage()
+            sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
 
 
@@ -142,25 +143,38 @@ def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
 
 
 def announce(summary: Summary) -> None:
-    """Log the summary in one line and make the modules tell of their weights.
+    """Log the summary in one line.
 
     Args:
         summary: What was done.
     """
     _logger.info("%s", summary)
-    for choice in summary.quantized:
-        describe(choice.module)
 
 
-def describe(module: nn.Module) -> None:
-    """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it.
+def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it, while it has any.
+
+    PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
 
     Args:
-        module: A module that owns a quantized weight.
+        module: The module.
+        name: Name of the parameter there.
+        parameter: What it is to be.
     """
-    if "extra_repr" not in vars(module):
-        module.extra_repr = types.MethodType(extra_repr, module)
-    module.__prepare_scriptable__ = refuse_torchscript  # type: ignore[assignment]
+    own = vars(module)
+    if isinstance(parameter, QuantizedTensor):
+        if "extra_repr" not in own:
+            own["extra_repr"] = functools.partial(extra_repr, module)
+        own["__prepare_scriptable__"] = refuse_torchscript
+    elif own.get("__prepare_scriptable__") is refuse_torchscript:
+        others = (weight for key, weight in module._parameters.items() if key != name)
+        if not any(isinstance(weight, QuantizedTensor) for weight in others):
+            del own["__prepare_scriptable__"]
+            if getattr(own["extra_repr"], "func", None) is extra_repr:
+                del own["extra_repr"]
+
+
+register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
 
 
 def extra_repr(module: nn.Module) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,18 +10,21 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.formats.base import FLOAT_DTYPES
-from hf_trainweights.quantized_tensor import HANDLERS, QuantizedTensor, compute_dequantized
+from hf_trainweights.quantized_tensor import HANDLERS, SHOWN_DTYPES, QuantizedTensor, compute_dequantized
 
 aten = torch.ops.aten
+
+_MASKS = (torch.bool, torch.uint8)
 
 
 def _alias(func: Any, tensor: QuantizedTensor) -> Any:
     return return_and_correct_aliasing(func, (tensor,), {}, tensor.map(lambda stored: stored))
 
 
-def _clone(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> QuantizedTensor:
-    del func, kwargs
+def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None) -> Any:
+    del func
+    if tensor.transposed and memory_format == torch.contiguous_format:
+        return NotImplemented
     return tensor.map(torch.clone)
 
 
@@ -30,7 +32,7 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     """Move the stored tensors and change the dtype shown; scales are never cast."""
     del func
     dtype = kwargs.get("dtype") or tensor.dtype
-    if dtype not in FLOAT_DTYPES:
+    if dtype not in SHOWN_DTYPES:
         return NotImplemented
     device, non_blocking = kwargs.get("device"), kwargs.get("non_blocking", False)
     return tensor.map(lambda stored: stored.to(device, non_blocking=non_blocking, copy=True), dtype)
@@ -38,6 +40,14 @@ def _to_copy(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
 
 def _pin(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> QuantizedTensor:
     return tensor.map(lambda stored: func(stored, *args, **kwargs))
+
+
+def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
+    """Keep the weight quantized, so that `module.to_empty(device)` allocates no float weight."""
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype not in SHOWN_DTYPES:
+        return _like(func, tensor, **kwargs)
+    return tensor.map(lambda stored: torch.empty_like(stored, device=kwargs.get("device")), dtype)
 
 
 def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
@@ -74,10 +84,14 @@ def _describe(tensor: Tensor) -> str:
     return repr(tensor) if isinstance(tensor, QuantizedTensor) else f"{tensor.dtype} of shape {tuple(tensor.shape)}"
 
 
+def _positive(tensor: Tensor, dim: int) -> int:
+    """Return the dimension counted from the front; IndexError if the tensor has no such dimension."""
+    return range(tensor.dim())[dim]
+
+
 def _stored_dim(tensor: QuantizedTensor, dim: int) -> int:
     """Return the dimension of the stored weight that dimension `dim` shows."""
-    dim %= tensor.dim()
-    last = tensor.dim() - 1
+    dim, last = _positive(tensor, dim), tensor.dim() - 1
     return last + last - 1 - dim if tensor.transposed and dim >= last - 1 else dim
 
 
@@ -85,7 +99,11 @@ def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tens
     """Apply an indexing function along one stored dimension to every stored tensor; not possible along K."""
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    tensors = {name: function(stored) for name, stored in tensor.tensors.items()}
+    return _part(tensor, {name: function(stored) for name, stored in tensor.tensors.items()})
+
+
+def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return what the stored tensors of some of the rows stand for; a single row is dequantized."""
     shape = (*tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
     if len(shape) < 2:
         rows = {name: stored.unsqueeze(0) for name, stored in tensors.items()}
@@ -94,34 +112,36 @@ def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tens
 
 
 def _select(func: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
-    if tensor.dim() > 2 and dim % tensor.dim() >= tensor.dim() - 2:
+    if tensor.dim() > 2 and _positive(tensor, dim) >= tensor.dim() - 2:
         return NotImplemented
     return _narrow(tensor, dim, lambda stored: func(stored, _stored_dim(tensor, dim), index))
 
 
-def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, *args: Any, **kwargs: Any) -> Any:
-    return _narrow(tensor, dim, lambda stored: func(stored, _stored_dim(tensor, dim), *args, **kwargs))
+def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
+    size = tensor.shape[dim]
+    if (start is None or start in (0, -size)) and (end is None or end >= size) and step == 1:
+        return _alias(func, tensor)
+    return _narrow(tensor, dim, lambda stored: func(stored, _stored_dim(tensor, dim), start, end, step))
 
 
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    length = tensor.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, length - start) for start in range(0, length, sizes)]
-    ends = [0, *itertools.accumulate(sizes)]
-    return [_slice(aten.slice.Tensor, tensor, dim, start, end) for start, end in itertools.pairwise(ends)]
+    pieces = {name: func(stored, sizes, _stored_dim(tensor, dim)) for name, stored in tensor.tensors.items()}
+    return [_part(tensor, dict(zip(pieces, piece, strict=True))) for piece in zip(*pieces.values(), strict=True)]
 
 
 def _unbind(func: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
     del func
-    if tensor.dim() < 3 or dim % tensor.dim() >= tensor.dim() - 2:
+    if tensor.dim() < 3 or _positive(tensor, dim) >= tensor.dim() - 2:
         return NotImplemented
     return [_select(aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
 def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None]) -> Any:
-    if len(indices) != 1 or indices[0] is None or (tensor.dim() > 2 and indices[0].dim() != 1):
+    # A mask of several dimensions selects single weights, and over experts only a plain list keeps `[*, N, K]`.
+    index = indices[0]
+    if len(indices) != 1 or index is None or (index.dim() != 1 and (tensor.dim() > 2 or index.dtype in _MASKS)):
         return NotImplemented
     return _narrow(tensor, 0, lambda stored: func(stored, list(indices)))
 
@@ -131,7 +151,8 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
-    rows = {name: stored[indices.flatten()] for name, stored in tensor.tensors.items()}
+    # Indexing would take a negative number for a row counted from the end; index_select refuses it as F.embedding does.
+    rows = {name: stored.index_select(0, indices.flatten()) for name, stored in tensor.tensors.items()}
     K = tensor.stored_shape[-1]
     return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
 
@@ -139,9 +160,9 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
 def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     order = list(range(tensor.dim()))
     if func is aten.permute.default:
-        order = [dim % tensor.dim() for dim in dims[0]]
+        order = [_positive(tensor, dim) for dim in dims[0]]
     else:
-        first, second = (dim % tensor.dim() for dim in dims or (0, 1))
+        first, second = (_positive(tensor, dim) for dim in dims or (0, 1))
         order[first], order[second] = second, first
     if order != [*range(tensor.dim() - 2), tensor.dim() - 1, tensor.dim() - 2]:
         return NotImplemented
@@ -149,8 +170,10 @@ def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     return return_and_correct_aliasing(func, (tensor, *dims), {}, flipped)
 
 
-def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int]) -> Any:
-    return _alias(func, tensor) if tuple(shape) == tuple(tensor.shape) else NotImplemented
+def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: Any) -> Any:
+    del kwargs
+    same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))
+    return _alias(func, tensor) if same else NotImplemented
 
 
 _TABLE: dict[Any, Callable[..., Any]] = {
@@ -159,6 +182,7 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.clone.default: _clone,
     aten._to_copy.default: _to_copy,
     aten._pin_memory.default: _pin,
+    aten.empty_like.default: _empty_like,
     aten.copy_.default: _copy,
     aten.select.int: _select,
     aten.slice.Tensor: _slice,
@@ -170,11 +194,11 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.t.default: _transpose,
     aten.transpose.int: _transpose,
     aten.permute.default: _transpose,
+    aten.expand.default: _view,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
     **dict.fromkeys(
         (
-            aten.empty_like.default,
             aten.zeros_like.default,
             aten.ones_like.default,
             aten.full_like.default,

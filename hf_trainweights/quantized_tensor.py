@@ -3,7 +3,8 @@
 `QuantizedTensor` shows the shape and dtype of the float weight and holds the few plain tensors of its format. Views
 along every dimension but K stay quantized, products dequantize what they need, and an op without a handler
 dequantizes and is counted in `FALLBACKS` (logged when TRAINWEIGHTS_LOG_FALLBACK=1 is set before the import).
-In-place ops raise: rounding an update into codes would lose it silently.
+In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are float
+copies: writing to one does not change the weight.
 """
 
 from __future__ import annotations
@@ -16,11 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+
+# Dtypes that a quantized weight can show; it is quantized from the first three only.
+SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
 
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
@@ -83,8 +87,10 @@ class QuantizedTensor(Tensor):
         if transposed:
             size[-2:] = size[-1], size[-2]
             strides = (*strides[:-2], strides[-1], strides[-2])
+        # One byte of storage without an address: what reads it, such as safetensors, fails. An empty storage would be
+        # read as that of an empty tensor, the same one for every weight.
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, size, strides=strides, dtype=dtype, device=tensors["qdata"].device, requires_grad=False, storage_size=0
+            cls, size, strides=strides, dtype=dtype, device=tensors["qdata"].device, requires_grad=False, storage_size=1
         )
 
     def __init__(
@@ -178,9 +184,21 @@ class QuantizedTensor(Tensor):
         del requires_grad
         return self
 
-    def data_ptr(self) -> int:
-        """Return the address of `qdata`; accelerate tells tied weights by it, and a wrapper's own is always 0."""
-        return self.qdata.data_ptr()
+    def data_ptr(self) -> tuple[str, int]:  # type: ignore[override]
+        """Return what tells tied weights apart: accelerate keys them by it, and a wrapper's own address is always 0.
+
+        It is no number, so that what reads raw memory, such as a Triton kernel, fails instead of reading past `qdata`.
+        """
+        return "qdata", self.qdata.data_ptr()
+
+    def share_memory_(self) -> QuantizedTensor:  # type: ignore[override]
+        """Move the stored tensors to shared memory, in place; a wrapper's own storage cannot be moved."""
+        for tensor in self.tensors.values():
+            tensor.share_memory_()
+        return self
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.dequantize().__dlpack__(*args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         return list(self.format.tensor_names), (self.format, self.stored_shape, self.dtype, self.transposed)
@@ -200,7 +218,9 @@ class QuantizedTensor(Tensor):
         del protocol
         is_parameter = isinstance(self, nn.Parameter)
         metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
-        return rebuild_quantized_tensor, (self.tensors, *metadata)
+        # PyTorch cannot load float8 from a plain pickle or from a file older than zip, so its bytes are pickled.
+        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
+        return rebuild_quantized_tensor, (tensors, *metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
@@ -220,6 +240,8 @@ class QuantizedTensor(Tensor):
         # Below this level a trace no longer shows, and what it would save of this tensor is garbage.
         if torch._C._get_tracing_state():
             raise unsupported_by_torchscript()
+        if func in _ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
+            return _ASSIGNMENTS[func](*args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -227,12 +249,42 @@ class QuantizedTensor(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func)
-        if handler is not None:
-            result = handler(func, *args, **kwargs)
-            if result is not NotImplemented:
-                return result
-        return _fall_back(func, args, kwargs)
+        if torch.is_inference_mode_enabled() and func.is_view:
+            # A view of a normal tensor must be a normal tensor, and whatever is made in this mode is not.
+            with torch.inference_mode(False), torch.no_grad():
+                return _dispatch(func, args, kwargs)
+        return _dispatch(func, args, kwargs)
+
+
+def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:
+    del index_and_value
+    raise _unsupported_in_place("__setitem__", tensor)
+
+
+def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
+    if requires_grad:
+        raise UnsupportedError(
+            "requires_grad",
+            "False on a quantized weight, which takes no gradient",
+            f"True on {tensor!r}",
+            "Train an adapter, for example with PEFT, or model.dequantize() first.",
+        )
+
+
+def _set_data(tensor: QuantizedTensor, data: Tensor) -> None:
+    """Take over shape, dtype and stored tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
+    if not isinstance(data, QuantizedTensor):
+        raise _unsupported_in_place("data", tensor)
+    torch._C._disabled_torch_function_impl(Tensor.data.__set__, (QuantizedTensor,), (tensor, data), {})  # type: ignore[attr-defined]
+    tensor.__init__(data.tensors, data.format, data.stored_shape, data.dtype, data.transposed)
+
+
+# What assigns to a weight without being an op.
+_ASSIGNMENTS: dict[Any, Callable[..., None]] = {
+    Tensor.__setitem__: _set_item,
+    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+}
 
 
 def unsupported_by_torchscript() -> UnsupportedError:
@@ -268,31 +320,58 @@ def rebuild_quantized_tensor(
         ConfigError: The format or one of its parameters is unknown.
     """
     dimensions = isinstance(shape, tuple) and all(type(size) is int and size >= 0 for size in shape)
-    plain = isinstance(tensors, dict) and all(type(tensor) is Tensor for tensor in tensors.values())
-    if not (plain and isinstance(config, dict) and dimensions and len(shape) >= 2 and dtype in FLOAT_DTYPES):
+    plain = isinstance(tensors, dict) and "qdata" in tensors and all(type(t) is Tensor for t in tensors.values())
+    if not (plain and isinstance(config, dict) and dimensions and len(shape) >= 2 and dtype in SHOWN_DTYPES):
         raise CorruptFileError(
             "pickled QuantizedTensor",
             "stored plain tensors, a format, a shape and a float dtype",
             f"{type(tensors).__name__}, {config!r}, {shape!r}, {dtype!r}",
             "The file is damaged; save it again from the source.",
         )
-    tensor = QuantizedTensor(tensors, get_format(config), shape, dtype, bool(transposed))
-    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor
+    form = get_format(config)
+    specs = form.tensor_specs(shape, dtype)
+    float8 = {name: stored for name, (_, stored) in specs.items() if _is_float8(stored)}
+    tensors = {
+        name: tensor.view(float8[name]) if name in float8 and tensor.dtype == torch.uint8 else tensor
+        for name, tensor in tensors.items()
+    }
+    tensor = QuantizedTensor(tensors, form, shape, dtype, bool(transposed))
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor  # type: ignore[return-value]
+
+
+def _is_float8(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point and dtype.itemsize == 1
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    handler = HANDLERS.get(func)
+    result = handler(func, *args, **kwargs) if handler is not None else NotImplemented
+    return _fall_back(func, args, kwargs) if result is NotImplemented else result
 
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for argument, value in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, QuantizedTensor):
-            raise UnsupportedError(
-                str(func),
-                "an op that leaves the quantized weight as it is",
-                f"an in-place op on {value!r}",
-                "Change the float weight, model.dequantize() gives it back, then quantize it again.",
-            )
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
+                if isinstance(value, QuantizedTensor):
+                    raise _unsupported_in_place(str(func), value)
+    # Under inference_mode an op such as mT or narrow comes whole, not as the transpose or slice that has a handler.
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     FALLBACKS[str(func)] += 1
     if _LOG_FALLBACKS:
         _logger.warning("%s has no handler for quantized weights: dequantized (%d)", func, FALLBACKS[str(func)])
     return compute_dequantized(func, *args, **kwargs)
+
+
+def _unsupported_in_place(where: str, weight: QuantizedTensor) -> UnsupportedError:
+    return UnsupportedError(
+        where,
+        "an op that leaves the quantized weight as it is",
+        f"an in-place op on {weight!r}",
+        "Change the float weight, model.dequantize() gives it back, then quantize it again.",
+    )
 
 
 def compute_dequantized(func: Any, *args: Any, **kwargs: Any) -> Any:

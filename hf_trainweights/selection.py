@@ -6,8 +6,8 @@ expert parameters in both layouts, and on request embeddings. It works on the me
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -92,13 +92,28 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     Returns:
         A choice for each parameter, in the module's order, a tied parameter under its first name.
     """
-    owners = dict(module.named_modules())
+    owners = dict(module.named_modules(remove_duplicate=False))
+    aliases = _aliases(module)
     return Summary(
         tuple(
-            _choose(owners[name.rpartition(".")[0]], name, parameter, config, skip)
+            _choose(owners, aliases[name], name, parameter, config, skip)
             for name, parameter in module.named_parameters()
         )
     )
+
+
+def _aliases(module: nn.Module) -> dict[str, list[str]]:
+    """Return for each name of a parameter all names it goes by, itself included: a tied parameter has several."""
+    same: dict[int, list[str]] = defaultdict(list)
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        same[id(parameter)].append(name)
+    aliases = {name: names for names in same.values() for name in names}
+    # A Transformers model ties its parameters after their values are loaded, and says before which it will.
+    for target, source in getattr(module, "all_tied_weights_keys", {}).items():
+        if target in aliases and source in aliases and aliases[target] is not aliases[source]:
+            names = aliases[source] + aliases[target]
+            aliases |= dict.fromkeys(names, names)
+    return aliases
 
 
 def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -118,8 +133,16 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     return Summary(tuple(found))
 
 
-def _choose(owner: nn.Module, name: str, parameter: Tensor, config: TrainWeightsConfig, skip: Sequence[str]) -> Choice:
-    wanted, reason = _wanted(owner, name, parameter, config, skip)
+def _choose(
+    owners: Mapping[str, nn.Module],
+    aliases: Sequence[str],
+    name: str,
+    parameter: Tensor,
+    config: TrainWeightsConfig,
+    skip: Sequence[str],
+) -> Choice:
+    wanted, reason = _wanted(owners, aliases, name, parameter, config, skip)
+    owner = owners[name.rpartition(".")[0]]
     transposed = is_transposed(owner, parameter)
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
     if isinstance(parameter, QuantizedTensor):
@@ -142,25 +165,37 @@ def _misfit(wanted: Format | None) -> str:
 
 
 def _wanted(
-    owner: nn.Module, name: str, parameter: Tensor, config: TrainWeightsConfig, skip: Sequence[str]
+    owners: Mapping[str, nn.Module],
+    aliases: Sequence[str],
+    name: str,
+    parameter: Tensor,
+    config: TrainWeightsConfig,
+    skip: Sequence[str],
 ) -> tuple[Format | None, str]:
     """Return the format that the rules give, and why it is None or not the configured one."""
     module_name, _, leaf = name.rpartition(".")
-    names = (module_name, name) if leaf == "weight" else (name, module_name)
-    chosen, overridden = config.format_for(names)
-    if not is_weight(owner, leaf, parameter):
+    known = [each for alias in aliases for each in _names(alias)]
+    chosen, overridden = config.format_for(known)
+    if not is_weight(owners[module_name], leaf, parameter):
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
     if overridden:
         return chosen, "override"
-    if any(not should_convert_module(known, config.modules_to_not_convert or []) for known in names):
+    if any(not should_convert_module(each, config.modules_to_not_convert or []) for each in known):
         return None, "in modules_to_not_convert"
-    if isinstance(owner, nn.Embedding) and not config.include_embeddings:
+    embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
+    if embedding and not config.include_embeddings:
         return None, "embedding (include_embeddings=True quantizes it)"
-    if any(not should_convert_module(known, list(skip)) for known in names):
+    if any(not should_convert_module(each, list(skip)) for each in _names(name)):
         return None, "kept in float by the model"
     return chosen, ""
+
+
+def _names(name: str) -> tuple[str, str]:
+    """Return what a user may call a parameter: its module, which comes first for a plain weight, or its own name."""
+    module_name, _, leaf = name.rpartition(".")
+    return (module_name, name) if leaf == "weight" else (name, module_name)
 
 
 def is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:

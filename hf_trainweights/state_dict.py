@@ -180,7 +180,7 @@ class FoldStoredTensors:
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
             weight = _parameter(module, name)
-            if isinstance(weight, QuantizedTensor) and flatten_weight(name, weight, self.default).keys() == {
+            if isinstance(weight, QuantizedTensor) and flatten_weight(name, weight, self.default).keys() <= {
                 stored_name(name, suffix) for suffix in tensors
             }:
                 folded = unflatten_weight(name, tensors, weight.dtype, self.default)
