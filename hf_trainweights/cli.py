@@ -1,0 +1,175 @@
+"""The `trainweights` command: it reads options and prints; the work is done by the package's public functions."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import statistics
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hf_trainweights.errors import TrainWeightsError
+
+if TYPE_CHECKING:
+    from hf_trainweights.demo import Result
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Run the `trainweights` command."""
+    app(prog_name="trainweights")
+
+
+@app.callback()
+def _root() -> None:
+    """Small weights and small training checkpoints for Hugging Face Transformers."""
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="PATH_OR_ID", help="Your own causal language model instead of one trained here."),
+    ] = None,
+    formats: Annotated[
+        list[str] | None, typer.Option("--format", metavar="NAME", help="Only this format; may be repeated.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(min=1, metavar="N", help="Number of training steps.")] = None,
+    seed: Annotated[int | None, typer.Option(min=0, metavar="N", help="Seed of the training.")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Keep the models in this new or empty directory.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Train a small Llama on Python's standard library, quantize it to each format, use it, save it, reload it.
+
+    Nothing is downloaded. It takes about two minutes on two CPU cores, and exits with 1 if a reload is not bit-equal.
+    """
+    # Here and not above: `--help` should not wait for torch.
+    from hf_trainweights.demo import run_demo
+    from hf_trainweights.demo_model import Recipe
+    from hf_trainweights.formats import FORMATS
+
+    unknown = set(formats or ()) - set(FORMATS)
+    if unknown:
+        raise typer.BadParameter(
+            f"{', '.join(sorted(unknown))} is none of {', '.join(FORMATS)}.", param_hint="--format"
+        )
+    if model is not None and (steps is not None or seed is not None):
+        raise typer.BadParameter("Nothing is trained with --model: leave out --steps and --seed.", param_hint="--model")
+    training = {"steps": steps, "seed": seed}
+    recipe = Recipe(**{key: value for key, value in training.items() if value is not None})
+    with _errors_in_one_line(debug), _directory(out) as directory, _ProgressLines() as progress:
+        chosen = list(dict.fromkeys(formats or FORMATS))
+        result = run_demo(directory, chosen, recipe, progress.report, model=model, keep=out is not None)
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result) | {"failures": result.failures}, indent=2))
+    else:
+        _print_result(result, out)
+    for failure in result.failures:
+        typer.echo(f"FAILED {failure}", err=True)
+    if result.failures:
+        raise typer.Exit(1)
+
+
+class _ProgressLines:
+    """One line with a bar for the training and for each format, on stderr; it appears with the first report."""
+
+    def __enter__(self) -> _ProgressLines:
+        self._tasks: dict[str, TaskID] = {}
+        self._progress = Progress(
+            TextColumn("{task.description:<12}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[stage]:<18}"),
+            TimeElapsedColumn(),
+            console=Console(stderr=True),
+        )
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        # Stopped without a start it would print an empty line.
+        if self._tasks:
+            self._progress.stop()
+
+    def report(self, line: str, stage: str, done: int, total: int) -> None:
+        """Show how far one line is.
+
+        Args:
+            line: What it is about, e.g. a format.
+            stage: What is done at the moment.
+            done: Steps done.
+            total: Steps in all.
+        """
+        from transformers.utils.logging import disable_progress_bar
+
+        if not self._tasks:
+            # From here on these lines tell of loading too: two kinds of bars would overwrite each other.
+            disable_progress_bar()
+            self._progress.start()
+        if line not in self._tasks:
+            self._tasks[line] = self._progress.add_task(line, stage=stage)
+        self._progress.update(self._tasks[line], stage=stage, completed=done, total=total)
+
+
+@contextlib.contextmanager
+def _directory(out: Path | None) -> Iterator[Path]:
+    if out is not None:
+        yield out
+        return
+    with tempfile.TemporaryDirectory(prefix="trainweights-") as directory:
+        yield Path(directory)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (TrainWeightsError, OSError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _print_result(result: Result, out: Path | None) -> None:
+    console = Console(highlight=False)
+    if result.losses:
+        # Of the last steps the mean: one batch alone says little.
+        last = statistics.fmean(result.losses[-20:])
+        console.print(f"Trained for {len(result.losses)} steps: loss {result.losses[0]:.2f} to {last:.2f}")
+    table = Table(
+        title=result.model,
+        caption=f"Perplexity: held-out files of the {result.held_out}",
+        title_justify="left",
+        caption_justify="left",
+    )
+    table.add_column("format", no_wrap=True)
+    for name in ("on disk", "bits/weight", "perplexity", "tokens/s"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("reload")
+    for row in result.rows:
+        table.add_row(
+            row.format,
+            decimal(row.disk_bytes),
+            f"{row.bits_per_weight:.2f}",
+            f"{row.perplexity:.3f}",
+            f"{row.tokens_per_second:.1f}",
+            "FAILED" if row.failures else "bit-equal",
+        )
+    console.print(table)
+    console.print(f"Each continues {result.prompt!r}:", markup=False)
+    for row in result.rows:
+        console.print(f"{row.format:<12} {row.sample!r}", markup=False, no_wrap=True, overflow="ellipsis")
+    if out is not None:
+        console.print(f"The models are in {out}.", markup=False)

@@ -1,0 +1,212 @@
+"""The demo's own model: a small Llama trained on the sources of Python's standard library, found on any machine.
+
+Nothing is downloaded, not even a tokenizer: it is trained on the same text. The same seed, Python version and number of
+threads give the same model.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import random
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from hf_trainweights.errors import UnsupportedError
+
+# What to show for a long job: the line it belongs to, what it is at, steps done and steps in all.
+Report = Callable[[str, str, int, int], None]
+
+END_OF_TEXT = "<|endoftext|>"
+# Every 20th file is never trained on: some 600,000 characters.
+_HELD_OUT_EVERY = 20
+# Not the library itself: packages that were installed, and tests.
+_OTHER_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Size and training of the demo's model; the defaults take about a minute on two CPU cores.
+
+    Args:
+        hidden_size: Width of the model, a multiple of 64: an attention head has 64.
+        num_layers: Number of decoder layers.
+        vocab_size: Number of tokens, at least 257: every byte is one.
+        steps: Number of optimizer steps.
+        batch_size: Windows in a step.
+        window_tokens: Length of a training window.
+        learning_rate: Peak of the schedule.
+        seed: Decides the initial weights and the choice and order of the text.
+    """
+
+    hidden_size: int = 384
+    num_layers: int = 2
+    vocab_size: int = 1024
+    steps: int = 320
+    batch_size: int = 16
+    window_tokens: int = 64
+    learning_rate: float = 3e-3
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Text to train on and text to be judged by.
+
+    Args:
+        name: What it is, for people.
+        train: The texts to train on, one a file.
+        held_out: The texts kept apart.
+    """
+
+    name: str
+    train: tuple[str, ...]
+    held_out: tuple[str, ...]
+
+
+def read_corpus(root: Path | None = None) -> Corpus:
+    """Read the sources of Python's standard library.
+
+    Args:
+        root: Another directory of Python files.
+
+    Returns:
+        All files in the order of their names, every 20th of them held out.
+
+    Raises:
+        UnsupportedError: There are no sources: some distributions ship the library compiled or in a zip file.
+    """
+    root = root or Path(sysconfig.get_paths()["stdlib"])
+    files = sorted(_python_files(root))
+    if len(files) < _HELD_OUT_EVERY:
+        raise UnsupportedError(
+            str(root),
+            "the Python sources of the standard library",
+            f"{len(files)} files",
+            "Use a Python that has them, or give a model of your own with --model.",
+        )
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    return Corpus(
+        f"Python {platform.python_version()} standard library",
+        tuple(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY),
+        tuple(texts[::_HELD_OUT_EVERY]),
+    )
+
+
+def _python_files(root: Path) -> Iterator[Path]:
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = set(subdirectories) - _OTHER_DIRECTORIES
+        yield from (Path(directory, name) for name in names if name.endswith(".py"))
+
+
+def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer.
+
+    Args:
+        texts: What to train it on.
+        vocab_size: Number of tokens, at least 257.
+
+    Returns:
+        A tokenizer that can spell any text, with an end-of-text token.
+    """
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TEXT, pad_token=END_OF_TEXT)
+
+
+def train_model(directory: Path, corpus: Corpus, recipe: Recipe, report: Report) -> list[float]:
+    """Train a Llama and its tokenizer from nothing and save both.
+
+    Args:
+        directory: Where to save; made if missing.
+        corpus: The text.
+        recipe: Size and training.
+        report: Told after each step.
+
+    Returns:
+        The loss of each step, in nats per token.
+    """
+    report("training", "tokenizer", 0, recipe.steps)
+    texts = _take_texts(corpus, recipe)
+    tokenizer = train_tokenizer(texts, recipe.vocab_size)
+    batches = _batches(texts, tokenizer, recipe)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(recipe.seed)
+        model = LlamaForCausalLM(_llama_config(recipe, tokenizer))
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=recipe.learning_rate, total_steps=recipe.steps + 1, pct_start=0.1
+    )
+    losses: list[float] = []
+    for batch in batches:
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        report("training", f"loss {losses[-1]:.2f}", len(losses), recipe.steps)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return losses
+
+
+def _llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaConfig:
+    end = tokenizer.convert_tokens_to_ids(END_OF_TEXT)
+    assert isinstance(end, int)
+    return LlamaConfig(
+        vocab_size=recipe.vocab_size,
+        hidden_size=recipe.hidden_size,
+        # 8/3, as Llama has, rounded to groups of 128.
+        intermediate_size=-(-recipe.hidden_size * 8 // 3 // 128) * 128,
+        num_hidden_layers=recipe.num_layers,
+        num_attention_heads=recipe.hidden_size // 64,
+        num_key_value_heads=recipe.hidden_size // 64,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+        # About 1 / sqrt(hidden_size); with Llama's 0.02 a model this small learns little in its first 100 steps.
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=end,
+        pad_token_id=end,
+    )
+
+
+def _take_texts(corpus: Corpus, recipe: Recipe) -> list[str]:
+    """Return training texts in random order, as many as the training will see."""
+    texts = list(corpus.train)
+    random.Random(recipe.seed).shuffle(texts)
+    # A token of this vocabulary is 2.6 characters of Python; 4 leave a margin.
+    wanted = 4 * recipe.steps * recipe.batch_size * recipe.window_tokens
+    taken: list[str] = []
+    while texts and wanted > 0:
+        taken.append(texts.pop())
+        wanted -= len(taken[-1])
+    return taken
+
+
+def _batches(texts: list[str], tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
+    """Return the token ids of every step, int64 [steps, batch_size, window_tokens], no window twice before all once."""
+    stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
+    count = len(stream) // recipe.window_tokens
+    windows = torch.tensor(stream[: count * recipe.window_tokens]).view(count, recipe.window_tokens)
+    generator = torch.Generator().manual_seed(recipe.seed)
+    needed = recipe.steps * recipe.batch_size
+    order = torch.cat([torch.randperm(count, generator=generator) for _ in range(-(-needed // count))])
+    return windows[order[:needed]].view(recipe.steps, recipe.batch_size, recipe.window_tokens)
