@@ -1,12 +1,12 @@
 """How weights become quantized while Transformers loads them: its ConversionOps, with the quantizer's choices.
 
-An error inside an op would reach the user as an untyped "conversion" report at the end of the load. So the ops hand
-typed errors to `LoadState.fail` and go on with a stand-in; the quantizer raises the first one when the load is over.
+An error inside an op would reach the user as an untyped "conversion" report at the end of the load. So every op builds
+its weight through `LoadState.build`, which keeps the first typed error; the quantizer raises it when the load is over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any, Self
 
 import torch
@@ -18,6 +18,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.quantized_tensor import QuantizedTensor
 from hf_trainweights.selection import Choice
 from hf_trainweights.state_dict import FORMAT_SUFFIX, TENSOR_SUFFIXES, stored_name, unflatten_weight
+from hf_trainweights.weight_files import StoredWeight
 
 
 class LoadState:
@@ -30,15 +31,32 @@ class LoadState:
     def __init__(self, default: Format):
         self.default = default
         self.choices: dict[str, Choice] = {}
+        self.stored: Mapping[str, StoredWeight] = {}
         self.error: TrainWeightsError | None = None
 
-    def fail(self, error: TrainWeightsError) -> None:
-        """Keep the first error of the load.
+    def build(self, skeleton: Tensor, make: Callable[[], Tensor]) -> nn.Parameter:
+        """Return a weight, or once the load has failed a stand-in for it that takes no memory.
 
         Args:
-            error: What went wrong.
+            skeleton: The parameter of the model on the meta device.
+            make: Builds the weight; a typed error that it raises is kept, with the file it is about.
         """
-        self.error = self.error or error
+        if self.error is None:
+            try:
+                return nn.Parameter(make(), requires_grad=False)
+            except TrainWeightsError as error:
+                where = f"{self._file(error.where)}: {error.where}"
+                self.error = type(error)(where, error.expected, error.found, error.next_step)
+                self.error.__cause__ = error
+        stand_in = torch.zeros((), dtype=skeleton.dtype).expand(skeleton.shape)
+        return nn.Parameter(stand_in, requires_grad=False)
+
+    def _file(self, name: str) -> str:
+        """Return the file that holds a weight; the directory where the checkpoint has it under another name."""
+        if name in self.stored:
+            return str(self.stored[name].file)
+        files = sorted({weight.file for weight in self.stored.values()})
+        return str(files[0] if len(files) == 1 else files[0].parent) if files else "state_dict"
 
 
 class _SharedOp(ConversionOps):
@@ -57,11 +75,14 @@ class _SharedOp(ConversionOps):
 class TrainWeightsQuantize(_SharedOp):
     """Quantizes float weights as they are loaded."""
 
-    def convert(self, input_dict: dict[str, Any], **kwargs: Any) -> dict[str, Tensor]:
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
+        self, input_dict: dict[str, Any], model: Any = None, **kwargs: Any
+    ) -> dict[str, Tensor]:
         """Quantize each entry that the quantizer chose a format for.
 
         Args:
             input_dict: Full parameter name to a tensor, or to a list of one.
+            model: The model on the meta device.
             kwargs: What else Transformers tells; not used.
 
         Returns:
@@ -69,24 +90,25 @@ class TrainWeightsQuantize(_SharedOp):
         """
         del kwargs
         loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {name: self._quantize(name, weight) for name, weight in loaded.items()}
+        return {name: self._quantize(name, weight, model) for name, weight in loaded.items()}
 
-    def _quantize(self, name: str, weight: Tensor) -> Tensor:
+    def _quantize(self, name: str, weight: Tensor, model: Any) -> Tensor:
         choice = self.state.choices.get(name)
-        if choice is None or choice.format is None or self.state.error is not None:
+        if choice is None or choice.format is None:
             return weight
-        try:
-            tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, name)
-        except TrainWeightsError as error:
-            self.state.fail(error)
-            return weight
-        return nn.Parameter(tensor, requires_grad=False)
+        form, skeleton = choice.format, model.get_parameter_or_buffer(name)
+
+        def make() -> Tensor:
+            _check_shape(name, weight, skeleton.shape)
+            return QuantizedTensor.quantize(weight, form, choice.transposed, name)
+
+        return self.state.build(skeleton, make)
 
 
 class TrainWeightsDeserialize(_SharedOp):
     """Puts a quantized weight together from its stored tensors."""
 
-    def convert(
+    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **kwargs: Any
     ) -> dict[str, Tensor]:
         """Build one weight.
@@ -102,25 +124,33 @@ class TrainWeightsDeserialize(_SharedOp):
         """
         del kwargs
         skeleton = model.get_parameter_or_buffer(full_layer_name)
-        leaf = full_layer_name.rpartition(".")[2]
-        prefix = stored_name(leaf, "")
+        prefix = stored_name(full_layer_name.rpartition(".")[2], "")
         tensors = {
             key.rpartition(".")[2].removeprefix(prefix): value[0] if isinstance(value, list) else value
             for key, value in input_dict.items()
         }
-        try:
+
+        def make() -> Tensor:
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
-            if weight.shape != skeleton.shape:
-                raise CorruptFileError(
-                    full_layer_name,
-                    f"shape {tuple(skeleton.shape)}, as config.json has it",
-                    f"{tuple(weight.shape)}",
-                    "Weights and config.json belong to different models; download or save both again.",
-                )
-        except TrainWeightsError as error:
-            self.state.fail(error)
-            return {full_layer_name: nn.Parameter(torch.empty_like(skeleton, device="cpu"), requires_grad=False)}
-        return {full_layer_name: nn.Parameter(weight, requires_grad=False)}
+            _check_shape(full_layer_name, weight, skeleton.shape)
+            return weight
+
+        return {full_layer_name: self.state.build(skeleton, make)}
+
+
+def _check_shape(name: str, weight: Tensor, shape: torch.Size) -> None:
+    """Check what Transformers does not: it takes a quantized weight of any shape."""
+    if weight.shape != shape:
+        raise _wrong_shape(name, tuple(shape), str(tuple(weight.shape)))
+
+
+def _wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileError:
+    return CorruptFileError(
+        name,
+        f"shape {shape}, as config.json has it",
+        found,
+        "Weights and config.json belong to different models; download or save both again.",
+    )
 
 
 def deserialize_converters(state: LoadState, leaves: set[str]) -> list[WeightConverter]:
@@ -171,6 +201,18 @@ class QuantizeThenMerge(WeightConverter):
         wrapped.scope_prefix, wrapped.base_model_prefix = converter.scope_prefix, converter.base_model_prefix
         return wrapped
 
+    def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
+        """Collect a source tensor with its name in the checkpoint.
+
+        Args:
+            target_key: Full name of the merged parameter.
+            source_key: Name in the checkpoint.
+            source_pattern: Which of the converter's patterns that name matches.
+            future: How to load the tensor.
+        """
+        named: Any = (source_key, future)
+        super().add_tensor(target_key, source_key, source_pattern, named)
+
     def convert(
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Any]:
@@ -186,46 +228,42 @@ class QuantizeThenMerge(WeightConverter):
         Returns:
             Full parameter name to a parameter.
         """
+        collected: dict[str, list[Any]] = self.collected_tensors
         operation = self.quantization_operation
         state = operation.state if isinstance(operation, TrainWeightsQuantize) else None
-        choice = state.choices.get(layer_name) if state is not None and state.error is None else None
-        if choice is None or choice.format is None or choice.transposed or loading_info is None:
+        choice = state.choices.get(layer_name) if state is not None else None
+        if state is None or choice is None or choice.format is None or choice.transposed:
+            for pattern, sources in collected.items():
+                collected[pattern] = [future for _, future in sources]
             return super().convert(layer_name, model, config, hf_quantizer, loading_info)
-        assert state is not None
-        try:
-            shape = model.get_parameter_or_buffer(layer_name).shape
-            tensor = _merge(layer_name, shape, choice.format, self._experts())
-        except TrainWeightsError as error:
-            state.fail(error)
-            tensor = torch.empty(model.get_parameter_or_buffer(layer_name).shape)
-        return {layer_name: nn.Parameter(tensor, requires_grad=False)}
-
-    def _experts(self) -> Iterator[list[Callable[[], Tensor]]]:
-        """Yield, for each expert, how to load each of the weights that are concatenated along N."""
-        collected = self.collected_tensors
+        form, skeleton = choice.format, model.get_parameter_or_buffer(layer_name)
         sources = [collected.pop(pattern) for pattern in self.source_patterns if pattern in collected]
-        yield from map(list, zip(*sources, strict=True))
+        return {layer_name: state.build(skeleton, lambda: _merge(layer_name, skeleton.shape, form, sources))}
 
 
-def _merge(
-    name: str, shape: torch.Size, form: Format, experts: Iterator[list[Callable[[], Tensor]]]
-) -> QuantizedTensor:
+def _merge(name: str, shape: torch.Size, form: Format, sources: list[list[Any]]) -> QuantizedTensor:
+    """Return the weight `[E, N, K]` from the parts that are concatenated along N, each a list over experts."""
+    E, N, K = shape
+    if any(len(part) != E for part in sources):
+        counts = " and ".join(str(len(part)) for part in sources)
+        raise CorruptFileError(
+            name, f"{E} experts", counts, "A shard is missing; download or save the model and its config.json again."
+        )
     merged: dict[str, Tensor] = {}
     dtype = torch.float32
-    expert = -1
-    for expert, parts in enumerate(experts):
+    for expert in range(E):
+        named = [(source_name, load()) for source_name, load in (part[expert] for part in sources)]
+        shapes = [tuple(weight.shape) for _, weight in named]
+        if {size[1:] for size in shapes} != {(K,)} or sum(size[0] for size in shapes) != N:
+            names = " and ".join(source_name for source_name, _ in named)
+            raise _wrong_shape(names, (N, K), " and ".join(map(str, shapes)))
         row = 0
-        for load in parts:
-            weight = load()
-            stored = form.quantize(weight, f"{name}, expert {expert}")
+        for source_name, weight in named:
+            stored = form.quantize(weight, source_name)
             if not merged:
                 dtype = weight.dtype
                 merged = form.empty(shape, dtype, weight.device)
             for key, tensor in stored.items():
                 merged[key][expert, row : row + weight.shape[0]].copy_(tensor)
             row += weight.shape[0]
-    if expert + 1 != shape[0]:
-        raise CorruptFileError(
-            name, f"{shape[0]} experts", f"{expert + 1}", "A shard is missing; download or save the model again."
-        )
     return QuantizedTensor(merged, form, shape, dtype)

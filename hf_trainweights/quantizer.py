@@ -99,7 +99,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        check_weight_files(kwargs.get("checkpoint_files") or [])
+        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
         config = self.quantization_config
         summary = choose(model, config, model_skips(model, config))
         if not self.pre_quantized:
@@ -133,7 +133,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             param: The parameter.
         """
         choice = self.state.choices.get(param_name)
-        return choice.bytes_after / max(1, choice.numel) if choice else param.element_size()
+        if choice is None:
+            return param.element_size()
+        # A quantized checkpoint knows better than the configuration: its scales may have another dtype.
+        stored = self.state.stored.get(param_name) if self.pre_quantized else None
+        return (stored.stored_bytes if stored else choice.bytes_after) / max(1, choice.numel)
 
     # While the weights are loaded
 
@@ -181,7 +185,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         check_not_empty(self._summary, config)
         announce(self._summary)
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
-        model._weight_conversions = [
+        model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
             conversion
             for conversion in getattr(model, "_weight_conversions", None) or []
             if not any(isinstance(op, TrainWeightsDeserialize) for op in getattr(conversion, "operations", ()))
@@ -192,7 +196,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     # Afterwards
 
-    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[dict[str, Any], dict[str, str]]:
+    # Pyright infers from the base class, whose methods are abstract or return nothing, that they return None.
+    def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, model: PreTrainedModel
+    ) -> tuple[dict[str, Any], dict[str, str]]:
         """Return the plain tensors to save, a tied weight once.
 
         Args:
@@ -204,12 +211,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """
         return flat_state_dict(model, self.state.default), {}
 
-    def is_serializable(self) -> bool:
+    def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""
         return True
 
     @property
-    def is_trainable(self) -> bool:
+    def is_trainable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """True: adapters train on the frozen quantized weights."""
         return True
 

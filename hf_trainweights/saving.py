@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import errno
+import inspect
 import json
 import os
 import shutil
@@ -21,7 +22,9 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
+from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
 
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.formats.base import Format
@@ -34,11 +37,13 @@ try:
 except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
     fcntl = None
 
-# Transformers' push_to_hub calls save_pretrained with max_shard_size alone, so the choice travels here.
-_SAFE_SERIALIZATION = contextvars.ContextVar("safe_serialization", default=True)
+# Options that Transformers would drop on the way: its push_to_hub calls save_pretrained with max_shard_size alone, and
+# for a quantized model save_pretrained replaces the state_dict it was given.
+_OPTIONS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
+    "options", default=types.MappingProxyType({})
+)
 
-# What save_pretrained(state_dict=...) gave: Transformers drops it for quantized models.
-_STATE_DICT: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("state_dict", default=None)
+_PUSH_ARGUMENTS = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
 
 
 def attach_saving(model: PreTrainedModel) -> None:
@@ -56,7 +61,6 @@ def save_pretrained(
     save_directory: str | os.PathLike[str],
     *args: Any,
     safe_serialization: bool | None = None,
-    push_to_hub: bool = False,
     **kwargs: Any,
 ) -> None:
     """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
@@ -66,40 +70,38 @@ def save_pretrained(
         save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
         args: As for Transformers.
         safe_serialization: False for `pytorch_model.bin`; None or True for safetensors.
-        push_to_hub: Whether to push as well, with `repo_id` (default: the directory's name) and the other arguments
-            of `model.push_to_hub` that are in `kwargs`.
-        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ...
+        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ... With `push_to_hub=True` also
+            `repo_id` (default: the directory's name) and the other arguments of `model.push_to_hub`.
 
     Raises:
         SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
             there before is untouched.
         UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
     """
-    safe = _SAFE_SERIALIZATION.get() if safe_serialization is None else safe_serialization
-    push_kwargs = {key: kwargs.pop(key) for key in _PUSH_ARGUMENTS & kwargs.keys()} if push_to_hub else {}
-    if kwargs.get("distributed_checkpoint"):
-        if not safe:
-            raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
-        type(self).save_pretrained(self, save_directory, *args, **kwargs)
+    given = inspect.signature(type(self).save_pretrained).bind(self, save_directory, *args).arguments
+    options = {**_OPTIONS.get(), **given, **kwargs}
+    del options["self"], options["save_directory"]
+    serialization = options.pop("safe_serialization", True)
+    safe = serialization if safe_serialization is None else safe_serialization
+    if options.get("distributed_checkpoint") and not safe:
+        raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
+    # Other processes write nothing, or only their own part: they must not hold the directory.
+    if options.get("distributed_checkpoint") or not options.get("is_main_process", True):
+        type(self).save_pretrained(self, save_directory, **options)
         return
-    state_dict = kwargs.pop("state_dict", None)
+    pushing = options.pop("push_to_hub", False)
+    push_options = {key: options.pop(key) for key in _PUSH_ARGUMENTS & options.keys()} if pushing else {}
     directory = Path(save_directory)
     with _staging(directory) as staging:
-        token = _STATE_DICT.set(state_dict)
-        try:
-            type(self).save_pretrained(self, staging, *args, **kwargs)
-        finally:
-            _STATE_DICT.reset(token)
+        with _passing(state_dict=options.get("state_dict")):
+            type(self).save_pretrained(self, staging, **options)
         if not safe:
             _rewrite_as_bin(staging)
-        _move_into_place(staging, directory, kwargs.get("variant"))
-    if push_to_hub:
-        sizes = {key: kwargs[key] for key in ("max_shard_size", "token") if key in kwargs}
-        repo_id = push_kwargs.pop("repo_id", directory.name)
-        self.push_to_hub(repo_id, safe_serialization=safe, **sizes, **push_kwargs)  # type: ignore[call-arg]
-
-
-_PUSH_ARGUMENTS = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
+        _move_into_place(staging, directory, options.get("variant"))
+    if pushing:
+        push_options |= {key: options.pop(key) for key in ("max_shard_size", "token") if key in options}
+        with _passing(**options):
+            self.push_to_hub(push_options.pop("repo_id", directory.name), safe_serialization=safe, **push_options)
 
 
 def push_to_hub(self: PreTrainedModel, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> str:
@@ -117,11 +119,18 @@ def push_to_hub(self: PreTrainedModel, *args: Any, safe_serialization: bool = Tr
     Raises:
         SaveError: The files could not be written before the upload.
     """
-    token = _SAFE_SERIALIZATION.set(safe_serialization)
-    try:
+    with _passing(safe_serialization=safe_serialization):
         return type(self).push_to_hub(self, *args, **kwargs)
+
+
+@contextlib.contextmanager
+def _passing(**options: Any) -> Iterator[None]:
+    """Pass options to the calls below that Transformers does not hand them to."""
+    token = _OPTIONS.set({**_OPTIONS.get(), **options})
+    try:
+        yield
     finally:
-        _SAFE_SERIALIZATION.reset(token)
+        _OPTIONS.reset(token)
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
@@ -144,22 +153,22 @@ def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
     """
-    given = _STATE_DICT.get()
+    given = _OPTIONS.get().get("state_dict")
     state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
-    seen: set[int] = set()
-    for name, tensor in list(state_dict.items()):
-        if isinstance(tensor, QuantizedTensor) and tensor.is_meta:
-            tensor = state_dict[name] = _fetch_offloaded(model, name)
-        if isinstance(tensor, QuantizedTensor) and id(tensor) in seen and name in model.all_tied_weights_keys:
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            state_dict[name] = load_offloaded_parameter(model, name)
+    for name, source in model.all_tied_weights_keys.items():
+        if _is_same(state_dict.get(name), state_dict.get(source)):
             del state_dict[name]
-        seen.add(id(tensor))
     return flatten_state_dict({k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}, default)
 
 
-def _fetch_offloaded(model: PreTrainedModel, name: str) -> QuantizedTensor:
-    from transformers.integrations.accelerate import load_offloaded_parameter
-
-    return load_offloaded_parameter(model, name)
+def _is_same(tensor: object, other: object) -> bool:
+    """Return whether two entries are one quantized weight; Transformers tells that of plain tensors itself."""
+    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+        return False
+    return tensor.data_ptr() == other.data_ptr()
 
 
 @contextlib.contextmanager
@@ -182,15 +191,11 @@ def _typed_errors(directory: Path) -> Iterator[None]:
     except SaveError:
         raise
     except OSError as error:
-        reasons = {
-            errno.ENOSPC: ("enough free disk space", "Free some space, or choose another directory."),
-            errno.EDQUOT: ("enough free disk space", "Free some space, or choose another directory."),
-            errno.EEXIST: ("a directory", "Choose another name, or remove the file."),
-            errno.ENOTDIR: ("a directory", "Choose another name, or remove the file."),
-        }
-        expected, next_step = reasons.get(
-            error.errno or 0, ("a directory that can be written to", "Check its permissions, or choose another one.")
-        )
+        expected, next_step = "a directory that can be written to", "Check its permissions, or choose another one."
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            expected, next_step = "enough free disk space", "Free some space, or choose another directory."
+        elif error.errno in {errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
+            expected, next_step = "a directory of files", "Choose another name, or remove what is in the way."
         raise SaveError(str(directory), expected, str(error), f"Nothing was changed there. {next_step}") from error
     except Exception as error:
         # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
@@ -245,6 +250,9 @@ def _bin_name(name: str) -> str:
 def _move_into_place(staging: Path, directory: Path, variant: str | None) -> None:
     """Rename every file into place, then remove weight files of earlier saves that the new ones do not replace."""
     files = [path for path in staging.rglob("*") if path.is_file()]
+    for target in (directory / file.relative_to(staging) for file in files):
+        if target.is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(target))
     # Weights first: a reader that comes in between finds the old config.json, which fits the old weights' names too.
     for file in sorted(files, key=lambda path: not is_weight_file(path.name, variant)):
         target = directory / file.relative_to(staging)

@@ -10,11 +10,13 @@ import struct
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.state_dict import group_stored, stored_name
+from hf_trainweights.state_dict import group_stored, parse_stored_name, stored_name
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -27,6 +29,18 @@ _WEIGHT_FILE = re.compile(
     r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?:-\d{5}-of-\d{5})?\.(?P<kind>safetensors|bin)"
     r"(?:\.index(?:\.(?P<index_variant>[^.]+))?\.json)?"
 )
+
+
+class StoredWeight(NamedTuple):
+    """Where a weight lies and what it takes there.
+
+    Args:
+        file: The file; where its stored tensors lie in several, one of them.
+        stored_bytes: Bytes of all its stored tensors.
+    """
+
+    file: Path
+    stored_bytes: int
 
 
 def is_weight_file(name: str, variant: str | None = None) -> bool:
@@ -44,34 +58,46 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
     return match is not None and (match["variant"] or match["index_variant"]) == variant
 
 
-def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> None:
+def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, StoredWeight]:
     """Check that the files of a checkpoint are whole, and that every quantized weight in them is.
 
     Args:
         files: The `.safetensors` and `.bin` files of one checkpoint.
 
+    Returns:
+        Every weight under its name in the checkpoint, a quantized one under the name of the float weight.
+
     Raises:
         CorruptFileError: A file is truncated, is not what its name says, or holds a pickle with a global that is not
             allowed; or a stored tensor of a weight is missing.
     """
-    where: dict[str, Path] = {}
+    tensors: dict[str, StoredWeight] = {}
     for file in map(Path, files):
+        if not file.is_file():
+            raise CorruptFileError(str(file), "a shard, as the index says", "no such file", _AGAIN)
         if file.suffix == ".safetensors":
-            where |= dict.fromkeys(read_safetensors_header(file), file)
+            entries = read_safetensors_header(file).items()
+            sizes = {name: end - start for name, entry in entries for start, end in [entry["data_offsets"]]}
         elif file.suffix == ".bin":
-            where |= dict.fromkeys(_read_bin_names(file), file)
-    for weight, stored in group_stored(where).items():
+            sizes = {name: tensor.nbytes for name, tensor in _read_bin(file).items()}
+        else:
+            continue
+        tensors |= {name: StoredWeight(file, size) for name, size in sizes.items()}
+    weights = {name: stored for name, stored in tensors.items() if parse_stored_name(name) is None}
+    for weight, stored in group_stored(tensors).items():
+        present = next(iter(stored.values())).file
         for suffix in {"qdata", "scale"} - stored.keys():
-            present = next(iter(stored.values()))
             raise CorruptFileError(
                 str(present),
                 f"{stored_name(weight, suffix)} beside the other tensors of {weight}",
                 f"only {', '.join(sorted(stored))}",
                 "A shard is missing or the file was edited. " + _AGAIN,
             )
+        weights[weight] = StoredWeight(present, sum(tensor.stored_bytes for tensor in stored.values()))
+    return weights
 
 
-def read_safetensors_header(file: Path) -> dict[str, dict[str, object]]:
+def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     """Return name to dtype, shape and offsets of the tensors in a safetensors file, after checking its length.
 
     Args:
@@ -94,18 +120,19 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, object]]:
         try:
             header = json.loads(stream.read(length))
             header.pop("__metadata__", None)
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError) as error:
+            # The format allows no holes, so the sizes add up to the length of the file.
+            data_bytes = sum(end - start for entry in header.values() for start, end in [entry["data_offsets"]])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise CorruptFileError(
                 str(file), "a safetensors header", f"bytes that are none ({error})", _AGAIN
             ) from error
-    if 8 + length + end != size:
-        raise CorruptFileError(str(file), f"{8 + length + end} bytes, as its header says", f"{size}", _AGAIN)
+    if 8 + length + data_bytes != size:
+        raise CorruptFileError(str(file), f"{8 + length + data_bytes} bytes, as its header says", f"{size}", _AGAIN)
     return header
 
 
-def _read_bin_names(file: Path) -> list[str]:
-    """Return the names in a `.bin`; on the meta device, so that nothing but the pickle is read."""
+def _read_bin(file: Path) -> dict[str, Tensor]:
+    """Return the tensors of a `.bin`, on the meta device, so that nothing but the pickle is read."""
     with file.open("rb") as stream:
         zipped = stream.read(4) == b"PK\x03\x04"
     try:
@@ -117,14 +144,19 @@ def _read_bin_names(file: Path) -> list[str]:
         raise CorruptFileError(
             str(file),
             "a pickle of plain tensors",
-            str(error).partition("\n")[0],
+            _reason(error),
             "It is not loaded with weights_only=False: that would run whatever code it holds. Convert it where you "
             "trust it, to safetensors.",
         ) from error
     except (RuntimeError, zipfile.BadZipFile, EOFError, ValueError, KeyError) as error:
-        raise CorruptFileError(
-            str(file), "a file that torch.save wrote", f"{error}".partition("\n")[0], _AGAIN
-        ) from error
+        raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
     if not isinstance(state_dict, dict):
         raise CorruptFileError(str(file), "a dict of tensors", type(state_dict).__name__, _AGAIN)
-    return [str(name) for name in state_dict]
+    return {str(name): tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+
+
+def _reason(error: Exception) -> str:
+    """Return the part of an error that says what is wrong; torch puts advice to trust the file around it."""
+    lines = str(error).strip().splitlines()
+    told = [line.strip().partition(". Please use")[0] for line in lines if "WeightsUnpickler error" in line]
+    return ": ".join([type(error).__name__, *(told or lines[:1])])

@@ -1,0 +1,55 @@
+"""Small quantized weights: every format, each in every layout that a layer may keep its weight in."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_trainweights import QuantizedTensor
+from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats.base import Format
+
+# K = 128, so that the groups of every format divide it.
+LAYOUTS = {
+    "matrix": ((6, 128), False),
+    "matrix_transposed": ((128, 6), True),
+    "experts": ((3, 6, 128), False),
+    "experts_transposed": ((3, 128, 6), True),
+}
+
+# Each format as it is by default, and those with groups in a second size.
+FORMS: dict[str, Format] = {name: get_format({"format": name}) for name in FORMATS}
+FORMS |= {
+    f"{name}_g32": get_format({"format": name, "group_size": 32})
+    for name, form in FORMATS.items()
+    if "group_size" in form.__dataclass_fields__
+}
+
+
+def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """Return the same normally distributed float weight at every call."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def quantized_weight(
+    form: str = "int8", layout: str = "matrix", dtype: torch.dtype = torch.float32, seed: int = 0
+) -> QuantizedTensor:
+    """Return a new quantized weight of one of `FORMS` in one of `LAYOUTS`."""
+    shape, transposed = LAYOUTS[layout]
+    return QuantizedTensor.quantize(random_weight(*shape, dtype=dtype, seed=seed), FORMS[form], transposed)
+
+
+def same_stored(first: QuantizedTensor, second: QuantizedTensor) -> bool:
+    """Return whether two quantized weights agree in all they hold and show."""
+    return (
+        (first.format, first.stored_shape, first.dtype, first.transposed)
+        == (second.format, second.stored_shape, second.dtype, second.transposed)
+        and (first.shape, first.stride(), first.device) == (second.shape, second.stride(), second.device)
+        and all(same_bytes(stored, second.tensors[name]) for name, stored in first.tensors.items())
+    )
+
+
+def same_bytes(first: Tensor, second: Tensor) -> bool:
+    """Return whether two tensors agree in dtype, shape and every bit; torch.equal does not know float8."""
+    kinds = (first.dtype, first.shape) == (second.dtype, second.shape)
+    return kinds and torch.equal(first.contiguous().view(torch.uint8), second.contiguous().view(torch.uint8))
