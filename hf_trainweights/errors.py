@@ -51,4 +51,12 @@ class CorruptFileError(TrainWeightsError, ValueError):
 
 
 class SaveError(TrainWeightsError, OSError):
-    """A file or directory could not be written; what was there before is untouched."""
+    """A file or directory could not be written; what was there before is untouched.
+
+    `filename` is `where`; the system's own error, if there was one, is the cause.
+    """
+
+    def __init__(self, where: str, expected: str, found: str, next_step: str):
+        super().__init__(where, expected, found, next_step)
+        # OSError has taken the four texts for its own arguments.
+        self.errno, self.strerror, self.filename, self.filename2 = None, found, where, None

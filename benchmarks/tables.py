@@ -1,0 +1,92 @@
+"""Writes the measured tables of README.md and docs/ from `benchmarks/results/`.
+
+Run `python -m benchmarks.tables` after a benchmark. A table stands between `<!-- NAME: how it was made -->` and
+`<!-- /NAME -->`; what is between them is replaced. A test checks that the documents say what the results say.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def table(header: list[str], rows: list[list[str]]) -> str:
+    """Return a Markdown table, its first column to the left and the others to the right."""
+    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def quality() -> str:
+    """Return what each format keeps of MiniLM-L6-v2."""
+    report = read("quality")
+    rows = [
+        [
+            name_of(row),
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['snr_db']:.1f}",
+            f"{row['mean_cosine']:.4f}",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["format", "bits per weight", "SNR of the Linears, dB", "mean cosine of embeddings"]
+    caption = f"{report['model']}; {report['sentences']}. Higher is better."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def demo() -> str:
+    """Return what the demo measured."""
+    report = read("demo")
+    rows = [
+        [
+            row["format"],
+            f"{row['disk_bytes'] / 1e6:.2f} MB",
+            f"{row['bits_per_weight']:.2f}",
+            f"{row['perplexity']:.3f}",
+            "failed" if row["failures"] else "bit-equal",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["format", "on disk", "bits per weight", "perplexity", "reload"]
+    caption = f"What the demo printed: {report['model']}, perplexity on held-out files of the {report['held_out']}."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def name_of(row: dict[str, Any]) -> str:
+    """Return what a row of the quality report is called."""
+    group = f", groups of {row['group_size']}" if row.get("group_size") else ""
+    return f"{row['format']}{group}{', with embeddings' if row.get('include_embeddings') else ''}"
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return one result file."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+TABLES: dict[str, Callable[[], str]] = {"quality": quality, "demo": demo}
+
+
+def filled(text: str) -> str:
+    """Return a document with every table as the results have it."""
+    for name, make in TABLES.items():
+        pattern = re.compile(rf"(<!-- {name}: [^\n]*-->\n).*?(<!-- /{name} -->)", re.DOTALL)
+        if pattern.search(text):
+            content = make()
+            text = pattern.sub(lambda match, content=content: f"{match[1]}\n{content}\n\n{match[2]}", text)
+    return text
+
+
+def main() -> None:
+    """Fill in every document."""
+    for path in DOCUMENTS:
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
