@@ -6,6 +6,8 @@ from torch.serialization import add_safe_globals
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 
 from hf_trainweights import quantized_ops  # noqa: F401  (registers the ops)
+from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback as TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint.discovery import latest as latest
 from hf_trainweights.config import QUANT_METHOD
 from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
 from hf_trainweights.errors import TrainWeightsError as TrainWeightsError

@@ -14,15 +14,18 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.console import Console
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from hf_trainweights.checkpoint_cli import app as checkpoint_app
 from hf_trainweights.errors import TrainWeightsError
 
 if TYPE_CHECKING:
     from hf_trainweights.demo import Result
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
+app.add_typer(checkpoint_app, name="checkpoint")
 
 
 def main() -> None:
@@ -111,9 +114,9 @@ class _ProgressLines:
             done: Steps done.
             total: Steps in all.
         """
-        from transformers.utils.logging import disable_progress_bar
-
         if not self._tasks:
+            from transformers.utils.logging import disable_progress_bar
+
             # From here on these lines tell of loading too: two kinds of bars would overwrite each other.
             disable_progress_bar()
             self._progress.start()
@@ -149,7 +152,8 @@ def _print_result(result: Result, out: Path | None) -> None:
         last = statistics.fmean(result.losses[-20:])
         console.print(f"Trained for {len(result.losses)} steps: loss {result.losses[0]:.2f} to {last:.2f}")
     table = Table(
-        title=result.model,
+        # A path may hold brackets, which are markup to rich.
+        title=escape(result.model),
         caption=f"Perplexity: held-out files of the {result.held_out}",
         title_justify="left",
         caption_justify="left",

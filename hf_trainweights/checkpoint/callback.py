@@ -1,0 +1,318 @@
+"""TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
+
+The work is done in one background thread that reads the files the Trainer wrote, never live tensors, one checkpoint at
+a time. It is waited for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes
+directories without asking who writes in them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.modeling_utils import unwrap_model
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.utils import logging
+
+from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.anchors import register_anchor_directory
+from hf_trainweights.checkpoint.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.inplace import compress_directory
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
+from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.state import parameter_names
+
+_logger = logging.get_logger(__name__)
+
+
+class TrainWeightsCheckpointCallback(TrainerCallback):
+    """Keeps a Trainer's checkpoints small; an unmodified Trainer resumes from them.
+
+    The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
+    stay plain safetensors, so that what is uploaded needs nothing but Transformers. Sharded FSDP and DeepSpeed
+    checkpoints are left as they are.
+
+    Args:
+        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.policy.Policy`.
+        rules: Exceptions from the mode, likewise.
+        anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
+
+    Raises:
+        ConfigError: Mode or rules are wrong.
+
+    Example:
+        >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
+        'near-lossless'
+    """
+
+    def __init__(
+        self,
+        mode: str = "lossless",
+        rules: Mapping[str, Any] | None = None,
+        anchor_every: int = ANCHOR_EVERY_SAVES,
+    ):
+        self.policy = Policy(mode, rules or {})
+        self.anchor_every = anchor_every
+        self._job: _Job | None = None
+        self._savings = _Savings()
+        self._said: set[str] = set()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Make the checkpoints of a run that was moved readable: they know their anchors by where these were.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+        """
+        for directory in checkpoint_directories(args.output_dir or ""):
+            register_anchor_directory(directory)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint if another is about to be saved.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+
+        Raises:
+            Exception: Whatever went wrong in the background.
+        """
+        if control.should_save or control.should_training_stop:
+            self._wait()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint if another is about to be saved; see `on_step_end`."""
+        self.on_step_end(args, state, control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint where the evaluation decides whether another is saved; see `on_step_end`."""
+        if args.save_strategy == SaveStrategy.BEST:
+            self._wait()
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            kwargs: Model and optimizer, among others.
+
+        Raises:
+            TrainWeightsError: The checkpoint could not be rewritten; every file in it is whole.
+        """
+        self._wait()
+        self._start(args, state, foreground=True, **kwargs)
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Make the checkpoint small: in the background, or at once where the Trainer is about to stop.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            kwargs: Model and optimizer, among others.
+
+        Raises:
+            TrainWeightsError: The last checkpoint could not be rewritten; every file in it is whole.
+        """
+        self._wait()
+        # No event lies between the last save and the loading of the best model.
+        last = control.should_training_stop or state.global_step >= state.max_steps
+        self._start(args, state, foreground=last, **kwargs)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint and say in one line what was saved.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+
+        Raises:
+            Exception: Whatever went wrong in the background.
+        """
+        self._wait()
+        if self._savings.checkpoints:
+            _logger.warning("%s", self._savings)
+
+    def _start(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        *,
+        foreground: bool,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        **_: Any,
+    ) -> None:
+        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        if not args.should_save or not directory.is_dir() or not self._is_supported(args):
+            return
+        if not self._has_room(directory):
+            return
+        _drop_stale_manifest(directory)
+        module = unwrap_model(model) if model is not None else None
+        weights = self._live_weights(module, directory) if not args.push_to_hub else None
+        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
+        rules = {"weight": "lossless", **self.policy.rules} if best else self.policy.rules
+        options = {
+            "mode": self.policy.mode,
+            "rules": rules,
+            "weights": weights,
+            "keep_weights": bool(args.push_to_hub),
+            "buffers": [name for name, _ in module.named_buffers()] if module is not None else (),
+            "optimizer_names": parameter_names(module, optimizer) if module is not None else {},
+            "metrics": _metrics(state),
+            "anchor_every": self.anchor_every,
+        }
+        self._job = _Job(lambda: self._compress(directory, options))
+        if weights is None and not foreground:
+            self._job.start()
+        else:
+            self._job.run()
+            self._wait()
+
+    def _compress(self, directory: Path, options: dict[str, Any]) -> None:
+        before_bytes = _size_bytes(directory)
+        manifest = compress_directory(directory, **options)
+        self._savings.add(before_bytes, _size_bytes(directory), manifest)
+
+    def _wait(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job.result()
+
+    def _is_supported(self, args: TrainingArguments) -> bool:
+        sharded = bool(getattr(args, "fsdp", None)) or bool(getattr(args, "deepspeed", None))
+        if sharded:
+            self._say_once("FSDP and DeepSpeed checkpoints are left as the Trainer wrote them.")
+        return not sharded
+
+    def _has_room(self, directory: Path) -> bool:
+        """Return whether the largest file can be written beside itself; a checkpoint that cannot stays plain."""
+        largest = max((file.stat().st_size for file in directory.iterdir() if file.is_file()), default=0)
+        free = shutil.disk_usage(directory).free
+        if free < largest:
+            _logger.warning(
+                "%s stays as it is: rewriting it takes %d MB of free disk space, there are %d MB.",
+                directory,
+                largest // 10**6,
+                free // 10**6,
+            )
+        return free >= largest
+
+    def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
+        """Return the model's weights under its own names if the file has others, else None: the file serves."""
+        stored = _stored_names(directory)
+        if module is None or stored is None or not isinstance(module, PreTrainedModel):
+            return None
+        if getattr(module, "hf_quantizer", None) is not None:
+            return None
+        state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        missing = state.keys() - stored - set(module._keys_to_ignore_on_save or ())
+        if stored <= state.keys() and missing <= module.all_tied_weights_keys.keys():
+            return None
+        self._say_once(
+            "This model's files name its weights otherwise than its modules do, so its checkpoints are written from "
+            "the model itself while training waits, under the modules' names: a Trainer resumes from these exactly."
+        )
+        return state
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _logger.warning("%s", message)
+
+
+class _Job:
+    """One call in a thread of its own, whose exception is raised by `result`."""
+
+    def __init__(self, function: Callable[[], None]):
+        self._function = function
+        self._error: BaseException | None = None
+        # Not a daemon: the interpreter waits for a checkpoint that is being written.
+        self._thread = threading.Thread(target=self.run, name="trainweights-checkpoint", daemon=False)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def run(self) -> None:
+        try:
+            self._function()
+        except BaseException as error:  # raised again by result, in the thread that asks
+            self._error = error
+
+    def result(self) -> None:
+        if self._thread.ident is not None:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+
+@dataclass
+class _Savings:
+    checkpoints: int = 0
+    before_bytes: int = 0
+    after_bytes: int = 0
+    largest_weight_error: float = 0.0
+
+    def add(self, before_bytes: int, after_bytes: int, manifest: Manifest) -> None:
+        # A checkpoint that was small already, after a push or a resume, shows no difference and counts once.
+        if before_bytes == after_bytes:
+            return
+        self.checkpoints += 1
+        self.before_bytes += before_bytes
+        self.after_bytes += after_bytes
+        tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
+        bounds = [tensor["bound"] or 0.0 for tensor in tensors if tensor["role"] == "weight"]
+        self.largest_weight_error = max([self.largest_weight_error, *bounds])
+
+    def __str__(self) -> str:
+        ratio = self.before_bytes / max(1, self.after_bytes)
+        error = (
+            f"weights off by at most {self.largest_weight_error:.3g}" if self.largest_weight_error else "weights exact"
+        )
+        sizes = f"{self.before_bytes / 1e6:.1f} MB -> {self.after_bytes / 1e6:.1f} MB ({ratio:.2f}x)"
+        return f"{self.checkpoints} checkpoints made small: {sizes}, {error}"
+
+
+def _drop_stale_manifest(directory: Path) -> None:
+    """Remove the manifest of an earlier run whose checkpoint of this step the Trainer has just written over."""
+    manifest = directory / MANIFEST_NAME
+    if manifest.exists() and not verify_checkpoint(directory).intact:
+        manifest.unlink()
+
+
+def _metrics(state: TrainerState) -> dict[str, float]:
+    """Return the newest number of every name that the Trainer logged."""
+    merged: dict[str, Any] = {}
+    for entry in state.log_history:
+        merged |= entry
+    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
+
+
+def _size_bytes(directory: Path) -> int:
+    # An anchor is a second link to a file that another checkpoint holds.
+    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+
+
+def _stored_names(directory: Path) -> set[str] | None:
+    """Return the names in a directory's model*.safetensors files, None if there are none."""
+    files = sorted(directory.glob("model*.safetensors"))
+    names: set[str] = set()
+    for file in files:
+        with safe_open(file, framework="pt") as shard:
+            names |= set(shard.keys())
+    return names if files else None

@@ -1,0 +1,261 @@
+"""What a codec is: a tensor in, a few byte arrays and JSON parameters out, and back.
+
+The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** A file written today is
+decoded for ever. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
+
+A codec knows neither names nor files. `encode` and `decode` check here what every codec needs checked, then
+call the subclass's `_encode` and `_decode`. What `decode` is given may be hostile: every codec checks its
+parameters and lengths before it allocates, and reports damage as `CorruptFileError`, never as an error of
+torch, numpy or zstd.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, TypeAlias, Union
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+
+Json: TypeAlias = Union[str, int, float, bool, list["Json"], dict[str, "Json"], None]  # noqa: UP007 (recursive)
+References: TypeAlias = Mapping[str, Tensor]
+
+# Every dtype whose elements are whole bytes: what the lossless codecs take.
+ALL_DTYPES = frozenset(
+    {
+        torch.float64,
+        torch.float32,
+        torch.float16,
+        torch.bfloat16,
+        torch.float8_e4m3fn,
+        torch.float8_e4m3fnuz,
+        torch.float8_e5m2,
+        torch.float8_e5m2fnuz,
+        torch.float8_e8m0fnu,
+        torch.complex32,
+        torch.complex64,
+        torch.complex128,
+        torch.bool,
+        torch.uint8,
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        torch.int8,
+        torch.int16,
+        torch.int32,
+        torch.int64,
+    }
+)
+# What torch can hold; products of sizes below stay exact in its 64-bit arithmetic.
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
+# What the lossy codecs take: they compute in float32 and round once to the tensor's dtype.
+LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """One tensor, encoded.
+
+    Args:
+        payloads: One-dimensional contiguous uint8 tensors on the CPU; any of them may be empty.
+        params: All that `decode` needs besides shape, dtype and references. JSON; floats survive `repr`.
+        bound: None if decoding is bit-exact. Else the largest error of a decoded element, found by decoding
+            every element; its unit is the codec's (see there).
+    """
+
+    payloads: list[Tensor]
+    params: dict[str, Json]
+    bound: float | None = None
+
+    @property
+    def payload_bytes(self) -> int:
+        """Size of all payloads."""
+        return sum(payload.numel() for payload in self.payloads)
+
+
+class Codec(ABC):
+    """Turns tensors into bytes and back. Subclasses are frozen dataclasses, their fields the user's options.
+
+    Attributes:
+        codec_id: The name in files. It never changes meaning.
+        lossless: Whether decoding is bit-exact.
+        references: Names of the tensors it needs or may use, always DECODED values: `"anchor"` (same shape
+            and dtype as the tensor) and `"exp_avg_sq"` (same shape).
+        dtypes: What it can encode; anything else is an `UnsupportedError`.
+    """
+
+    codec_id: ClassVar[str]
+    lossless: ClassVar[bool]
+    references: ClassVar[tuple[str, ...]] = ()
+    dtypes: ClassVar[frozenset[torch.dtype]] = ALL_DTYPES
+
+    def encode(self, tensor: Tensor, references: References | None = None) -> Encoded:
+        """Encodes `tensor`; the same input gives the same bytes.
+
+        Args:
+            tensor: Any shape, strides and device, of one of `dtypes`. It is only read.
+            references: Decoded reference tensors by name; entries the codec does not use are ignored.
+
+        Returns:
+            Payloads that share no memory with `tensor`, the parameters, and the error bound.
+
+        Raises:
+            UnsupportedError: The dtype or layout cannot be encoded by this codec.
+            ConfigError: A reference that the codec needs is missing or has another shape or dtype.
+        """
+        if tensor.dtype not in self.dtypes or tensor.layout != torch.strided:
+            known = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
+            raise UnsupportedError(
+                f"codec {self.codec_id}",
+                f"a dense tensor of one of {known}",
+                f"{tensor.dtype}, {tensor.layout}",
+                "Use a lossless codec for this tensor.",
+            )
+        used = {name: references[name] for name in self.references if references and name in references}
+        for name, reference in used.items():
+            problem = _reference_problem(name, reference, tensor.shape, tensor.dtype)
+            if problem:
+                raise ConfigError(f"codec {self.codec_id}, reference {name}", *problem, "Pass the decoded tensor.")
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        return self._encode(plain, {name: reference.detach().contiguous() for name, reference in used.items()})
+
+    @classmethod
+    def decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        references: References | None = None,
+    ) -> Tensor:
+        """Decodes what `encode` returned.
+
+        Args:
+            payloads: As in `Encoded`; only read.
+            params: As in `Encoded`.
+            shape: Shape of the encoded tensor.
+            dtype: Dtype of the encoded tensor.
+            references: The same decoded tensors that `encode` was given.
+
+        Returns:
+            A new contiguous CPU tensor of `shape` and `dtype`.
+
+        Raises:
+            CorruptFileError: Payloads, parameters, shape, dtype or references do not fit, or one is missing.
+        """
+        is_plain = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
+        if not is_plain or math.prod(shape) >= _MOST_ELEMENTS:
+            raise cls.corrupt("shape", f"at most {_MOST_DIMENSIONS} sizes >= 0", repr(list(shape)[:9])[:80])
+        if dtype not in cls.dtypes:
+            raise cls.corrupt("dtype", "one this codec can decode", str(dtype))
+        for index, payload in enumerate(payloads):
+            _check_payload(cls, index, payload)
+        used = {name: references[name] for name in cls.references if references and name in references}
+        for name, reference in used.items():
+            problem = _reference_problem(name, reference, shape, dtype)
+            if problem:
+                raise cls.corrupt(f"reference {name}", *problem)
+        contiguous = {name: reference.detach().contiguous() for name, reference in used.items()}
+        try:
+            return cls._decode(payloads, params, torch.Size(shape), dtype, contiguous)
+        except MemoryError as error:
+            raise cls.corrupt("shape", "a tensor that fits into memory", repr(list(shape))[:80]) from error
+
+    @abstractmethod
+    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+        """Encodes a checked, contiguous CPU tensor."""
+
+    @classmethod
+    @abstractmethod
+    def _decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        references: References,
+    ) -> Tensor:
+        """Decodes; payloads, shape, dtype and references are checked one by one, not against each other."""
+
+    @classmethod
+    def corrupt(cls, part: str, expected: str, found: str) -> CorruptFileError:
+        """Returns the error to raise when `part` of an encoded tensor is not as `encode` leaves it."""
+        return CorruptFileError(
+            f"codec {cls.codec_id}, {part}",
+            expected,
+            found,
+            "The data are damaged: restore them from a copy.",
+        )
+
+    @classmethod
+    def check_count(cls, payloads: Sequence[Tensor], expected: int) -> None:
+        """Checks how many payloads there are.
+
+        Raises:
+            CorruptFileError: Not `expected` ones.
+        """
+        if len(payloads) != expected:
+            raise cls.corrupt("payloads", str(expected), str(len(payloads)))
+
+    @classmethod
+    def param(cls, params: Mapping[str, Json], name: str, kind: type) -> Any:
+        """Returns `params[name]`; a float is finite.
+
+        Raises:
+            CorruptFileError: It is missing, not exactly of type `kind`, or NaN or infinite.
+        """
+        value = params.get(name)
+        if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
+            raise cls.corrupt(f"parameter {name}", f"of type {kind.__name__}, finite", repr(value)[:80])
+        return value
+
+    @classmethod
+    def needed(cls, references: References, name: str) -> Tensor:
+        """Returns the reference that the encoded tensor needs.
+
+        Raises:
+            CorruptFileError: It is missing.
+        """
+        if name not in references:
+            raise cls.corrupt(f"reference {name}", "the decoded tensor", "nothing")
+        return references[name]
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Returns an uninitialised contiguous CPU tensor to decode into.
+
+    It is allocated by numpy, which asks Linux for huge pages: the first touch of a large tensor of small pages can
+    take as long as decoding it.
+    """
+    buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
+    if not len(buffer):
+        return torch.empty(shape, dtype=dtype)
+    return torch.from_numpy(buffer).view(dtype).view(shape)
+
+
+def _check_payload(codec: type[Codec], index: int, payload: Tensor) -> None:
+    if not isinstance(payload, Tensor):
+        raise codec.corrupt(f"payload {index}", "a tensor", type(payload).__name__)
+    is_cpu_bytes = payload.dtype == torch.uint8 and payload.device.type == "cpu"
+    if not (is_cpu_bytes and payload.dim() == 1 and payload.is_contiguous()):
+        found = f"{payload.dtype}, shape {list(payload.shape)}, {payload.device}"
+        raise codec.corrupt(f"payload {index}", "a contiguous 1-D uint8 tensor on the CPU", found)
+
+
+def _reference_problem(
+    name: str, reference: Tensor, shape: Sequence[int], dtype: torch.dtype
+) -> tuple[str, str] | None:
+    """Says what was expected and what was found, or None if `reference` fits the tensor it stands beside."""
+    same_dtype = reference.dtype == dtype if name == "anchor" else reference.dtype in LOSSY_DTYPES
+    if list(reference.shape) == list(shape) and same_dtype and reference.device.type == "cpu":
+        return None
+    return (
+        f"{dtype}, shape {list(shape)}, on cpu",
+        f"{reference.dtype}, {list(reference.shape)}, {reference.device}",
+    )

@@ -1,0 +1,208 @@
+"""`delta-uniform`: weights as whole multiples of one step away from the anchor, within a stated bound.
+
+With element x at row-major position i, its anchor a (0 without one) and dither d = DITHER[i mod 4093], all
+float32, each operation rounded once, no fused multiply-add:
+
+| | |
+|---|---|
+| encode | level q = round((x - a) / step + d); x equal to a has its own symbol |
+| decode | a + (q - d) * step, then rounded to the tensor's dtype; a itself for the own symbol |
+
+An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
+
+Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training
+(a loss up to .04 too high in our experiments at a step of one rms); with dither the error is uniform in
++-step/2 and independent of the change. The table is a fixed permutation, so it costs nothing and decodes the
+same on every machine. An unchanged element is not dithered.
+
+The payloads are those of `levels`.
+
+| parameter | content |
+|---|---|
+| step | float, exact in float32 |
+| anchor | bool, whether the difference is to the reference `anchor` |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
+from hf_trainweights.checkpoint.codecs.levels import (
+    TILE,
+    LevelWriter,
+    Tile,
+    clip_,
+    matrix_shape,
+    moved_from,
+    read_levels,
+    split_misfits,
+    tiles,
+)
+from hf_trainweights.errors import ConfigError
+
+_PRIME = 4093
+# Beyond these the step or its inverse leaves the range of float32.
+_SMALLEST_STEP, _LARGEST_STEP = 2.0**-120, 2.0**120
+
+
+@dataclass(frozen=True)
+class DeltaUniform(Codec):
+    """Codes the difference to the anchor with one uniform step.
+
+    Args:
+        step: Distance of two levels, > 0, in the unit of the weights; used as the nearest float32.
+        limit: An element whose decoded value would be further off is stored exactly; None for one step, which
+            only numbers close to their dtype's resolution ever miss. The usual error is at most step / 2.
+
+    Example:
+        >>> import torch
+        >>> anchor = torch.randn(64, 64)
+        >>> weight = anchor + torch.randn(64, 64) * 1e-3
+        >>> encoded = DeltaUniform.within(1e-4).encode(weight, {"anchor": anchor})
+        >>> encoded.bound <= 1e-4
+        True
+    """
+
+    step: float
+    limit: float | None = None
+
+    codec_id: ClassVar[str] = "delta-uniform"
+    lossless: ClassVar[bool] = False
+    references: ClassVar[tuple[str, ...]] = ("anchor",)
+    dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
+
+    def __post_init__(self) -> None:
+        for name in ("step", "limit"):
+            value = getattr(self, name)
+            if value is not None and not _SMALLEST_STEP <= value <= _LARGEST_STEP:
+                allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
+                next_step = "Store a tensor that does not change with planes-delta."
+                raise ConfigError(f"delta-uniform, {name}", allowed, repr(value), next_step)
+
+    @classmethod
+    def within(cls, bound: float) -> DeltaUniform:
+        """Returns the codec whose decoded elements are off by at most `bound`, in the unit of the weights.
+
+        Raises:
+            ConfigError: `bound` is not a positive finite number.
+        """
+        # A little below 2 * bound, or the last rounding would push every hundredth element out of bounds.
+        return cls(step=bound * (2 - 2**-5), limit=bound)
+
+    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+        step = float(np.float32(self.step))
+        # Errors are compared in float32, which may round them down.
+        limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
+        shape = matrix_shape(tensor.shape)
+        original = tensor.view(shape)
+        anchor = references["anchor"].view(shape) if "anchor" in references else None
+        writer = LevelWriter(*shape)
+        bound = 0.0
+        for tile in tiles(*shape):
+            elements = original[tile]
+            x, a = elements.to(torch.float32), _anchor_of(anchor, tile, elements)
+            delta = x - a
+            moved = moved_from(delta)
+            dither = _dither(tile, shape[1])
+            levels = clip_(delta.mul_(1 / step).add_(dither).round_())
+            decoded = _reconstruct(levels, moved, a, dither, step).to(tensor.dtype)
+            misfit, worst = split_misfits(decoded.to(torch.float32).sub_(x).abs_(), limit)
+            bound = max(bound, worst)
+            writer.write(tile, levels, elements, misfit, moved)
+        params: dict[str, Json] = {"step": step, "anchor": anchor is not None}
+        return Encoded(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
+
+    @classmethod
+    def _decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        references: References,
+    ) -> Tensor:
+        step = cls.param(params, "step", float)
+        if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
+            raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
+        has_anchor = cls.param(params, "anchor", bool)
+        matrix = matrix_shape(shape)
+        anchor = cls.needed(references, "anchor").view(matrix) if has_anchor else None
+        cls.check_count(payloads, 2)
+        tile_levels = read_levels(cls, payloads, shape, dtype)
+        out = empty(matrix, dtype)
+        for tile, levels in tile_levels:
+            a = _anchor_of(anchor, tile, out[tile])
+            dither = _dither(tile, matrix[1])
+            levels.put(_reconstruct(levels.values, levels.moved, a, dither, step), out[tile])
+        return out.view(shape)
+
+
+def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
+    """Returns the root mean square of `tensor - anchor`: the natural unit for the step of its checkpoints.
+
+    Args:
+        tensor: Any shape, floating point.
+        anchor: Same shape; None for zero.
+
+    Returns:
+        0.0 for an unchanged or an empty tensor; NaN or infinity if the difference is not finite.
+
+    Raises:
+        RuntimeError: The shapes differ.
+
+    Example:
+        >>> import torch
+        >>> rms_difference(torch.full([8], 3.0), torch.ones(8))
+        2.0
+    """
+    total = 0.0
+    flat = tensor.detach().reshape(-1)
+    flat_anchor = None if anchor is None else anchor.detach().reshape(-1)
+    for chunk in chunk_ranges(len(flat)):
+        delta = flat[chunk].to(torch.float32)
+        if flat_anchor is not None:
+            delta = delta - flat_anchor[chunk].to(torch.float32)
+        total += torch.linalg.vector_norm(delta, dtype=torch.float64).item() ** 2
+    return math.sqrt(total / len(flat)) if total else 0.0
+
+
+def _anchor_of(anchor: Tensor | None, tile: Tile, like: Tensor) -> Tensor:
+    return torch.zeros(like.shape) if anchor is None else anchor[tile].to(torch.float32)
+
+
+def _reconstruct(levels: Tensor, moved: Tensor | None, anchor: Tensor, dither: Tensor, step: float) -> Tensor:
+    """Returns the decoded float32 elements; the arithmetic and its order are part of the format."""
+    deltas = (levels - dither).mul_(step)
+    if moved is not None:
+        deltas.mul_(moved)
+    return deltas.add_(anchor)
+
+
+def _dither(tile: Tile, C: int) -> Tensor:
+    """Returns the dither of a tile of a matrix of C columns."""
+    rows, columns = tile
+    shape = rows.stop - rows.start, columns.stop - columns.start
+    first = (rows.start * C + columns.start) % _PRIME
+    return _dither_table()[first : first + shape[0] * shape[1]].view(shape)
+
+
+@cache
+def _dither_table() -> Tensor:
+    """Returns DITHER repeated: float32, multiples of 1/4096 within +-1/2, each once in 4093.
+
+    DITHER[k] = (k**-1 mod 4093 - 2046) / 4096, with 0**-1 = 0: the inverse modulo a prime is a permutation
+    without visible order (Eichenauer and Lehn 1986), exact on every machine.
+    """
+    inverses = [pow(k, _PRIME - 2, _PRIME) for k in range(_PRIME)]
+    period = (torch.tensor(inverses, dtype=torch.float32) - _PRIME // 2) / 4096
+    return period.repeat(TILE // _PRIME + 2)

@@ -1,0 +1,133 @@
+"""Shared entropy coding: blocks of bytes through zstd's Huffman coder.
+
+A *block* is bytes whose number the reader knows beforehand, from the tensor's shape: no frame can make it allocate
+more. A payload is
+
+| part | content |
+|---|---|
+| blocks | back to back; each either as it is or, when that is smaller, as one standard zstd frame |
+| table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
+
+The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. It then runs
+at 1 GB/s, within 1 % of the order-0 entropy above 3 bits a byte; its own levels are slower and no smaller.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import zstandard
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import Codec
+
+CHUNK = 1 << 18
+"""Elements coded together: large enough for good statistics, small enough for the processor's cache."""
+
+_HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=6,
+    chain_log=6,
+    window_log=17,
+    search_log=1,
+    target_length=0,
+    write_content_size=True,
+)
+# A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
+_MAX_WINDOW_BYTES = 1 << 22
+
+
+def chunk_ranges(count: int) -> Iterator[slice]:
+    """Yields the slices of `CHUNK` elements, the last one shorter, that make up `count` elements."""
+    for start in range(0, count, CHUNK):
+        yield slice(start, min(start + CHUNK, count))
+
+
+def chunk_count(count: int) -> int:
+    """Returns how many slices `chunk_ranges` yields."""
+    return -(-count // CHUNK)
+
+
+class BlockWriter:
+    """Collects blocks into one payload."""
+
+    def __init__(self) -> None:
+        self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
+        self._data = bytearray()
+        self._sizes: list[int] = []
+
+    def write(self, block: np.ndarray) -> None:
+        """Appends a 1-D contiguous uint8 array."""
+        raw = memoryview(block)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
+        coded = self._huffman.compress(raw)
+        stored = coded if len(coded) < len(raw) else raw
+        self._data += stored
+        self._sizes.append(len(stored))
+
+    def payload(self) -> Tensor:
+        """Returns what was written, as a uint8 tensor."""
+        self._data += np.array(self._sizes, "<u4").tobytes()
+        return torch.from_numpy(np.frombuffer(self._data, np.uint8))
+
+
+class BlockReader:
+    """Reads the blocks of one payload in any order; checks everything before it is used.
+
+    Args:
+        codec: Whose payload it is, for messages.
+        payload: 1-D uint8 tensor.
+        count: Number of blocks.
+
+    Raises:
+        CorruptFileError: The payload does not hold `count` blocks.
+    """
+
+    def __init__(self, codec: type[Codec], payload: Tensor, count: int):
+        table_bytes = 4 * count
+        if payload.numel() < table_bytes:
+            raise codec.corrupt("payload", f">= {table_bytes} bytes of table", f"{payload.numel()} bytes")
+        self._codec = codec
+        data_bytes = payload.numel() - table_bytes
+        self._data = payload[:data_bytes].numpy()
+        sizes = np.frombuffer(payload[data_bytes:].numpy().tobytes(), "<u4")
+        self._ends = np.cumsum(sizes, dtype=np.int64)
+        total_bytes = int(self._ends[-1]) if count else 0
+        if total_bytes != data_bytes:
+            raise codec.corrupt("payload", f"{total_bytes} bytes of blocks", f"{data_bytes} bytes")
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+    def read(self, index: int, size: int) -> np.ndarray:
+        """Returns block `index`, uint8 [size], as an array that may be written to.
+
+        Raises:
+            CorruptFileError: The block is damaged or has another size.
+        """
+        start = self._start(index)
+        stored = self._data[start : int(self._ends[index])]
+        if len(stored) == size:
+            return stored.copy()
+        where = f"block {index} at byte {start}"
+        frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (as above)
+        if len(frame) > size or _frame_bytes(frame) != size:
+            raise self._codec.corrupt(where, f"a frame of {size} bytes", f"{len(frame)} bytes of another")
+        try:
+            block = self._decompressor.decompress(frame, allow_extra_data=False)
+        except zstandard.ZstdError as error:
+            raise self._codec.corrupt(where, "a whole zstd frame", str(error)) from error
+        if len(block) != size:
+            raise self._codec.corrupt(where, f"{size} bytes", f"{len(block)} bytes")
+        return np.frombuffer(bytearray(block), np.uint8)
+
+    def _start(self, index: int) -> int:
+        return int(self._ends[index - 1]) if index else 0
+
+
+def _frame_bytes(frame: memoryview) -> int:
+    """Returns the size that a zstd frame says it decodes to, or -1 if it says none or is no frame."""
+    try:
+        return zstandard.frame_content_size(frame)
+    except zstandard.ZstdError:
+        return -1

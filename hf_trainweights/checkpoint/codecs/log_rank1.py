@@ -1,0 +1,237 @@
+"""`log-rank1`: Adam's exp_avg_sq in the log domain, as a difference to its row and column means.
+
+The second moment spans tens of powers of two and must never become zero, or the next update explodes: it is
+quantized in log2, where a step is a factor. Rows and columns explain most of it, as in Adafactor (Shazeer and
+Stern 2018), which saves two bits per element.
+
+The tensor is viewed as a matrix [R, C] (see `levels`). Row means r and column means c of log2(v), over a sample
+of the elements v > 0, are whole multiples of 1/128. With P(k) = 2**(k/128), cut to 24 bits:
+
+| | |
+|---|---|
+| encode | level q = round((log2(v) - r - c) / step); zero has its own symbol |
+| decode | (2**(q * step) * P(128 r)) * P(128 c) in float32, then rounded to the tensor's dtype |
+
+The powers come from integer arithmetic, so decoding gives the same bits on every machine. An element that is
+negative, NaN or infinite, or would decode further off, is stored as it is (see `levels`); no other element decodes
+to zero, infinity or NaN.
+
+| payload | content |
+|---|---|
+| 0, 1 | as in `levels` |
+| 2 | one block, int16: r of all rows if C >= 16, c of all columns if R >= 16; all low bytes, then all high |
+
+| parameter | content |
+|---|---|
+| step | int, in units of log2 |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter
+from hf_trainweights.checkpoint.codecs.levels import (
+    TILE,
+    LevelWriter,
+    clip_,
+    matrix_shape,
+    moved_from,
+    read_levels,
+    split_misfits,
+    tiles,
+)
+from hf_trainweights.errors import ConfigError
+
+# The mean of fewer elements costs more than it saves.
+_FEWEST_PER_MEAN = 16
+# A mean is taken over a sample of so many, column means over rows that are not zero.
+_ROWS_PER_COLUMN_MEAN = 128
+_COLUMNS_PER_ROW_MEAN = 64
+_LARGEST_STEP = 16
+# In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
+_SLACK = 2**-6
+
+
+@dataclass(frozen=True)
+class LogRank1(Codec):
+    """Codes exp_avg_sq with one uniform step of log2 around the product of its row and column means.
+
+    The bound is the largest |log2(decoded / original)|; zeros are exact.
+
+    Args:
+        step: Distance of two levels in units of log2, from 1 (factor at most 1.42) to 16.
+
+    Example:
+        >>> import torch
+        >>> exp_avg_sq = torch.rand(64, 64) * 1e-9
+        >>> encoded = LogRank1(step=1).encode(exp_avg_sq)
+        >>> encoded.bound < 0.52
+        True
+    """
+
+    step: int = 1
+
+    codec_id: ClassVar[str] = "log-rank1"
+    lossless: ClassVar[bool] = False
+    dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
+
+    def __post_init__(self) -> None:
+        if type(self.step) is not int or not 1 <= self.step <= _LARGEST_STEP:
+            allowed = f"a whole number from 1 to {_LARGEST_STEP}"
+            raise ConfigError("log-rank1, step", allowed, repr(self.step), "Usual are 1 and 2.")
+
+    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+        shape = matrix_shape(tensor.shape)
+        original = tensor.view(shape)
+        row_means, column_means = _means(original)
+        writer = LevelWriter(*shape)
+        bound = 0.0
+        for tile in tiles(*shape):
+            elements = original[tile]
+            x = elements.to(torch.float32)
+            r, c = row_means[tile[0]], column_means[tile[1]]
+            moved = moved_from(x)
+            if moved is not None:
+                x = x + (1 - moved)  # zeros have their own symbol: any number does
+            levels = _log2(x).sub_(r[:, None] / 128).sub_(c / 128).mul_(1 / self.step).round_()
+            clip_(levels)
+            decoded = _reconstruct(levels, r, c, self.step).to(tensor.dtype)
+            misfit, worst = _split_misfits(decoded.to(torch.float32) / x, self.step / 2 + _SLACK)
+            bound = max(bound, worst)
+            writer.write(tile, levels, elements, misfit, moved)
+        means = BlockWriter()
+        stored = torch.cat([row_means[: _stored(*shape)], column_means[: _stored(*shape[::-1])]])
+        means.write(torch.cat([stored.to(torch.uint8), (stored >> 8).to(torch.uint8)]).numpy())
+        # The errors are logarithms of float32 quotients.
+        payloads = [*writer.payloads(tensor.dtype), means.payload()]
+        return Encoded(payloads, {"step": self.step}, bound + 2**-20)
+
+    @classmethod
+    def _decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        references: References,
+    ) -> Tensor:
+        step = cls.param(params, "step", int)
+        if not 1 <= step <= _LARGEST_STEP:
+            raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
+        cls.check_count(payloads, 3)
+        tile_levels = read_levels(cls, payloads, shape, dtype)
+        row_means, column_means = _read_means(BlockReader(cls, payloads[2], 1), *matrix_shape(shape))
+        out = empty(matrix_shape(shape), dtype)
+        for tile, levels in tile_levels:
+            r, c = row_means[tile[0]], column_means[tile[1]]
+            decoded = _reconstruct(levels.values, r, c, step)
+            levels.put(decoded if levels.moved is None else decoded.mul_(levels.moved), out[tile])
+        return out.view(shape)
+
+
+def _means(original: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns int32 means of rows and of columns in units of 1/128."""
+    R, C = original.shape
+    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
+    sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
+    counts = torch.zeros(R)
+    for rows, _ in tiles(*sample.shape):
+        logs, present = _rough_logs(sample[rows])
+        counts[rows] = present.sum(1)
+        if C >= _FEWEST_PER_MEAN:
+            row_means[rows] = _fixed_point(logs.mul_(present).sum(1), counts[rows])
+    if R >= _FEWEST_PER_MEAN:
+        live = counts.nonzero().view(-1)
+        live = live[:: -(-len(live) // _ROWS_PER_COLUMN_MEAN) or 1]
+        width = max(TILE // max(len(live), 1), 1)
+        for column in range(0, C, width):
+            columns = slice(column, column + width)
+            logs, present = _rough_logs(original[:, columns].index_select(0, live))
+            residuals = logs.sub_(row_means[live, None] / 128).mul_(present)
+            column_means[columns] = _fixed_point(residuals.sum(0), present.sum(0))
+    return row_means, column_means
+
+
+def _rough_logs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns log2 to within .09, read from the bits, and 1 where the value is positive, else 0."""
+    x = values.to(torch.float32).contiguous()
+    logs = x.view(torch.int32).to(torch.float32).mul_(2**-23).sub_(127)
+    return logs, torch.from_numpy((x.numpy() > 0).astype(np.float32))
+
+
+def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
+    return (sums / counts.clamp(min=1)).clamp_(-126, 127).mul_(128).round_().to(torch.int32)
+
+
+def _stored(means: int, elements_per_mean: int) -> int:
+    """Returns how many of these means are stored: all or none."""
+    return means if elements_per_mean >= _FEWEST_PER_MEAN else 0
+
+
+def _read_means(reader: BlockReader, R: int, C: int) -> tuple[Tensor, Tensor]:
+    """Returns int32 [R] and [C], zeros where they are not stored.
+
+    Raises:
+        CorruptFileError: The block is damaged.
+    """
+    rows, columns = _stored(R, C), _stored(C, R)
+    planes = torch.from_numpy(reader.read(0, 2 * (rows + columns)))
+    low, high = planes.view(2, -1)
+    means = low.to(torch.int32) | (high.view(torch.int8).to(torch.int32) << 8)
+    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
+    row_means[:rows] = means[:rows]
+    column_means[:columns] = means[rows:]
+    return row_means, column_means
+
+
+def _reconstruct(levels: Tensor, row_means: Tensor, column_means: Tensor, step: int) -> Tensor:
+    """Returns the decoded float32 elements; the arithmetic and its order are part of the format.
+
+    A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
+    and its element was stored exactly.
+    """
+    powers = levels.to(torch.int32).mul_(step << 23).add_(127 << 23).view(torch.float32)
+    return powers.mul_(_power_of_two(row_means)[:, None]).mul_(_power_of_two(column_means))
+
+
+def _power_of_two(means: Tensor) -> Tensor:
+    """Returns 2**(mean / 128), float32, cut to 24 bits."""
+    return ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32)
+
+
+@cache
+def _mantissas() -> Tensor:
+    """Returns 2**(k/128) for k = 0 ... 127, float32 [128], cut to 23 bits: integer arithmetic is exact."""
+    table = []
+    for k in range(128):
+        power = 1 << (23 * 128 + k)
+        for _ in range(7):  # the root of degree 2**7
+            power = math.isqrt(power)
+        table.append(power / 2**23)
+    return torch.tensor(table, dtype=torch.float32)
+
+
+def _split_misfits(ratios: Tensor, limit: float) -> tuple[Tensor | None, float]:
+    """As `split_misfits` for errors |log2(ratio)|; takes logarithms of two numbers if it can."""
+    lowest, highest = (ratio.item() for ratio in torch.aminmax(ratios))
+    if lowest > 0:
+        worst = max(-math.log2(lowest), math.log2(highest))
+        if worst <= limit:
+            return None, worst
+    return split_misfits(_log2(ratios).abs_(), limit)
+
+
+def _log2(values: Tensor) -> Tensor:
+    """Returns the logarithm of float32 values; faster than torch's."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return torch.from_numpy(np.log2(values.numpy()))

@@ -1,0 +1,53 @@
+"""`raw`: the tensor's bytes as they lie in memory.
+
+| payload | content |
+|---|---|
+| 0 | the elements in row-major order, little-endian, nothing else |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
+
+
+@dataclass(frozen=True)
+class Raw(Codec):
+    """Stores bytes unchanged: for small tensors and for what does not get smaller.
+
+    Example:
+        >>> import torch
+        >>> encoded = Raw().encode(torch.tensor([1.0, -0.0]))
+        >>> Raw.decode(encoded.payloads, encoded.params, [2], torch.float32)
+        tensor([1., -0.])
+    """
+
+    codec_id: ClassVar[str] = "raw"
+    lossless: ClassVar[bool] = True
+
+    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+        return Encoded([tensor.reshape(-1).view(torch.uint8).clone()], {})
+
+    @classmethod
+    def _decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        references: References,
+    ) -> Tensor:
+        cls.check_count(payloads, 1)
+        payload = payloads[0]
+        expected_bytes = shape.numel() * dtype.itemsize
+        if payload.numel() != expected_bytes:
+            raise cls.corrupt("payload 0", f"{expected_bytes} bytes", f"{payload.numel()} bytes")
+        decoded = empty(shape, dtype)
+        decoded.view(-1).view(torch.uint8).copy_(payload)
+        return decoded

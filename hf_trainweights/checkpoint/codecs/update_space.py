@@ -1,0 +1,126 @@
+"""`update-space`: Adam's exp_avg m in units of sqrt(exp_avg_sq), which is what an update divides it by.
+
+With v the DECODED exp_avg_sq and t = sqrt(v) * step, all float32, each operation rounded once:
+
+| | |
+|---|---|
+| encode | level q = round(m / t) |
+| decode | q * t, then rounded to the tensor's dtype |
+
+So an error of step / 2 changes the next update of that weight by at most step / 2 learning rates, whatever the
+size of m. An element that is not finite, or not zero where v is zero, or too far away is stored as it is (see
+`levels`).
+
+The payloads are those of `levels`.
+
+| parameter | content |
+|---|---|
+| step | float, exact in float32 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, matrix_shape, read_levels, split_misfits, tiles
+from hf_trainweights.errors import ConfigError
+
+# In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
+_LIMIT = 0.75
+_SMALLEST_STEP, _LARGEST_STEP = 2.0**-10, 2.0**10
+_TINY = torch.finfo(torch.float32).tiny
+
+
+@dataclass(frozen=True)
+class UpdateSpace(Codec):
+    """Codes exp_avg with one uniform step in units of sqrt(exp_avg_sq).
+
+    The bound is in these units; where exp_avg_sq is zero, the element is exact.
+
+    Args:
+        step: Distance of two levels, between 2**-10 and 2**10.
+
+    Example:
+        >>> import torch
+        >>> exp_avg, exp_avg_sq = torch.randn(64, 64) * 1e-3, torch.full([64, 64], 1e-6)
+        >>> encoded = UpdateSpace(step=0.25).encode(exp_avg, {"exp_avg_sq": exp_avg_sq})
+        >>> 0.12 < encoded.bound < 0.126
+        True
+    """
+
+    step: float = 0.25
+
+    codec_id: ClassVar[str] = "update-space"
+    lossless: ClassVar[bool] = False
+    references: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
+    dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
+
+    def __post_init__(self) -> None:
+        if not _SMALLEST_STEP <= self.step <= _LARGEST_STEP:
+            allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
+            raise ConfigError("update-space, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
+
+    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+        if "exp_avg_sq" not in references:
+            next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
+            raise ConfigError("codec update-space, references", "exp_avg_sq", "nothing", next_step)
+        step = float(np.float32(self.step))
+        shape = matrix_shape(tensor.shape)
+        original, squares = tensor.view(shape), references["exp_avg_sq"].view(shape)
+        writer = LevelWriter(*shape)
+        bound = 0.0
+        for tile in tiles(*shape):
+            elements = original[tile]
+            m = elements.to(torch.float32)
+            unit = _unit(squares[tile], step)
+            divisor = unit.clamp(min=_TINY)
+            levels = clip_((m / divisor).round_())
+            decoded = (levels * unit).to(tensor.dtype)
+            errors = decoded.to(torch.float32).sub_(m).abs_().div_(divisor)
+            if not unit.amin().item() >= _TINY:
+                # Here the divisor is not the unit, which is zero: accept nothing but zero.
+                errors.view(-1)[np.flatnonzero((unit.numpy() < _TINY) & (m.numpy() != 0))] = torch.inf
+            misfit, worst = split_misfits(errors, _LIMIT)
+            bound = max(bound, worst)
+            writer.write(tile, levels, elements, misfit)
+        # The quotients are rounded to float32, some of them to denormals.
+        bound = (bound + _TINY) * step * (1 + 2**-20) if bound else 0.0
+        return Encoded(writer.payloads(tensor.dtype), {"step": step}, bound)
+
+    @classmethod
+    def _decode(
+        cls,
+        payloads: Sequence[Tensor],
+        params: Mapping[str, Json],
+        shape: torch.Size,
+        dtype: torch.dtype,
+        references: References,
+    ) -> Tensor:
+        step = cls.param(params, "step", float)
+        if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
+            raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
+        squares = cls.needed(references, "exp_avg_sq").view(matrix_shape(shape))
+        cls.check_count(payloads, 2)
+        tile_levels = read_levels(cls, payloads, shape, dtype)
+        out = empty(matrix_shape(shape), dtype)
+        for tile, levels in tile_levels:
+            levels.put(levels.values.mul_(_unit(squares[tile], step)), out[tile])
+        return out.view(shape)
+
+
+def _unit(squares: Tensor, step: float) -> Tensor:
+    """Returns the float32 distance of two levels; the arithmetic is part of the format.
+
+    numpy's square root is the processor's, correctly rounded; torch's (2.13, MKL) is not, in one case of six, and
+    ten times slower on zeros.
+    """
+    with np.errstate(invalid="ignore"):
+        roots = np.sqrt(squares.to(torch.float32).numpy())
+    return torch.from_numpy(roots).mul_(step)

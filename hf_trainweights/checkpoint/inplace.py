@@ -1,0 +1,347 @@
+"""Turns an existing checkpoint directory into a small one where it is, and back, one atomic file at a time.
+
+The manifest goes first and comes back last, so between the two the directory is a plain one: at every moment each file
+is whole, old or new, and Transformers loads it. A weights file is written before the ones it replaces go, because
+loaders prefer those: `model.safetensors`, the index of shards, the shards.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hf_trainweights.checkpoint import atomic
+from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.anchors import register_anchor_directory
+from hf_trainweights.checkpoint.atomic import replace_file
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.discovery import WEIGHT_FILES, shard_names, zip_problem
+from hf_trainweights.checkpoint.encode import Plan, TensorPlan, encode_file
+from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    list_files,
+    require_intact,
+    write_manifest,
+)
+from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.storages import UnstorableError
+from hf_trainweights.checkpoint.store import (
+    WEIGHTS_NAME,
+    Weights,
+    abandoned_files,
+    saving,
+    unused_anchors,
+    write_encoded,
+    write_weights,
+)
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+
+OPTIMIZER_NAME = "optimizer.pt"
+PLAIN_MODE = "plain"
+
+_RNG_PREFIX = "rng_state"
+_ADAPTER_NAME = "adapter_model.bin"
+_CHOICES = ("policy", "keep_weights")  # keys in the manifest's metadata
+_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+# Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
+_MIN_OTHER_BYTES = 64 << 10
+_SHARDED_STATE = ("pytorch_model_fsdp*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+
+
+def compress_directory(
+    path: str | Path,
+    *,
+    mode: str = "lossless",
+    rules: Mapping[str, Any] | None = None,
+    weights: Mapping[str, Any] | None = None,
+    keep_weights: bool = False,
+    buffers: Collection[str] = (),
+    optimizer_names: Mapping[Any, str] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    anchor_every: int = ANCHOR_EVERY_SAVES,
+) -> Manifest:
+    """Turns a checkpoint directory of the Trainer, or of torch.save, into a small one.
+
+    Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files stay under their names; whatever
+    cannot be encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
+
+    Args:
+        path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
+        mode: A mode of `Policy`.
+        rules: Rules of `Policy`.
+        weights: A state dict to store in place of what the weight files hold, where their names are not the module's.
+        keep_weights: Leave the weight files as they are, plain.
+        buffers: Names of weights that are buffers.
+        optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
+        metrics: For the manifest.
+        anchor_every: The most checkpoints one anchor serves.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        ConfigError: Mode or rules are wrong, or there is no checkpoint at `path`.
+        CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
+        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        SaveError: The disk is full or refuses; every file is whole, old or new.
+
+    Example:
+        >>> compress_directory("out/checkpoint-500", mode="near-lossless").mode  # doctest: +SKIP
+        'near-lossless'
+    """
+    path = Path(path).absolute()
+    policy = Policy(mode, rules or {})
+    _require_checkpoint(path)
+    previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
+    choices = {"policy": policy.to_dict(), "keep_weights": keep_weights}
+    if previous and choices.items() <= previous.metadata.items():
+        return previous
+    register_anchor_directory(path)
+    names = optimizer_names or {}
+    optimizer = _optimizer_state(path)
+    policy.plan_optimizer(optimizer, names=names or None)  # a rule that needs names fails before anything changes
+    job = None if keep_weights else _weights_to_store(path, weights, buffers, optimizer, names)
+    with saving(path), _rewriting(path):
+        entries, anchor = {}, previous and previous.anchor
+        if job is not None:
+            entries, anchor = _compress_weights(path, policy, job, anchor_every)
+        entries |= _compress_others(path, policy, names)
+        fields = _manifest_fields(path, previous, metrics, choices)
+        return _finish(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+
+
+def restore_directory(path: str | Path) -> Manifest:
+    """Turns a small checkpoint directory back into plain files that torch.load reads without this package.
+
+    Args:
+        path: The directory. It may have been moved.
+
+    Returns:
+        The manifest that was written, its mode "plain".
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        CorruptFileError: Something in it is damaged; nothing has changed where the manifest shows it.
+        MissingAnchorError: It was moved without the anchor it needs.
+        SaveError: The disk is full or refuses; every file is whole, small or plain.
+
+    Example:
+        >>> restore_directory("out/checkpoint-500").mode  # doctest: +SKIP
+        'plain'
+    """
+    path = Path(path).absolute()
+    _require_checkpoint(path)
+    previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
+    register_anchor_directory(path)
+    with saving(path), _rewriting(path):
+        for file in _torch_files(path):
+            if is_encoded(file):
+                tree = load_file(file)
+                with replace_file(file) as plain:
+                    torch.save(tree, plain)
+        return _finish(path, None, Manifest({}, PLAIN_MODE, **_manifest_fields(path, previous)))
+
+
+def _require_checkpoint(path: Path) -> None:
+    if not path.is_dir() or not (_weight_files(path) or _torch_files(path)):
+        found = "a directory without any" if path.is_dir() else "no directory"
+        next_step = "Pass one checkpoint, e.g. out/checkpoint-500, not the run."
+        raise ConfigError(str(path), "a directory with weights or other torch files", found, next_step)
+    for pattern in _SHARDED_STATE:
+        found = next(path.glob(pattern), None)
+        if found is not None:
+            next_step = "Leave FSDP and DeepSpeed checkpoints as they are, or have the Trainer save full ones."
+            raise UnsupportedError(str(path), "a checkpoint in whole files", found.name, next_step)
+
+
+def _optimizer_state(path: Path) -> dict[str, Any]:
+    state = _load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
+    return state if isinstance(state, dict) else {}
+
+
+def _weights_to_store(
+    path: Path,
+    weights: Mapping[str, Any] | None,
+    buffers: Collection[str],
+    optimizer: Mapping[str, Any],
+    optimizer_names: Mapping[Any, str],
+) -> Weights | None:
+    """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
+    sources = _weight_files(path)
+    if weights is None and (not sources or _is_lossy(sources[0])):
+        return None
+    file_name = _ADAPTER_NAME if sources and sources[0].name.startswith("adapter") else WEIGHTS_NAME
+    state = _read_weights(sources[0]) if weights is None else weights
+    return Weights(state, buffers, optimizer, optimizer_names, file_name)
+
+
+def _compress_weights(
+    path: Path, policy: Policy, weights: Weights, anchor_every: int
+) -> tuple[dict[str, FileEntry], Mapping[str, Any] | None]:
+    """Writes the weights and removes the files they replace; returns manifest entries and the anchor's state."""
+    replaced = [file for file in _weight_files(path) if file.name != weights.file_name]
+    source = find_anchor_source(path.parent, weights.file_name, exclude=path)
+    entries, anchor = write_weights(
+        path, policy, weights, anchor=source, anchor_every=anchor_every, final=path, open_file=replace_file
+    )
+    _remove(replaced)
+    return entries, anchor and anchor.to_dict()
+
+
+def _weight_files(path: Path) -> list[Path]:
+    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards."""
+    present = [name for name in WEIGHT_FILES if (path / name).is_file()]
+    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
+    files = [path / name for name in family]
+    for index in [file for file in files if file.name.endswith(".index.json")]:
+        files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
+    return files
+
+
+def _read_weights(first: Path) -> dict[str, Any]:
+    """Reads a weight file, or the shards an index lists; tensors stay memory-mapped where the file allows it."""
+    state: dict[str, Any] = {}
+    try:
+        names = shard_names(first) if first.name.endswith(".index.json") else [first.name]
+        for name in names:
+            state |= _read_weight_file(first.parent / name)
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError) as error:
+        if isinstance(error, CorruptFileError):
+            raise
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(first), "readable weights", str(error)[:300], next_step) from error
+    return state
+
+
+def _read_weight_file(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return load_file(path, mmap=not is_encoded(path))
+
+
+def _load_if_possible(path: Path) -> Any:
+    """Loads a torch file; one that holds more than data, or is of another format, is None."""
+    try:
+        return load_file(path, mmap=not is_encoded(path))
+    except CorruptFileError:
+        return None
+
+
+def _is_lossy(path: Path) -> bool:
+    """Tells whether a file was encoded with a loss: encoding it once more would add to its error."""
+    if path.suffix not in _TORCH_SUFFIXES or not is_encoded(path):
+        return False
+    return any(not CODECS[storage["codec"]].lossless for storage in read_structure(path)["storages"])
+
+
+def _torch_files(path: Path) -> list[Path]:
+    return sorted(file for file in path.iterdir() if file.suffix in _TORCH_SUFFIXES and file.is_file())
+
+
+def _compress_others(path: Path, policy: Policy, optimizer_names: Mapping[Any, str]) -> dict[str, FileEntry]:
+    """Writes what is no weight file anew, unless it is small or that would lose something."""
+    entries = {}
+    weight_files = _weight_files(path)
+    for file in _torch_files(path):
+        is_optimizer = file.name == OPTIMIZER_NAME
+        is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
+        if file in weight_files or not is_worth_it or _is_lossy(file):
+            continue
+        tree = _load_if_possible(file)
+        if tree is None:
+            warnings.warn(f"{file} stays as it is: it holds more than plain data", stacklevel=3)
+            continue
+        try:
+            plan = _plan_tree(tree, policy, optimizer_names if is_optimizer else None)
+            encoded = encode_file(tree, plan, spool_directory=path)
+        except UnstorableError as error:
+            warnings.warn(f"{file} stays as it is: {error}", stacklevel=3)
+            continue
+        entries[file.name] = write_encoded(file, encoded, replace_file)
+    return entries
+
+
+def _plan_tree(tree: Any, policy: Policy, optimizer_names: Mapping[Any, str] | None = None) -> Plan:
+    """Plans a file by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact."""
+    if not isinstance(tree, dict):
+        return {}
+    if tree.keys() >= {"state", "param_groups"}:
+        return policy.plan_optimizer(tree, names=optimizer_names or None)
+    if tree and all(isinstance(value, Tensor) for value in tree.values()):
+        return policy.plan_weights(tree)
+    plan: dict[Any, TensorPlan] = {}
+    for key, value in tree.items():
+        for path, each in _plan_tree(value, policy).items():
+            moment = (key, *each.exp_avg_sq) if each.exp_avg_sq else None
+            plan[(key, *path)] = replace(each, exp_avg_sq=moment)
+    return plan
+
+
+@contextlib.contextmanager
+def _rewriting(path: Path) -> Iterator[None]:
+    """Takes the manifest away, and keeps the directory's times: rotation sorts by them."""
+    times = path.stat()
+    try:
+        _remove([path / MANIFEST_NAME, *abandoned_files(path)])
+        yield
+    finally:
+        atomic.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+
+
+def _remove(files: list[Path]) -> None:
+    """Removes what is there of `files`, for good and in this order: an index of shards before its shards."""
+    for file in files:
+        if file.exists():
+            atomic.file_system.unlink(file)
+            atomic.file_system.sync_directory(file.parent)
+
+
+def _manifest_fields(
+    path: Path,
+    previous: Manifest | None,
+    metrics: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Returns what a manifest says beside the files: from the last one, or from the Trainer's own state."""
+    fields: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if previous is not None:
+        fields = {"step": previous.step, "epoch": previous.epoch, "metrics": previous.metrics}
+        metadata = {key: value for key, value in previous.metadata.items() if key not in _CHOICES}
+    else:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            state = json.loads((path / "trainer_state.json").read_bytes())
+            fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
+    if metrics is not None:
+        fields["metrics"] = metrics
+    return {**fields, "metadata": {**metadata, **(choices or {})}}
+
+
+def _finish(path: Path, previous: Manifest | None, manifest: Manifest) -> Manifest:
+    """Removes what the files no longer need and writes the manifest over all that is there."""
+    _remove(unused_anchors(path))
+    files = dict(manifest.files)
+    for name, status in list_files(path).items():
+        if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
+            continue
+        if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
+            continue  # another rank is still writing it
+        kept = previous.files.get(name) if previous else None
+        files[name] = FileEntry.of(path / name, kept.report if kept else None)
+    manifest = replace(manifest, files=files)
+    write_manifest(path, manifest)
+    return manifest

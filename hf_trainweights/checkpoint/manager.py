@@ -1,0 +1,324 @@
+"""`CheckpointManager`: a training loop that saves itself, and goes on exactly where it stopped."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from hf_trainweights.checkpoint import atomic
+from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.discovery import checkpoint_directories, checkpoint_step, latest
+from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.state import (
+    build_checkpoint,
+    load_checkpoint,
+    restore_checkpoint,
+    rng_state,
+    set_rng_state,
+    write_checkpoint,
+)
+from hf_trainweights.checkpoint.store import WEIGHTS_NAME, collect_garbage, remove_checkpoint
+from hf_trainweights.errors import ConfigError
+
+_SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
+
+
+class CheckpointManager:
+    """Saves a training loop to `root/checkpoint-<step>` and restores it from the newest one that is whole.
+
+    A step is one batch. A checkpoint is due every `every_steps` of them and is written right after the next
+    `optimizer.step()`, so with gradient accumulation no gradient is half summed in it. One more is written when the
+    `with` block ends without an exception, and on SIGTERM, after which the process exits with status 143. A step counts
+    as done when the loop asks for the next one, or is left by `break` after `optimizer.step()`.
+
+    Resuming is exact: batches come in the same order, because the random number generators are put back to where they
+    were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
+    the save. A loop over several passes calls `steps` once for each; passes that are done yield nothing.
+
+    Args:
+        root: Directory of this run alone; it is created. One process writes to it at a time.
+        mode: A mode of `Policy`: "lossless", "near-lossless" or "compact".
+        rules: Rules of `Policy`, for what should be stored otherwise.
+        every_steps: Steps between two checkpoints, at least 1.
+        keep_last: How many checkpoints to keep, at least 1; None keeps all.
+        anchor_every: The most checkpoints whose weights are stored against the same anchor, at least 1.
+
+    Raises:
+        ConfigError: An option is wrong.
+
+    Example:
+        >>> with CheckpointManager("runs/a", every_steps=100, keep_last=3) as manager:  # doctest: +SKIP
+        ...     for step, batch in manager.steps(loader, model, optimizer):
+        ...         loss = model(batch).mean()
+        ...         loss.backward()
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         manager.log(loss=loss)
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        mode: str = "lossless",
+        rules: Mapping[str, Any] | None = None,
+        every_steps: int = 100,
+        keep_last: int | None = 3,
+        anchor_every: int = ANCHOR_EVERY_SAVES,
+    ):
+        for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("anchor_every", anchor_every)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ConfigError(name, "an integer of at least 1", repr(value), "Pass one.")
+        self._root = Path(root)
+        self._policy = Policy(mode, rules or {})
+        self._every_steps = every_steps
+        self._keep_last = keep_last
+        self._anchor_every = anchor_every
+        self._metrics: dict[str, Any] = {}
+        self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
+        self._pass: Generator[tuple[int, Any], None, None] | None = None
+        self._progress = _Progress()
+        self._saved_step: int | None = None
+        self._optimizer_stepped = False
+        self._entered = False
+        self._terminated = False
+        self._previous_handler: Any = None
+
+    def __enter__(self) -> Self:
+        atomic.make_directories(self._root)
+        collect_garbage(self._root)
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
+            self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
+        self._entered = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._pass is not None:
+                    self._pass.close()
+                self._save_if_new()
+        finally:
+            self._entered = False
+            if self._previous_handler is not None:
+                signal.signal(signal.SIGTERM, self._previous_handler)
+        if kind is None and self._terminated:
+            raise SystemExit(_SIGTERM_EXIT_STATUS)
+
+    def log(self, **metrics: Any) -> None:
+        """Remembers values for the manifest of the next checkpoint; the last value of a name counts.
+
+        Args:
+            **metrics: Numbers or tensors of one element. A tensor is read when the checkpoint is written, so logging
+                does not wait for an accelerator.
+
+        Raises:
+            ConfigError: A value is neither.
+        """
+        for name, value in metrics.items():
+            if isinstance(value, torch.Tensor) and value.numel() == 1:
+                self._metrics[name] = value.detach().clone()
+            elif isinstance(value, Real):
+                self._metrics[name] = value
+            else:
+                raise ConfigError(name, "a number or a tensor of one element", repr(value)[:80], "Log one of these.")
+
+    def steps(
+        self,
+        loader: Iterable[Any],
+        model: nn.Module,
+        optimizer: Any = None,
+        scheduler: Any = None,
+        scaler: Any = None,
+    ) -> Iterator[tuple[int, Any]]:
+        """Yields `(step, batch)` for one pass over a loader; the first call restores from the newest checkpoint.
+
+        Args:
+            loader: A DataLoader or another iterable that gives the same batches for the same random numbers.
+            model: Saved and restored, as the following.
+            optimizer: One whose `step()` marks where a checkpoint may be written; without it, anywhere.
+            scheduler: With `state_dict`.
+            scaler: A GradScaler.
+
+        Returns:
+            An iterator. Steps count from 1, through all passes. Batches that were consumed before are left out.
+
+        Raises:
+            ConfigError: The manager's `with` block is not entered.
+            CorruptFileError: The model is not the one that was saved.
+            SaveError: A checkpoint cannot be written; earlier ones are untouched.
+        """
+        if not self._entered:
+            raise ConfigError("CheckpointManager.steps", "a call inside its `with` block", "one outside", "Enter it.")
+        first = not self._parts
+        self._parts = (model, optimizer, scheduler, scaler)
+        if first:
+            self._restore()
+        self._pass = self._one_pass(loader)
+        return self._pass
+
+    def _one_pass(self, loader: Iterable[Any]) -> Generator[tuple[int, Any], None, None]:
+        progress = self._progress
+        if progress.passes_to_skip:
+            progress.passes_to_skip -= 1
+            return
+        with _step_hook(self._parts[1], self._on_optimizer_step) as is_watched:
+            for batch in progress.batches(loader):
+                self._optimizer_stepped = not is_watched
+                try:
+                    yield progress.step + 1, batch
+                except GeneratorExit:
+                    if self._optimizer_stepped:
+                        progress.count_batch()
+                    raise
+                progress.count_batch()
+                if self._optimizer_stepped:
+                    self._at_boundary()
+        progress.count_pass()
+
+    def _at_boundary(self) -> None:
+        """Saves if that is due, between two steps and with no gradient half summed."""
+        if self._terminated:
+            self._save_if_new()
+            raise SystemExit(_SIGTERM_EXIT_STATUS)
+        if self._progress.step // self._every_steps > (self._saved_step or 0) // self._every_steps:
+            self._save_if_new()
+
+    def _restore(self) -> None:
+        path = latest(self._root)
+        if path is None:
+            return
+        checkpoint = load_checkpoint(path)
+        position = (checkpoint.get("extra") or {}).get("position")
+        if position is None:
+            next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
+            raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
+        model, *others = self._parts
+        restore_checkpoint(checkpoint, model, *others)
+        self._progress = _Progress.resumed(checkpoint["step"], position, checkpoint["rng"])
+        self._saved_step = checkpoint["step"]
+
+    def _save_if_new(self) -> None:
+        step = self._progress.step
+        if not self._parts or step == (self._saved_step or 0):
+            return
+        checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": self._progress.position()})
+        path = self._root / f"checkpoint-{step}"
+        if path.exists():  # `latest` passed it over: it is broken
+            remove_checkpoint(path)
+        write_checkpoint(
+            checkpoint,
+            path,
+            self._policy,
+            anchor=find_anchor_source(self._root, WEIGHTS_NAME, exclude=path),
+            anchor_every=self._anchor_every,
+            metrics={name: value if isinstance(value, int) else float(value) for name, value in self._metrics.items()},
+        )
+        self._saved_step = step
+        self._remove_old(path)
+
+    def _remove_old(self, newest: Path) -> None:
+        if self._keep_last is None:
+            return
+        # One with a higher number is broken, or `latest` had chosen it; it is replaced when its step comes.
+        directories = checkpoint_directories(self._root)
+        older = [path for path in directories if checkpoint_step(path) < checkpoint_step(newest)]
+        for path in older[self._keep_last - 1 :]:
+            remove_checkpoint(path)
+
+    def _on_optimizer_step(self, *_: Any) -> None:
+        self._optimizer_stepped = True
+
+    def _on_sigterm(self, *_: Any) -> None:
+        self._terminated = True
+
+
+@dataclass
+class _Progress:
+    """How far training has come.
+
+    Args:
+        step: Batches consumed in all passes.
+        passes: Passes over the loader that are complete.
+        consumed: Batches consumed in the present pass.
+        start: The random number generators when it began; None between two passes.
+        passes_to_skip: After a resume, how many passes the loop has yet to ask for that are complete already.
+        rng: After a resume, the generators as they were at the save, until they are set.
+    """
+
+    step: int = 0
+    passes: int = 0
+    consumed: int = 0
+    start: dict[str, Any] | None = None
+    passes_to_skip: int = 0
+    rng: Mapping[str, Any] | None = None
+
+    @classmethod
+    def resumed(cls, step: int, position: Mapping[str, Any], rng: Mapping[str, Any]) -> _Progress:
+        return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
+
+    def position(self) -> dict[str, Any]:
+        return {"passes": self.passes, "consumed": self.consumed, "start": self.start}
+
+    def count_batch(self) -> None:
+        self.step += 1
+        self.consumed += 1
+
+    def count_pass(self) -> None:
+        self.passes += 1
+        self.consumed = 0
+        self.start = None
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yields the batches of the present pass that are left."""
+        rng, self.rng = self.rng, None
+        generators = _generators(loader)
+        if self.start is None:
+            if rng is not None:
+                set_rng_state(rng)
+            self.start = {"rng": rng_state(), "loader": [generator.get_state() for generator in generators]}
+            yield from loader
+            return
+        # An iterator that this process has begun stands where it should; anything else starts over.
+        to_skip = 0 if rng is None and isinstance(loader, Iterator) else self.consumed
+        rng = rng or rng_state()
+        set_rng_state(self.start["rng"])
+        for generator, state in zip(generators, self.start["loader"], strict=True):
+            generator.set_state(state)
+        batches = iter(loader)
+        for _ in range(to_skip):
+            next(batches, None)
+        set_rng_state(rng)
+        yield from batches
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Returns the random number generators that a DataLoader was given for itself."""
+    owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    owners.append(getattr(owners[-1], "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
+
+
+@contextlib.contextmanager
+def _step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
+    """Calls `hook` after every `optimizer.step()`; yields whether the optimizer, or the one it wraps, can do that."""
+    register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
+    handle = register(hook) if register else None
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            handle.remove()

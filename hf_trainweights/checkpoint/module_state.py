@@ -1,0 +1,165 @@
+"""A module's state dict as plain tensors, and back: what a file can hold of any module, with no class in it.
+
+A parameter that is a tensor subclass (a quantized weight) is stored as the dict of its inner tensors, by the names that
+its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of a module that was built alike, so
+nothing on disk says which class to make.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+
+
+def module_state(module: nn.Module) -> dict[str, Any]:
+    """Returns `module.state_dict()` with every tensor subclass replaced by a dict of plain tensors.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        An ordered dict that shares memory with the module.
+
+    Raises:
+        ConfigError: A tensor is of a subclass without `__tensor_flatten__`.
+    """
+    state = module.state_dict()
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            state[name] = _plain(value, name)
+    return state
+
+
+def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
+    """Copies a state into a module of the same architecture.
+
+    Args:
+        module: Its parameters and buffers take the values; their dtypes and devices stay.
+        state: What `module_state` returned.
+
+    Raises:
+        CorruptFileError: Names, shapes or inner tensors differ; the error lists them. The module may be partly
+            changed then.
+    """
+    own = module.state_dict(keep_vars=True)
+    nested = {name for name, value in state.items() if isinstance(value, dict) and isinstance(own.get(name), Tensor)}
+    plain = OrderedDict((name, value) for name, value in state.items() if name not in nested)
+    plain._metadata = getattr(state, "_metadata", {})  # pyright: ignore[reportAttributeAccessIssue] (torch's own)
+    try:
+        result = module.load_state_dict(plain, strict=False)
+    except RuntimeError as error:  # torch's only error for a shape that differs
+        raise _mismatch("the same shapes", str(error)[:2000]) from error
+    missing = sorted(set(result.missing_keys) - nested)
+    if missing or result.unexpected_keys:
+        raise _mismatch("the same names", f"missing {missing}, unexpected {sorted(result.unexpected_keys)}"[:2000])
+    with torch.no_grad():
+        for name in nested:
+            _copy_inner(own[name], state[name], name)
+
+
+def transient_buffers(module: nn.Module) -> dict[str, Any]:
+    """Returns the buffers that a state dict leaves out, such as the frequencies of rotary embeddings.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Name to tensor, or to the dict of its inner tensors; they share memory with the module.
+
+    Raises:
+        ConfigError: A tensor is of a subclass without `__tensor_flatten__`.
+    """
+    persistent = module.state_dict().keys()
+    buffers = module.named_buffers(remove_duplicate=False)
+    return {name: _plain(buffer, name) for name, buffer in buffers if name not in persistent}
+
+
+def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
+    """Gives a module the buffers of another one, dtypes included.
+
+    Args:
+        module: Built alike; devices stay.
+        buffers: What `transient_buffers` returned.
+
+    Raises:
+        CorruptFileError: The module has other buffers.
+    """
+    own = dict(module.named_buffers(remove_duplicate=False))
+    if set(buffers) != set(own) - module.state_dict().keys():
+        raise _mismatch(f"the buffers {sorted(buffers)}", str(sorted(own)))
+    for name, value in buffers.items():
+        owner, _, leaf = name.rpartition(".")
+        if isinstance(value, Tensor):
+            setattr(module.get_submodule(owner), leaf, value.to(own[name].device))
+        else:
+            _copy_inner(own[name], value, name)
+
+
+def state_sha256(state: Mapping[str, Any]) -> str:
+    """Returns one digest over the names, dtypes, shapes and bytes of all tensors of a state.
+
+    Args:
+        state: What `module_state` returned. Its order does not matter, nor where its tensors are.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        Nothing.
+
+    Example:
+        >>> state_sha256({"w": torch.zeros(2)}) == state_sha256({"w": torch.zeros(1, 2)})
+        False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in sorted(_tensors(state, ())):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+        header = json.dumps([name, str(tensor.dtype), list(tensor.shape), data.numel()])
+        digest.update(header.encode() + b"\n")
+        digest.update(data.numpy().data)
+    return digest.hexdigest()
+
+
+def _plain(tensor: Tensor, name: str) -> Tensor | dict[str, Any]:
+    if type(tensor) in (Tensor, nn.Parameter):
+        return tensor
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is None:
+        expected = "a plain tensor or a subclass with __tensor_flatten__"
+        raise ConfigError(name, expected, type(tensor).__qualname__, "Give the class __tensor_flatten__.")
+    return {inner: _plain(getattr(tensor, inner), f"{name}.{inner}") for inner in flatten()[0]}
+
+
+def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
+    if isinstance(stored, Tensor):
+        if type(target) not in (Tensor, nn.Parameter) or target.shape != stored.shape or target.dtype != stored.dtype:
+            found = f"{type(target).__qualname__} {target.dtype} {list(target.shape)}"
+            raise _mismatch(f"{name} as {stored.dtype} {list(stored.shape)}", found)
+        target.copy_(stored)
+        return
+    flatten: Any = getattr(target, "__tensor_flatten__", None)
+    inner_names = flatten()[0] if flatten else []
+    if set(inner_names) != set(stored):
+        raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(inner_names)))
+    for inner in inner_names:
+        _copy_inner(getattr(target, inner), stored[inner], f"{name}.{inner}")
+
+
+def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for name, item in value.items():
+            yield from _tensors(item, (*path, str(name)))
+
+
+def _mismatch(expected: str, found: str) -> CorruptFileError:
+    return CorruptFileError("the model's state", expected, found, "Build the model as it was when it was saved.")

@@ -1,0 +1,216 @@
+"""`VersionedModelSaver`: finished models under version numbers, with what they are, and proof that they are that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_trainweights.checkpoint.anchors import register_anchor_directory
+from hf_trainweights.checkpoint.encoded import load_file
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
+from hf_trainweights.checkpoint.module_state import (
+    load_module_state,
+    load_transient_buffers,
+    module_state,
+    state_sha256,
+    transient_buffers,
+)
+from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.store import WEIGHTS_NAME, Weights, save_directory
+from hf_trainweights.errors import ConfigError, CorruptFileError
+
+# Buffers that are not in the state dict, if there are any.
+_BUFFERS_NAME = "buffers.pt"
+
+# https://semver.org, with fewer or more than three numbers allowed.
+_VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?(?:\+[0-9A-Za-z.-]+)?")
+
+
+class VersionedModelSaver:
+    """Keeps versions of a model in `base_dir/<version>`: exact weights, JSON metadata, no code.
+
+    Args:
+        base_dir: Where the versions are; it is created by the first save.
+
+    Example:
+        >>> import tempfile
+        >>> saver = VersionedModelSaver(tempfile.mkdtemp())
+        >>> metadata = saver.save(nn.Linear(3, 2), "1.2.0", {"in_features": 3, "out_features": 2})
+        >>> model, metadata = saver.load("1.2.0", nn.Linear)
+        >>> model.training, metadata["version"], saver.list_versions()
+        (False, '1.2.0', ['1.2.0'])
+    """
+
+    def __init__(self, base_dir: str | Path):
+        self._base_dir = Path(base_dir)
+
+    def save(
+        self,
+        model: nn.Module,
+        version: str,
+        config: Any,
+        metrics: Mapping[str, Any] | None = None,
+        description: str = "",
+    ) -> dict[str, Any]:
+        """Writes a new version; it appears whole or not at all.
+
+        Args:
+            model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
+            version: Like "1.10.0" or "2.0.0-rc.1"; one that exists is never overwritten.
+            config: The arguments that `load` builds the model from: a dict of JSON values, a dataclass or an object
+                with `to_dict`.
+            metrics: JSON; NaN is allowed.
+            description: Free text.
+
+        Returns:
+            The metadata, as `load` returns it.
+
+        Raises:
+            ConfigError: The version is no version, or config or metrics hold something that JSON cannot.
+            SaveError: The version exists, or the disk is full or refuses; nothing is left behind.
+        """
+        config = _as_dict(config)
+        require_json(config, "config")
+        state, buffers = module_state(model), transient_buffers(model)
+        manifest = save_directory(
+            self._path(version),
+            Policy("lossless"),
+            Weights(state),
+            {_BUFFERS_NAME: (buffers, {})} if buffers else {},
+            metrics=dict(metrics or {}),
+            metadata={
+                "version": version,
+                "description": description,
+                "config": config,
+                "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
+                "model_hash": state_sha256({**state, **buffers}),
+            },
+        )
+        return _metadata(manifest)
+
+    def load(
+        self,
+        version: str,
+        model_class: Callable[..., nn.Module] | None = None,
+        device: torch.device | str | None = None,
+        **kwargs: Any,
+    ) -> tuple[nn.Module, dict[str, Any]]:
+        """Reads a version.
+
+        Args:
+            version: As it was saved.
+            model_class: The model's class, or any function that returns one. It is called with the stored config as
+                keyword arguments; a class of Transformers with its `config_class` made from the config.
+            device: Where the model goes. Default: where `model_class` makes it.
+            **kwargs: Further arguments for `model_class`; they go before those of the config.
+
+        Returns:
+            `(model, metadata)`: the model in eval mode, its weights bit for bit those that were saved, and version,
+            description, config, metrics, model_class, model_hash, torch_version, package_version, timestamp and files.
+
+        Raises:
+            ConfigError: The version does not exist, or `model_class` is missing.
+            CorruptFileError: A file is damaged, or the model that was built is not the one that was saved.
+        """
+        path = self._path(version)
+        if not (path / MANIFEST_NAME).exists():
+            known = ", ".join(self.list_versions()) or "none yet"
+            raise ConfigError("version", f"one of those in {self._base_dir}: {known}", version, "Choose one of these.")
+        metadata = _metadata(require_intact(path))
+        if model_class is None:
+            next_step = f"Pass it: the model was a {metadata['model_class']}. Classes are not stored with weights."
+            raise ConfigError("model_class", "the model's class", "None", next_step)
+        register_anchor_directory(path)
+        state = load_file(path / WEIGHTS_NAME)
+        model = _build(model_class, metadata["config"], kwargs)
+        _adopt_dtypes(model, state)
+        load_module_state(model, state)
+        load_transient_buffers(model, load_file(path / _BUFFERS_NAME) if _BUFFERS_NAME in metadata["files"] else {})
+        found = state_sha256({**module_state(model), **transient_buffers(model)})
+        if found != metadata["model_hash"]:
+            next_step = "Build the model as it was when it was saved, or restore the version from a copy."
+            raise CorruptFileError(str(path), f"a model with hash {metadata['model_hash']}", found, next_step)
+        return model.to(device).eval(), metadata
+
+    def list_versions(self) -> list[str]:
+        """Lists the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
+
+        Returns:
+            Version strings as they were saved; what is not whole has none.
+
+        Raises:
+            OSError: `base_dir` cannot be read.
+        """
+        if not self._base_dir.is_dir():
+            return []
+        names = [path.name for path in self._base_dir.iterdir() if (path / MANIFEST_NAME).is_file()]
+        return sorted((name for name in names if _VERSION.fullmatch(name)), key=_semantic_key)
+
+    def _path(self, version: str) -> Path:
+        if not isinstance(version, str) or not _VERSION.fullmatch(version):
+            raise ConfigError("version", 'one like "1.10.0" or "2.0.0-rc.1"', repr(version), "Write it so.")
+        return self._base_dir / version
+
+
+def _semantic_key(version: str) -> tuple[Any, ...]:
+    match = _VERSION.fullmatch(version)
+    assert match is not None  # list_versions has filtered
+    numbers = [int(number) for number in match[1].split(".")]
+    while numbers and numbers[-1] == 0:  # 1.0 and 1.0.0 are of the same rank
+        numbers.pop()
+    identifiers = match[2].split(".") if match[2] else []
+    # Numbers rank below words, a release above all its release candidates (semver.org, 11).
+    ranks = [(0, int(each), "") if each.isdecimal() else (1, 0, each) for each in identifiers]
+    return numbers, not identifiers, ranks, version
+
+
+def _as_dict(config: Any) -> dict[str, Any]:
+    if hasattr(config, "to_dict"):
+        return _string_keys(config.to_dict())  # Transformers has integers in id2label, and from_dict knows
+    if is_dataclass(config) and not isinstance(config, type):
+        return asdict(config)
+    if isinstance(config, Mapping):
+        return dict(config)
+    raise ConfigError(
+        "config", "a dict, a dataclass or an object with to_dict", repr(config)[:80], "Pass one of these."
+    )
+
+
+def _string_keys(value: Any) -> Any:
+    """Returns `value` with the keys that JSON would give it."""
+    if isinstance(value, Mapping):
+        return {str(key) if type(key) is int else key: _string_keys(item) for key, item in value.items()}
+    return value
+
+
+def _build(model_class: Callable[..., nn.Module], config: Mapping[str, Any], kwargs: Mapping[str, Any]) -> nn.Module:
+    config_class: Any = getattr(model_class, "config_class", None)
+    if config_class is not None:
+        return model_class(config_class.from_dict(dict(config)), **kwargs)
+    return model_class(**{**config, **kwargs})
+
+
+def _adopt_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
+    """Gives parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        stored = state.get(name)
+        if isinstance(tensor, torch.Tensor) and isinstance(stored, torch.Tensor) and tensor.dtype != stored.dtype:
+            tensor.data = tensor.data.to(stored.dtype)
+
+
+def _metadata(manifest: Manifest) -> dict[str, Any]:
+    files = {name: {"size_bytes": entry.size_bytes, "sha256": entry.sha256} for name, entry in manifest.files.items()}
+    return {
+        **manifest.metadata,
+        "metrics": dict(manifest.metrics),
+        "timestamp": manifest.created,
+        "torch_version": manifest.torch_version,
+        "package_version": manifest.package_version,
+        "files": files,
+    }

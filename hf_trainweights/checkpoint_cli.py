@@ -1,0 +1,397 @@
+"""`trainweights checkpoint`: looks into small checkpoints, checks, makes and restores them.
+
+Every command takes a checkpoint directory, most of them also a run: a directory of `checkpoint-<step>` directories.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import math
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from hf_trainweights.errors import ConfigError, TrainWeightsError
+
+if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.difference import Comparison
+    from hf_trainweights.checkpoint.manifest import Manifest
+
+app = typer.Typer(no_args_is_help=True, help="Look into small training checkpoints, check, make and restore them.")
+
+_PATH_HELP = "A checkpoint directory, or a run: a directory of checkpoint-<step> directories."
+CheckpointOrRun = Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help=_PATH_HELP)]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
+
+_CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
+_ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
+
+
+@app.command("ls")
+def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
+    """List checkpoints: how each is stored and what it takes on disk.
+
+    An anchor, a file that several checkpoints share, counts for the oldest of them.
+    Only manifests are read. Exits with 1 if one is damaged.
+    """
+    seen: set[tuple[int, int]] = set()
+    with _errors_in_one_line(debug):
+        rows = [_summary(directory, seen) for directory in _checkpoints(path)]
+    problems = [f"{row['path']}: {row['problem']}" for row in rows if row["problem"]]
+    if as_json:
+        _print_json(rows)
+    else:
+        table = _table("checkpoint", "mode", right=("plain", "on disk", "ratio", "anchor"))
+        for row in rows:
+            mode = "damaged" if row["problem"] else row["mode"] or "no manifest"
+            sizes = _sizes(row["plain_bytes"], row["disk_bytes"])
+            table.add_row(Path(row["path"]).name, mode, *sizes, (row["anchor"] or "")[:8])
+        if len(rows) > 1:
+            table.add_section()
+            totals = (sum(row[key] for row in rows) for key in ("plain_bytes", "disk_bytes"))
+            table.add_row("total", "", *_sizes(*totals), "")
+        _print(table)
+    _exit(problems)
+
+
+@app.command()
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help="A checkpoint directory.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="One line per tensor instead of one per codec.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Show what a checkpoint's manifest says: codecs, sizes and the largest error of what is not exact."""
+    from hf_trainweights.checkpoint.manifest import read_manifest
+
+    with _errors_in_one_line(debug):
+        manifest = read_manifest(path)
+    if as_json:
+        _print_json(asdict(manifest))
+    else:
+        _print_manifest(path, manifest, each_tensor=tensors)
+
+
+@app.command()
+def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Read every file and compare it with the manifest: a single flipped bit is found.
+
+    A complete directory without a manifest is called unverified. Exits with 1 if anything is damaged or missing.
+    """
+    with _errors_in_one_line(debug):
+        rows = [_verify(directory) for directory in _with_progress("verifying", _checkpoints(path))]
+    if as_json:
+        _print_json(rows)
+    else:
+        for row in rows:
+            typer.echo(f"{row['path']}: {row['state']}")
+            for name in row["foreign"]:
+                typer.echo(f"  not part of it, and not used: {name}")
+    _exit(
+        [f"{row['path']}/{name}: {each}".replace("/:", ":") for row in rows for name, each in row["problems"].items()]
+    )
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", exists=True, help="A checkpoint directory, or one file of it.")],
+    second: Annotated[Path, typer.Argument(metavar="B", exists=True, help="What it is compared with.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare weights and optimizer states of two checkpoints, plain or small, tensor by tensor.
+
+    Exits with 1 if one has keys, shapes or dtypes that the other has not.
+    """
+    from hf_trainweights.checkpoint.difference import compare_checkpoints
+
+    with _errors_in_one_line(debug), Console(stderr=True).status("comparing"):
+        comparison = compare_checkpoints(first, second)
+    if as_json:
+        _print_json(comparison.to_dict())
+    else:
+        _print_comparison(comparison)
+    _exit(comparison.problems)
+
+
+@app.command()
+def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Turn small checkpoints back into plain files that load without this package, where they are.
+
+    What was rounded stays rounded. Each file is whole at every moment, small or plain.
+    """
+    from hf_trainweights.checkpoint.inplace import restore_directory
+
+    with _errors_in_one_line(debug):
+        rows = _rewrite("restoring", path, restore_directory)
+    _print_rewritten(rows, as_json)
+
+
+@app.command()
+def compress(
+    path: CheckpointOrRun,
+    mode: Annotated[str, typer.Option(metavar="MODE", help="lossless, near-lossless or compact.")] = "lossless",
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SELECTOR=CHOICE", help='E.g. "re:.*embed.*=raw"; may be repeated, the first match wins.'),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make existing checkpoints small where they are: those of a Trainer, or a directory of torch.save files.
+
+    Of a run the oldest comes first, and the following are stored as differences to it.
+    Each file is whole at every moment, but no training may write there meanwhile.
+    """
+    from hf_trainweights.checkpoint.inplace import compress_directory
+    from hf_trainweights.checkpoint.policy import Policy
+
+    try:
+        policy = Policy(mode, dict(map(_parse_rule, rule or ())))
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="--mode" if error.where == "mode" else "--rule") from error
+    with _errors_in_one_line(debug):
+        compress_one = functools.partial(compress_directory, mode=policy.mode, rules=policy.rules)
+        rows = _rewrite("compressing", path, compress_one)
+    _print_rewritten(rows, as_json)
+
+
+@app.command()
+def gc(
+    path: CheckpointOrRun,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be removed.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Remove what interrupted saves left behind: temporary files, and anchors that no file needs."""
+    from hf_trainweights.checkpoint.store import collect_garbage
+
+    with _errors_in_one_line(debug):
+        removed = collect_garbage(path, dry_run=dry_run)
+    if as_json:
+        _print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
+    else:
+        verb = "would remove" if dry_run else "removed"
+        typer.echo("\n".join(f"{verb} {each}" for each in removed) or "Nothing to remove.")
+
+
+def _checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that `path` is itself."""
+    from hf_trainweights.checkpoint.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+
+    is_run = not (path / MANIFEST_NAME).exists()
+    directories = checkpoint_directories(path)[::-1] if is_run else []
+    if directories or not is_run or any(file.suffix in _CHECKPOINT_SUFFIXES for file in path.iterdir()):
+        return directories or [path]
+    expected = "a checkpoint, or a directory of checkpoint-<step> directories"
+    raise ConfigError(str(path), expected, "neither", "Give the output directory of a training run.")
+
+
+def _summary(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
+    from hf_trainweights.checkpoint.manifest import read_manifest
+
+    disk_bytes = _disk_bytes(directory, seen)
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(directory)
+    except FileNotFoundError:
+        pass
+    except (TrainWeightsError, OSError) as error:
+        problem = str(error)
+    files = manifest.files.values() if manifest else ()
+    return {
+        "path": str(directory),
+        "mode": manifest and manifest.mode,
+        "step": manifest and manifest.step,
+        "created": manifest and manifest.created,
+        "disk_bytes": disk_bytes,
+        "plain_bytes": sum(_plain_bytes(manifest).values()) if manifest else disk_bytes,
+        "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
+        "problem": problem,
+    }
+
+
+def _disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
+    """Return the bytes of all files in a directory, each inode once, without those in `seen`; adds them to it."""
+    total = 0
+    for file in directory.rglob("*"):
+        status = file.lstat()
+        if file.is_file() and (inode := (status.st_dev, status.st_ino)) not in seen:
+            seen.add(inode)
+            total += status.st_size
+    return total
+
+
+def _plain_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return how large each file would be without encoding; an anchor would not be there."""
+    sizes = {}
+    for name, entry in manifest.files.items():
+        tensors = entry.report.get("tensors")
+        plain = entry.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
+        sizes[name] = 0 if name.endswith(".anchor") else plain
+    return sizes
+
+
+def _verify(directory: Path) -> dict[str, Any]:
+    from hf_trainweights.checkpoint.discovery import check_checkpoint, checkpoint_directories
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, verify_checkpoint
+
+    path = directory.resolve()
+    if not (path / MANIFEST_NAME).exists() and path in checkpoint_directories(path.parent):
+        problem = check_checkpoint(path).problem
+        state, problems, foreign = "unverified", {"": problem} if problem else {}, []
+    else:
+        report = verify_checkpoint(path)
+        state, problems, foreign = "intact", dict(report.problems), list(report.foreign)
+    return {"path": str(directory), "state": "damaged" if problems else state, "problems": problems, "foreign": foreign}
+
+
+def _parse_rule(text: str) -> tuple[str, Any]:
+    selector, equals, choice = text.rpartition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} is not of the form SELECTOR=CHOICE.", param_hint="--rule")
+    if not choice.startswith("{"):
+        return selector, choice
+    try:
+        return selector, json.loads(choice)
+    except ValueError as error:
+        raise typer.BadParameter(f"{choice} is not JSON: {error}.", param_hint="--rule") from error
+
+
+def _rewrite(what: str, path: Path, function: Callable[[Path], Any]) -> list[dict[str, Any]]:
+    rows = []
+    seen: set[tuple[int, int]] = set()
+    for directory in _with_progress(what, _checkpoints(path)):
+        before_bytes = _disk_bytes(directory, set())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            function(directory)
+        for warning in caught:
+            typer.echo(f"warning: {' '.join(str(warning.message).split())}", err=True)
+        after_bytes = _disk_bytes(directory, seen)
+        rows.append({"path": str(directory), "before_bytes": before_bytes, "after_bytes": after_bytes})
+    return rows
+
+
+def _with_progress(what: str, directories: Sequence[Path]) -> Iterator[Path]:
+    """Yield the directories; where stderr is a terminal it shows which one, and how many are done."""
+    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=len(directories))
+        for done, directory in enumerate(directories):
+            progress.update(task, description=f"{what} {directory.absolute().name}", completed=done)
+            yield directory
+
+
+@contextlib.contextmanager
+def _errors_in_one_line(debug: bool) -> Iterator[None]:
+    try:
+        yield
+    except (TrainWeightsError, OSError) as error:
+        if debug:
+            raise
+        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+        raise typer.Exit(1) from error
+
+
+def _exit(problems: Sequence[str]) -> None:
+    for problem in problems:
+        typer.echo(f"problem: {' '.join(problem.split())}", err=True)
+    if problems:
+        raise typer.Exit(1)
+
+
+def _finite(value: Any) -> Any:
+    """Return a JSON value with null for NaN and infinities, which JSON does not know."""
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _print_json(value: Any) -> None:
+    typer.echo(json.dumps(_finite(value), indent=2))
+
+
+def _print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
+    typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
+    typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
+    typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
+    files = _table("file", right=("plain", "on disk", "ratio"))
+    for name, plain_bytes in _plain_bytes(manifest).items():
+        shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
+        files.add_row(shown, *_sizes(plain_bytes, manifest.files[name].size_bytes))
+    _print(files)
+    tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
+    if not tensors:
+        return
+    head = ("name", "role", "codec") if each_tensor else ("role", "codec")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
+    table = _table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
+    for key, members in groups.items():
+        plain, *stored = _sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
+        bounds = [member["bound"] for member in members if member["bound"] is not None]
+        counts = () if each_tensor else (str(len(members)), plain)
+        table.add_row(*key, *counts, *stored, f"{max(bounds):.2g}" if bounds else "exact")
+    _print(table)
+    if any(tensor["bound"] is not None for tensor in tensors):
+        typer.echo(_ERROR_UNITS)
+
+
+def _print_comparison(comparison: Comparison) -> None:
+    table = _table("tensor", right=("mean", "L2", "largest", "A", "B"))
+    for rows in (comparison.tensors, comparison.totals):
+        for row in (each.to_dict() for each in rows):
+            errors = (row[name] for name in ("relative_mean", "relative_l2", "largest"))
+            numbers = ["-" if error is None else "0" if error == 0 else f"{error:.1e}" for error in errors]
+            sizes = ["?" if row[name] is None else _size(row[name]) for name in ("bytes_a", "bytes_b")]
+            table.add_row(row["key"], *numbers, *sizes)
+        table.add_section()
+    _print(table)
+    typer.echo("mean: mean(a - b) / mean(a); L2: |a - b| / |a|; largest: |a - b|; A, B: on disk")
+
+
+def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    table = _table("checkpoint", right=("before", "after", "ratio"))
+    for row in rows:
+        table.add_row(Path(row["path"]).absolute().name, *_sizes(row["before_bytes"], row["after_bytes"]))
+    _print_json(rows) if as_json else _print(table)
+
+
+def _sizes(plain_bytes: int, stored_bytes: int) -> tuple[str, str, str]:
+    ratio = f"{plain_bytes / stored_bytes:.2f}" if stored_bytes and plain_bytes else ""
+    return _size(plain_bytes), _size(stored_bytes), ratio
+
+
+def _size(count: int) -> str:
+    return decimal(count) if count >= 1000 else f"{count} B"
+
+
+def _table(*left: str, right: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for index, name in enumerate(left):
+        table.add_column(name, overflow="fold", no_wrap=index > 0)
+    for name in right:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
+
+
+def _print(table: Table) -> None:
+    Console(highlight=False, markup=False).print(table)

@@ -1,0 +1,91 @@
+"""What the codec tests share: instances of every codec, inputs that suit them, and errors in the codecs' units."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, References
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.grouped import Grouped
+from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
+from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+
+# A codec that is not listed is tested as its class makes it without arguments.
+_INSTANCES: dict[str, list[Codec]] = {
+    "delta-uniform": [DeltaUniform(2.0**-9), DeltaUniform(2.0**-14), DeltaUniform.within(1e-3)],
+    "update-space": [UpdateSpace(0.25), UpdateSpace(0.5)],
+    "log-rank1": [LogRank1(1), LogRank1(2)],
+    "grouped": [Grouped({"format": "int8"}), Grouped({"format": "int4", "group_size": 32})],
+}
+INSTANCES: list[Codec] = [
+    codec for codec_id, kind in CODECS.items() for codec in _INSTANCES.get(codec_id) or [kind()]
+]
+DTYPES_OF_CODECS = [
+    (codec, dtype) for codec in INSTANCES for dtype in sorted(codec.dtypes, key=str)
+]
+SHAPES = [[], [0], [1], [7], [0, 5], [5, 0], [3, 5], [37, 129], [5, 4, 3, 3], [2, 2**17 + 3], [700, 200]]
+
+
+def name_of(value: object) -> str:
+    """Names a parameter in a test's id."""
+    return value.codec_id if isinstance(value, Codec) else str(value).removeprefix("torch.")
+
+
+def random_bits(shape: list[int], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Returns a tensor of any bit patterns; of a bool only the two that are allowed."""
+    generator = torch.Generator().manual_seed(seed)
+    count = torch.Size(shape).numel() * dtype.itemsize
+    raw = torch.randint(0, 2 if dtype == torch.bool else 256, [count], dtype=torch.uint8, generator=generator)
+    return raw.view(dtype).view(shape)
+
+
+def inputs(codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns a tensor like those the codec is made for, and its references."""
+    if codec.lossless:
+        tensor = random_bits(shape, dtype, seed)
+        anchor = tensor.clone()
+        anchor.view(-1)[::3] = random_bits([anchor.view(-1)[::3].numel()], dtype, seed + 1)
+        return tensor, {"anchor": anchor}
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(shape, generator=generator).mul_(0.02)
+    anchor = (weight + torch.randn(shape, generator=generator).mul_(2.0**-9)).to(dtype)
+    # From 1e-3 down to 1e-9 or so: float16 reaches 6e-8.
+    smallest = -16 if dtype == torch.float16 else -30
+    squares = torch.rand(shape, generator=generator).mul_(smallest).exp2_().mul_(1e-3).to(dtype)
+    squares.view(-1)[::5] = 0
+    if codec.codec_id == "log-rank1":
+        return squares, {}
+    moment = torch.randn(shape, generator=generator).mul_(squares.to(torch.float32).sqrt()).to(dtype)
+    if codec.codec_id == "update-space":
+        return moment, {"exp_avg_sq": squares}
+    return weight.to(dtype), {"anchor": anchor}
+
+
+def decode(codec: Codec, encoded: Encoded, like: Tensor, references: References | None = None) -> Tensor:
+    """Decodes, with the parameters sent through JSON."""
+    params = json.loads(json.dumps(encoded.params))
+    return codec.decode(encoded.payloads, params, list(like.shape), like.dtype, references)
+
+
+def error(codec: Codec, original: Tensor, decoded: Tensor, references: References) -> float:
+    """Returns the largest error of an element in the unit of the codec's bound; NaN decoded to itself is none."""
+    x, y = original.double(), decoded.double()
+    errors = (y - x).abs()
+    if codec.codec_id == "update-space":
+        errors = errors / references["exp_avg_sq"].double().sqrt()
+    if codec.codec_id == "log-rank1":
+        errors = (y / x).log2().abs()
+    exact = (x == y) | (x.isnan() & y.isnan())
+    return errors.masked_fill(exact, 0).max().item() if errors.numel() else 0.0
+
+
+def bits_equal(left: Tensor, right: Tensor) -> bool:
+    """Says whether two tensors agree in shape, dtype and every bit."""
+    same_kind = left.dtype == right.dtype and left.shape == right.shape
+    return same_kind and torch.equal(
+        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
+    )

@@ -1,0 +1,267 @@
+"""An unmodified Trainer saves, resumes, rotates and loads the best of checkpoints that the callback makes small."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from hf_trainweights import TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint import callback as callback_module
+from hf_trainweights.checkpoint.discovery import latest
+from hf_trainweights.checkpoint.inplace import restore_directory
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.errors import ConfigError, SaveError
+
+STEPS = 8
+
+
+class Losses(callback_module.TrainerCallback):
+    """Collects the loss of every step."""
+
+    def __init__(self) -> None:
+        self.by_step: dict[int, float] = {}
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
+        if logs and "loss" in logs:
+            self.by_step[state.global_step] = logs["loss"]
+
+
+def build(name: str = "llama") -> PreTrainedModel:
+    return ARCHITECTURES[name].build()
+
+
+def trainer_of(out: Path, *callbacks: Any, model: nn.Module | None = None, **options: Any) -> tuple[Trainer, Losses]:
+    losses = Losses()
+    model = build() if model is None else model
+    vocabulary = model.config.vocab_size
+    ids = (torch.arange(16 * 12).reshape(16, 12) * 7) % vocabulary
+    defaults = {
+        "max_steps": STEPS,
+        "save_steps": 2,
+        "logging_steps": 1,
+        "learning_rate": 1e-3,
+        "per_device_train_batch_size": 2,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "use_cpu": True,
+        "dataloader_pin_memory": False,
+    }
+    data = [{"input_ids": row, "labels": row} for row in ids]
+    trainer = Trainer(
+        model=model,
+        args=TrainingArguments(str(out), **{**defaults, **options}),
+        train_dataset=data,
+        eval_dataset=data[:2],
+        callbacks=[*callbacks, losses],
+    )
+    return trainer, losses
+
+
+def weights(trainer: Trainer) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in trainer.model.state_dict().items()}
+
+
+def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    different = [name for name in expected if not torch.equal(actual[name], expected[name])]
+    assert different == []
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, torch.Tensor], dict[int, float]]:
+    trainer, losses = trainer_of(tmp_path_factory.mktemp("straight"), save_strategy="no")
+    trainer.train()
+    return weights(trainer), losses.by_step
+
+
+def test_lossless_resume_is_bit_identical_to_training_straight_through(
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]]
+) -> None:
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
+    small = tmp_path / "checkpoint-4"
+    for later in (6, 8):
+        (tmp_path / f"checkpoint-{later}").rename(tmp_path / f"later-{later}")
+    assert verify_checkpoint(small).ok
+    assert not (small / "model.safetensors").exists()
+
+    resumed, losses = trainer_of(tmp_path, TrainWeightsCheckpointCallback())
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), straight[0])
+    assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
+
+
+def test_checkpoints_are_smaller_and_say_what_they_hold(tmp_path: Path) -> None:
+    trainer_of(tmp_path / "plain")[0].train()
+    trainer_of(tmp_path / "small", TrainWeightsCheckpointCallback(mode="compact"))[0].train()
+
+    def size(root: Path) -> int:
+        files = {
+            file.stat().st_ino: file
+            for file in root.glob("checkpoint-*/*")
+            if file.suffix in (".safetensors", ".bin", ".pt")
+        }
+        return sum(file.stat().st_size for file in files.values())
+
+    assert size(tmp_path / "small") < 0.8 * size(tmp_path / "plain")
+    manifest = read_manifest(tmp_path / "small" / "checkpoint-8")
+    assert manifest.step == 8
+    assert "loss" in manifest.metrics
+    assert {"pytorch_model.bin", "optimizer.pt"} <= manifest.files.keys()
+
+
+@pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe"])
+def test_models_whose_files_have_other_names_resume_exactly(tmp_path: Path, name: str) -> None:
+    torch.manual_seed(0)
+    whole, losses = trainer_of(tmp_path / "whole", model=build(name), save_strategy="no")
+    whole.train()
+    trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(), model=build(name), save_steps=4)[0].train()
+    (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
+
+    fresh = build(name)
+    with torch.no_grad():
+        for parameter in fresh.parameters():
+            parameter.add_(0.5)  # a resume that leaves a weight alone shows
+    resumed, continued = trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(), model=fresh, save_steps=4)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), weights(whole))
+    assert continued.by_step == {step: losses.by_step[step] for step in range(5, STEPS + 1)}
+
+
+def test_a_moved_run_resumes_from_any_of_its_checkpoints(
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]]
+) -> None:
+    trainer_of(tmp_path / "here", TrainWeightsCheckpointCallback())[0].train()
+    (tmp_path / "here").rename(tmp_path / "there")
+    resumed, _ = trainer_of(tmp_path / "there", TrainWeightsCheckpointCallback())
+    resumed.train(resume_from_checkpoint=str(tmp_path / "there" / "checkpoint-4"))
+    assert_equal(weights(resumed), straight[0])
+
+
+def test_from_pretrained_reads_a_small_checkpoint(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback())
+    trainer.train()
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-8")
+    assert_equal(dict(model.state_dict()), weights(trainer))
+
+
+def test_rotation_leaves_checkpoints_that_resume(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback(), save_total_limit=2)
+    trainer.train()
+    assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
+    assert latest(tmp_path) == str(tmp_path / "checkpoint-8")
+    assert_equal(torch.load(tmp_path / "checkpoint-8" / "pytorch_model.bin"), weights(trainer))
+
+
+def test_the_best_checkpoint_keeps_exact_weights_and_is_loaded_at_the_end(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(
+        tmp_path,
+        TrainWeightsCheckpointCallback(mode="compact"),
+        eval_strategy="steps",
+        eval_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="loss",
+    )
+    trainer.train()
+    best = Path(trainer.state.best_model_checkpoint)
+    report = read_manifest(best).files["pytorch_model.bin"].report["tensors"]
+    assert {tensor["bound"] for tensor in report if tensor["role"] == "weight"} == {None}
+    assert_equal(torch.load(best / "pytorch_model.bin"), weights(trainer))
+
+
+@pytest.mark.parametrize("strategy", ["epoch", "best"])
+def test_every_save_strategy_is_made_small(tmp_path: Path, strategy: str) -> None:
+    options = {"eval_strategy": "epoch", "metric_for_best_model": "loss"} if strategy == "best" else {}
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback(), save_strategy=strategy, **options)
+    trainer.train()
+    saved = list(tmp_path.glob("checkpoint-*"))
+    assert saved
+    assert all(verify_checkpoint(path).ok for path in saved)
+
+
+def test_without_optimizer_state(tmp_path: Path) -> None:
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback(), save_only_model=True)[0].train()
+    assert verify_checkpoint(tmp_path / "checkpoint-8").ok
+    assert not (tmp_path / "checkpoint-8" / "optimizer.pt").exists()
+
+
+def test_added_to_an_old_run_and_taken_away_again(
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]]
+) -> None:
+    trainer_of(tmp_path)[0].train()
+    for later in (6, 8):
+        (tmp_path / f"checkpoint-{later}").rename(tmp_path / f"later-{later}")
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train(resume_from_checkpoint=True)
+    assert not (tmp_path / "checkpoint-4" / MANIFEST_NAME).exists()
+    assert verify_checkpoint(tmp_path / "checkpoint-6").ok
+    (tmp_path / "checkpoint-8").rename(tmp_path / "last")
+    restore_directory(tmp_path / "checkpoint-6")
+    resumed, _ = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=True)
+    assert_equal(weights(resumed), straight[0])
+
+
+def test_only_a_background_thread_that_is_no_daemon_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[str, bool, int]] = []
+    original = callback_module.compress_directory
+
+    def watched(path: Path, **options: Any) -> Any:
+        thread = threading.current_thread()
+        jobs = [other for other in threading.enumerate() if other.name == "trainweights-checkpoint"]
+        seen.append((thread.name, thread.daemon, len(jobs)))
+        return original(path, **options)
+
+    monkeypatch.setattr(callback_module, "compress_directory", watched)
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
+    assert [name for name, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
+    assert all(not daemon for _, daemon, _ in seen)
+    assert max(jobs for _, _, jobs in seen) == 1
+
+
+def test_an_error_in_the_background_surfaces_and_leaves_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, **_: Any) -> None:
+        raise SaveError(str(path), "a disk that takes the checkpoint", "a full one", "Free space.")
+
+    monkeypatch.setattr(callback_module, "compress_directory", fail)
+    with pytest.raises(SaveError, match="Free space"):
+        trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
+    assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
+
+
+def test_a_full_disk_leaves_checkpoints_plain(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(callback_module.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1})())
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback(), save_steps=8)[0].train()
+    assert (tmp_path / "checkpoint-8" / "model.safetensors").exists()
+    assert "stays as it is" in caplog.text
+
+
+def test_modes_and_rules_are_checked_at_once() -> None:
+    with pytest.raises(ConfigError, match="lossless, near-lossless, compact"):
+        TrainWeightsCheckpointCallback(mode="tiny")
+    with pytest.raises(ConfigError, match="Nothing linear"):
+        TrainWeightsCheckpointCallback(rules={"exp_avg_sq": "int8"})
+
+
+def test_the_end_says_in_one_line_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
+    assert "4 checkpoints made small" in caplog.text
+    assert "weights exact" in caplog.text
+
+
+def test_the_final_model_stays_plain(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback())
+    trainer.train()
+    trainer.save_model(str(tmp_path / "final"))
+    assert (tmp_path / "final" / "model.safetensors").exists()
+    assert json.loads((tmp_path / "final" / "config.json").read_text())["model_type"] == "llama"

@@ -1,0 +1,279 @@
+"""`trainweights checkpoint`: exit codes, what is printed where, and that each command does what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from trees import trained
+from typer.testing import CliRunner
+
+from hf_trainweights.checkpoint import inplace
+from hf_trainweights.checkpoint.discovery import latest
+from hf_trainweights.checkpoint.inplace import compress_directory
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.state import build_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint_cli import app
+from hf_trainweights.cli import app as whole_app
+from hf_trainweights.errors import CorruptFileError
+
+STEPS = (100, 200)
+
+
+@pytest.fixture(scope="module")
+def plain_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two checkpoints, as a Trainer leaves them."""
+    root = tmp_path_factory.mktemp("plain")
+    for number, step in enumerate(STEPS, 1):
+        path = root / f"checkpoint-{step}"
+        path.mkdir()
+        model, optimizer, _ = trained("AdamW", steps=3 * number)
+        save_file(
+            {name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors"
+        )
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+        (path / "trainer_state.json").write_text(json.dumps({"global_step": step, "epoch": number / 2}))
+    return root
+
+
+@pytest.fixture
+def run_directory(plain_run: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(plain_run, tmp_path / "run")
+
+
+@pytest.fixture
+def small_run(run_directory: Path) -> Path:
+    for step in STEPS:
+        compress_directory(run_directory / f"checkpoint-{step}", mode="near-lossless", metrics={"loss": float("nan")})
+    return run_directory
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(each) for each in arguments], env={"COLUMNS": "80"}, catch_exceptions=False)
+
+
+def run_json(*arguments: object, exit_code: int = 0) -> Any:
+    result = run(*arguments, "--json")
+    assert result.exit_code == exit_code, result.output
+    return json.loads(result.stdout, parse_constant=pytest.fail)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def tensors_of(path: Path) -> list[torch.Tensor]:
+    state = torch.load(path / "optimizer.pt", weights_only=True)["state"]
+    weights = torch.load(path / "pytorch_model.bin", weights_only=True)
+    return [*weights.values(), *(tensor for each in state.values() for tensor in each.values())]
+
+
+def test_the_trainweights_command_has_it() -> None:
+    result = CliRunner().invoke(whole_app, ["checkpoint", "--help"], env={"COLUMNS": "80"})
+    assert result.exit_code == 0
+    assert all(command in result.stdout for command in ("ls", "inspect", "verify", "diff", "restore", "compress", "gc"))
+
+
+@pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "restore", "compress", "gc"])
+def test_a_missing_path_is_a_usage_error(command: str, tmp_path: Path) -> None:
+    missing = [tmp_path / "missing"] * (2 if command == "diff" else 1)
+    result = run(command, *missing)
+    assert result.exit_code == 2
+    assert "does not exist" in result.stderr
+    assert result.stdout == ""
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "restore", "compress"])
+def test_a_directory_that_is_no_checkpoint_is_an_error_in_one_line(command: str, tmp_path: Path) -> None:
+    (tmp_path / "thesis.txt").touch()
+    result = run(command, tmp_path)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {tmp_path}: expected a checkpoint, or a directory of checkpoint-<step>")
+    assert result.stderr.count("\n") == 1
+    assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--mode", "best"), "lossless, near-lossless"),
+        (("--rule", "weight"), "SELECTOR=CHOICE"),
+        (("--rule", 'weight={"codec"}'), "not JSON"),
+        (("--rule", "exp_avg_sq=int8"), "rounds small"),
+        (("--rule", "weigth=raw"), "a selector"),
+    ],
+)
+def test_a_wrong_choice_is_a_usage_error_and_changes_nothing(
+    arguments: tuple[str, ...], message: str, run_directory: Path
+) -> None:
+    result = run("compress", run_directory, *arguments)
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.replace("│", " ").split())
+    assert not list(run_directory.rglob(MANIFEST_NAME))
+
+
+def test_compress_makes_a_run_small_and_restore_brings_the_same_values_back(run_directory: Path) -> None:
+    last = run_directory / "checkpoint-200"
+    optimizer = torch.load(last / "optimizer.pt", weights_only=True)
+    rows = run_json("compress", run_directory)
+    assert [Path(row["path"]).name for row in rows] == ["checkpoint-100", "checkpoint-200"]
+    assert all(row["after_bytes"] < row["before_bytes"] for row in rows)
+    assert run_json("ls", run_directory)[1]["anchor"] is not None
+    small = tensors_of(last)
+    run_json("restore", run_directory)
+    assert all(map(torch.equal, small, tensors_of(last)))
+    restored = torch.load(last / "optimizer.pt", weights_only=True)
+    assert torch.equal(restored["state"][0]["exp_avg"], optimizer["state"][0]["exp_avg"])
+    assert {row["mode"] for row in run_json("ls", run_directory)} == {"plain"}
+
+
+def test_rules_are_read_as_names_and_as_json(run_directory: Path) -> None:
+    rules = ("--rule", "re:.*embed.*=raw", "--rule", 'weight={"codec": "delta-uniform", "bound": 1e-3}')
+    run_json("compress", run_directory / "checkpoint-200", *rules)
+    reports = run_json("inspect", run_directory / "checkpoint-200")["files"]["pytorch_model.bin"]["report"]["tensors"]
+    codecs = {each["name"]: (each["codec"], each["bound"]) for each in reports}
+    assert codecs["embed.weight"] == ("raw", None)
+    assert codecs["head.weight"][0] == "delta-uniform"
+    assert 0 < codecs["head.weight"][1] <= 1e-3
+
+
+def test_warnings_are_lines_on_stderr(run_directory: Path) -> None:
+    path = run_directory / "checkpoint-100"
+    torch.save({"tensor": torch.zeros(1 << 15), "value": range(3)}, path / "odd.pt")
+    result = run("compress", path)
+    assert result.exit_code == 0
+    assert result.stderr.startswith(f"warning: {path / 'odd.pt'} stays as it is")
+    assert result.stderr.count("\n") == 1
+
+
+def test_an_anchor_counts_once_in_the_sizes(small_run: Path) -> None:
+    rows = run_json("ls", small_run)
+    inodes = {path.stat().st_ino: path.stat().st_size for path in small_run.rglob("*") if path.is_file()}
+    assert sum(row["disk_bytes"] for row in rows) == sum(inodes.values())
+    assert [(row["mode"], row["step"], row["problem"]) for row in rows] == [("near-lossless", n, None) for n in STEPS]
+
+
+def test_ls_names_a_damaged_manifest_and_lists_the_rest(small_run: Path) -> None:
+    flip_a_bit(small_run / "checkpoint-100" / MANIFEST_NAME)
+    result = run("ls", small_run)
+    assert result.exit_code == 1
+    assert "damaged" in result.stdout
+    assert "checkpoint-200   near-lossless" in result.stdout
+    assert result.stderr.startswith(f"problem: {small_run / 'checkpoint-100'}: ")
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model.bin", "trainer_state.json", MANIFEST_NAME])
+def test_verify_finds_a_flipped_bit_and_exits_with_1(name: str, small_run: Path) -> None:
+    assert run("verify", small_run).exit_code == 0
+    flip_a_bit(small_run / "checkpoint-200" / name)
+    rows = run_json("verify", small_run, exit_code=1)
+    assert [row["state"] for row in rows] == ["intact", "damaged"]
+    assert list(rows[1]["problems"]) == [name]
+    assert f"checkpoint-200/{name}: " in run("verify", small_run).stderr
+
+
+def test_verify_tells_plain_and_incomplete_directories_apart(run_directory: Path) -> None:
+    (run_directory / "checkpoint-100" / "trainer_state.json").unlink()
+    rows = run_json("verify", run_directory, exit_code=1)
+    assert [row["state"] for row in rows] == ["damaged", "unverified"]
+
+
+def test_verify_mentions_foreign_files_and_exits_with_0(small_run: Path) -> None:
+    (small_run / "checkpoint-100" / "notes.txt").touch()
+    result = run("verify", small_run)
+    assert result.exit_code == 0
+    assert "not used: notes.txt" in result.stdout
+
+
+def test_inspect_prints_every_tensor_within_80_columns(small_run: Path) -> None:
+    for options in ((), ("--tensors",)):
+        result = run("inspect", small_run / "checkpoint-200", *options)
+        assert result.exit_code == 0
+        assert max(map(len, result.stdout.splitlines())) <= 80
+        assert "delta-uniform" in result.stdout
+    assert "norm.running_var" in result.stdout
+
+
+def test_inspect_of_a_plain_directory_is_an_error(run_directory: Path) -> None:
+    result = run("inspect", run_directory / "checkpoint-100")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("error: ")
+    assert MANIFEST_NAME in result.stderr
+
+
+def test_diff_measures_what_the_mode_costs(plain_run: Path, small_run: Path) -> None:
+    result = run_json("diff", plain_run / "checkpoint-200", small_run / "checkpoint-200")
+    rows = {row["key"]: row for row in result["tensors"]}
+    weight = rows["head.weight"]
+    reports = run_json("inspect", small_run / "checkpoint-200")["files"]["pytorch_model.bin"]["report"]["tensors"]
+    report = next(each for each in reports if each["name"] == "head.weight")
+    assert 0 < weight["largest"] <= report["bound"]
+    assert (weight["bytes_a"], weight["bytes_b"]) == (report["bytes_in"], report["bytes_out"])
+    assert rows["norm.running_mean"]["largest"] == 0
+    assert rows["optimizer: state.0.exp_avg"]["relative_l2"] > 0
+    assert [row["key"] for row in result["totals"]] == ["all of weights", "all of optimizer"]
+    printed = run("diff", plain_run / "checkpoint-200", small_run / "checkpoint-200").stdout
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_diff_exits_with_1_where_keys_differ(plain_run: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(plain_run / "checkpoint-200", tmp_path / "checkpoint-200")
+    (other / "optimizer.pt").unlink()
+    result = run("diff", plain_run / "checkpoint-200", other)
+    assert result.exit_code == 1
+    assert f"problem: optimizer: state.0.step is only in {plain_run / 'checkpoint-200'}\n" in result.stderr
+
+
+def test_gc_removes_what_a_dead_process_left(small_run: Path) -> None:
+    finished = subprocess.Popen([sys.executable, "-c", ""])
+    finished.wait()
+    garbage = small_run / "checkpoint-100" / f"_trainweights-{finished.pid}-0"
+    living = small_run / "checkpoint-100" / f"_trainweights-{os.getpid()}-0"
+    garbage.touch()
+    living.touch()
+    assert run_json("gc", small_run, "--dry-run") == {"removed": [str(garbage)], "dry_run": True}
+    assert garbage.exists()
+    assert run("gc", small_run).stdout == f"removed {garbage}\n"
+    assert (garbage.exists(), living.exists()) == (False, True)
+    assert run("gc", small_run).stdout == "Nothing to remove.\n"
+
+
+def test_what_save_checkpoint_wrote_is_a_checkpoint_under_any_name(tmp_path: Path) -> None:
+    model, optimizer, _ = trained("SGD")
+    save_checkpoint(build_checkpoint(model, optimizer, step=7), tmp_path / "best")
+    assert [row["step"] for row in run_json("ls", tmp_path / "best")] == [7]
+    assert run("verify", tmp_path / "best").stdout == f"{tmp_path / 'best'}: intact\n"
+
+
+def test_a_moved_run_is_compared_and_restored(small_run: Path, tmp_path: Path) -> None:
+    before = tensors_of(small_run / "checkpoint-200")
+    moved = small_run.rename(tmp_path / "moved")
+    assert run("diff", moved / "checkpoint-200", moved / "checkpoint-200").exit_code == 0
+    assert run("restore", moved).exit_code == 0
+    assert all(map(torch.equal, before, tensors_of(moved / "checkpoint-200")))
+    assert latest(moved) == str(moved / "checkpoint-200")
+
+
+def test_an_error_of_the_disk_is_one_line_and_debug_shows_the_traceback(
+    small_run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise CorruptFileError(str(path), "a file", "two\nlines", "Look.")
+
+    monkeypatch.setattr(inplace, "restore_directory", refuse)
+    result = run("restore", small_run)
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr == f"error: {small_run / 'checkpoint-100'}: expected a file, found two lines. Look.\n"
+    with pytest.raises(CorruptFileError, match="found two\nlines"):
+        run("restore", small_run, "--debug")
