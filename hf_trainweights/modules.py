@@ -87,6 +87,9 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     Args:
         module: Any module; memory that several tensors share counts once, a quantized weight by its stored tensors.
 
+    Raises:
+        NotImplementedError: A tensor is sparse.
+
     Example:
         >>> get_model_size_in_bytes(nn.Linear(4, 4, bias=False))
         64

@@ -10,7 +10,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.quantized_tensor import HANDLERS, SHOWN_DTYPES, QuantizedTensor, compute_dequantized
+from hf_trainweights.quantized_tensor import (
+    ASSIGNMENTS,
+    HANDLERS,
+    SHOWN_DTYPES,
+    QuantizedTensor,
+    compute_dequantized,
+    unsupported_in_place,
+)
 
 aten = torch.ops.aten
 
@@ -143,7 +150,16 @@ def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None])
     index = indices[0]
     if len(indices) != 1 or index is None or (index.dim() != 1 and (tensor.dim() > 2 or index.dtype in _MASKS)):
         return NotImplemented
-    return _narrow(tensor, 0, lambda stored: func(stored, list(indices)))
+    # As bytes where that is what they are: PyTorch 2.8 does not index float8 on a CPU.
+    return _narrow(
+        tensor,
+        0,
+        lambda stored: (
+            func(stored.view(torch.uint8), list(indices)).view(stored.dtype)
+            if stored.dtype.itemsize == 1
+            else func(stored, list(indices))
+        ),
+    )
 
 
 def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -226,3 +242,35 @@ _TABLE: dict[Any, Callable[..., Any]] = {
 }
 
 HANDLERS.update(_TABLE)
+
+
+def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:
+    del index_and_value
+    raise unsupported_in_place("__setitem__", tensor)
+
+
+def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
+    if requires_grad:
+        raise UnsupportedError(
+            "requires_grad",
+            "False on a quantized weight, which takes no gradient",
+            f"True on {tensor!r}",
+            "Train an adapter, for example with PEFT, or model.dequantize() first.",
+        )
+
+
+def _set_data(tensor: QuantizedTensor, data: Tensor) -> None:
+    """Take over shape, dtype and stored tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
+    if not isinstance(data, QuantizedTensor):
+        raise unsupported_in_place("data", tensor)
+    torch._C._disabled_torch_function_impl(Tensor.data.__set__, (QuantizedTensor,), (tensor, data), {})  # type: ignore[attr-defined]
+    tensor.__init__(data.tensors, data.format, data.stored_shape, data.dtype, data.transposed)
+
+
+ASSIGNMENTS.update(
+    {
+        Tensor.__setitem__: _set_item,
+        Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
+        Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
+    }
+)

@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -31,6 +32,9 @@ FALLBACKS: Counter[str] = Counter()
 
 # What each op does with quantized arguments; a handler returns NotImplemented for a case it leaves to the fallback.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+# What assigns to a weight without being an op, and what it does to a quantized one.
+ASSIGNMENTS: dict[Any, Callable[..., None]] = {}
 
 _logger = logging.getLogger(__name__)
 _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
@@ -87,10 +91,9 @@ class QuantizedTensor(Tensor):
         if transposed:
             size[-2:] = size[-1], size[-2]
             strides = (*strides[:-2], strides[-1], strides[-2])
-        # One byte of storage without an address: what reads it, such as safetensors, fails. An empty storage would be
-        # read as that of an empty tensor, the same one for every weight.
+        # No storage: with the usual one, without an address, torch.jit.save would write garbage or crash the process.
         return torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, size, strides=strides, dtype=dtype, device=tensors["qdata"].device, requires_grad=False, storage_size=1
+            cls, size, strides=strides, dtype=dtype, device=tensors["qdata"].device, requires_grad=False, storage_size=0
         )
 
     def __init__(
@@ -184,12 +187,9 @@ class QuantizedTensor(Tensor):
         del requires_grad
         return self
 
-    def data_ptr(self) -> tuple[str, int]:  # type: ignore[override]
-        """Return what tells tied weights apart: accelerate keys them by it, and a wrapper's own address is always 0.
-
-        It is no number, so that what reads raw memory, such as a Triton kernel, fails instead of reading past `qdata`.
-        """
-        return "qdata", self.qdata.data_ptr()
+    def data_ptr(self) -> Identity:  # type: ignore[override]
+        """Return what tells tied weights apart: accelerate keys them by it, and a wrapper's own address is always 0."""
+        return Identity(self.qdata.data_ptr())
 
     def share_memory_(self) -> QuantizedTensor:  # type: ignore[override]
         """Move the stored tensors to shared memory, in place; a wrapper's own storage cannot be moved."""
@@ -240,8 +240,8 @@ class QuantizedTensor(Tensor):
         # Below this level a trace no longer shows, and what it would save of this tensor is garbage.
         if torch._C._get_tracing_state():
             raise unsupported_by_torchscript()
-        if func in _ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
-            return _ASSIGNMENTS[func](*args)
+        if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
+            return ASSIGNMENTS[func](*args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
@@ -256,35 +256,28 @@ class QuantizedTensor(Tensor):
         return _dispatch(func, args, kwargs)
 
 
-def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:
-    del index_and_value
-    raise _unsupported_in_place("__setitem__", tensor)
+@dataclass(frozen=True)
+class Identity:
+    """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
 
+    As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
 
-def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
-    if requires_grad:
+    Args:
+        address: Address of `qdata`.
+    """
+
+    address: int
+
+    def _refuse(self, *_: object) -> Any:
         raise UnsupportedError(
-            "requires_grad",
-            "False on a quantized weight, which takes no gradient",
-            f"True on {tensor!r}",
-            "Train an adapter, for example with PEFT, or model.dequantize() first.",
+            "data_ptr",
+            "a plain tensor",
+            "a quantized weight, whose float values are nowhere in memory",
+            "Use torch.save, or save_pretrained of a model that from_pretrained quantized, or dequantize() it first.",
         )
 
-
-def _set_data(tensor: QuantizedTensor, data: Tensor) -> None:
-    """Take over shape, dtype and stored tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
-    if not isinstance(data, QuantizedTensor):
-        raise _unsupported_in_place("data", tensor)
-    torch._C._disabled_torch_function_impl(Tensor.data.__set__, (QuantizedTensor,), (tensor, data), {})  # type: ignore[attr-defined]
-    tensor.__init__(data.tensors, data.format, data.stored_shape, data.dtype, data.transposed)
-
-
-# What assigns to a weight without being an op.
-_ASSIGNMENTS: dict[Any, Callable[..., None]] = {
-    Tensor.__setitem__: _set_item,
-    Tensor.requires_grad.__set__: _set_requires_grad,  # type: ignore[attr-defined]
-    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
-}
+    __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = _refuse
+    _as_parameter_ = property(_refuse)
 
 
 def unsupported_by_torchscript() -> UnsupportedError:
@@ -354,7 +347,7 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if argument.alias_info is not None and argument.alias_info.is_write:
             for value in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
                 if isinstance(value, QuantizedTensor):
-                    raise _unsupported_in_place(str(func), value)
+                    raise unsupported_in_place(str(func), value)
     # Under inference_mode an op such as mT or narrow comes whole, not as the transpose or slice that has a handler.
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
@@ -365,7 +358,13 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return compute_dequantized(func, *args, **kwargs)
 
 
-def _unsupported_in_place(where: str, weight: QuantizedTensor) -> UnsupportedError:
+def unsupported_in_place(where: str, weight: QuantizedTensor) -> UnsupportedError:
+    """Return the error for what would change a quantized weight in place.
+
+    Args:
+        where: The op or assignment.
+        weight: The weight.
+    """
     return UnsupportedError(
         where,
         "an op that leaves the quantized weight as it is",

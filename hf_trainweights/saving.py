@@ -220,6 +220,8 @@ def _lock(directory: Path) -> Iterator[None]:
             raise SaveError(
                 str(directory), "one save at a time", "another save into it running", "Wait, or use another directory."
             ) from error
+        except OSError:
+            pass  # A file system without locks, such as Lustre with its defaults: as on Windows.
         yield
     finally:
         os.close(descriptor)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.quantized_tensor import QuantizedTensor
@@ -109,7 +109,7 @@ def _read_format(name: str, encoded: Tensor | None, default: Format) -> tuple[Fo
         config = json.loads(bytes(encoded.cpu().tolist()))
         transposed = config.pop("transposed", False)
         return get_format(config), transposed is True
-    except (ValueError, TypeError, AttributeError, ConfigError) as error:
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(
             stored_name(name, FORMAT_SUFFIX),
             f"JSON that names one of the formats {', '.join(FORMATS)}",

@@ -20,7 +20,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 
 RESULT = Result(
-    model="Llama trained here",
+    model="/models/[mine]",
     held_out="Python 3.11.7 standard library",
     prompt="class A",
     losses=(6.0, 2.0),
@@ -122,5 +122,6 @@ def test_table_fits_80_columns() -> None:
     cells = {line.split("│")[1].strip(): line.split("│")[2:-1] for line in lines if line.startswith("│")}
     assert [cell.strip() for cell in cells["bfloat16"]] == ["16.1 GB", "16.00", "35.250", "1234.5", "bit-equal"]
     assert [cell.strip() for cell in cells["float8_e4m3"]] == ["8.5 GB", "8.06", "123456.789", "0.5", "FAILED"]
+    assert lines[1].strip() == "/models/[mine]"
     assert "loss 6.00 to 4.00" in lines[0]
     assert any(line.startswith(r"bfloat16     '(object):\n    [red]xyyy") for line in lines)

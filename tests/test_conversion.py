@@ -345,6 +345,15 @@ def test_a_damaged_tensor_in_a_shard_is_named_with_that_shard(tmp_path: Path) ->
         assert tensor in shard.keys()  # noqa: SIM118
 
 
+def test_a_weight_of_a_given_state_dict_is_named_without_a_file() -> None:
+    model = ARCHITECTURES["llama"].build()
+    state_dict = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    set_nan(state_dict, LINEAR[1])
+    options = {"quantization_config": TrainWeightsConfig("int8"), "config": model.config, "state_dict": state_dict}
+    with pytest.raises(QuantizationError, match=rf"state_dict: {LINEAR[1]}: expected finite"):
+        type(model).from_pretrained(None, **options)
+
+
 def test_an_error_of_the_load_is_raised_whatever_the_device_map(
     directories: Callable[[str], Path], tmp_path: Path
 ) -> None:

@@ -456,6 +456,10 @@ def test_products_equal_those_of_the_dense_weight(name: str, dtype: torch.dtype,
         assert not FALLBACKS
 
 
+@pytest.mark.skipif(
+    not torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"),
+    reason="this PyTorch multiplies groups on a GPU only",
+)
 @every_form
 @pytest.mark.parametrize("layout", [EXPERTS, EXPERTS_T])
 def test_grouped_mm_equals_that_of_the_dense_weight(form: str, layout: str) -> None:

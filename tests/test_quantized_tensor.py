@@ -7,6 +7,7 @@ import ctypes
 import io
 import itertools
 import logging
+import operator
 import os
 import pickle
 import pickletools
@@ -21,7 +22,9 @@ import pytest
 import safetensors.torch
 import torch
 import torch.nn.functional as F
+from accelerate import Accelerator
 from accelerate.utils import set_module_tensor_to_device
+from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_bytes, same_stored
@@ -285,7 +288,7 @@ def test_data_ptr_is_that_of_the_stored_weight() -> None:
     assert first.data_ptr() == first.detach().data_ptr() == first.t().data_ptr() == first.data.data_ptr()
     assert first.data_ptr() != second.data_ptr()
     assert first.data_ptr() != first.clone().data_ptr()
-    assert first.data_ptr() != first.qdata.data_ptr()
+    assert first.data_ptr() not in {0, first.qdata.data_ptr()}
 
 
 def test_accelerate_finds_the_tied_weights_and_no_others() -> None:
@@ -302,16 +305,36 @@ def test_accelerate_finds_the_tied_weights_and_no_others() -> None:
     assert same_stored(other.weight, values[2])
 
 
-@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated:UserWarning")
-def test_readers_of_raw_memory_fail() -> None:
+READERS: dict[str, Callable[[nn.Module, Path], object]] = {
+    "save": lambda module, path: safetensors.torch.save(module.state_dict()),
+    "save_file": lambda module, path: safetensors.torch.save_file(module.state_dict(), path / "file"),
+    "save_model": lambda module, path: safetensors.torch.save_model(module, str(path / "file")),
+    "huggingface_hub": lambda module, path: save_torch_state_dict(module.state_dict(), path),
+    "accelerate": lambda module, path: Accelerator(cpu=True).save_model(module, path),
+    "ctypes": lambda module, path: ctypes.cast(module.weight.data_ptr(), ctypes.POINTER(ctypes.c_ubyte)),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_readers_of_raw_memory_fail_and_name_what_to_do(name: str, tmp_path: Path) -> None:
     # As a float32 weight this would be read 4 times as far as its codes go.
-    weight = quantized_weight()
-    with pytest.raises(RuntimeError, match="invalid python storage"):
-        safetensors.torch.save({"weight": weight})
-    with pytest.raises(ctypes.ArgumentError, match="wrong type"):
-        ctypes.cast(weight.data_ptr(), ctypes.POINTER(ctypes.c_ubyte))
+    layer = nn.Linear(128, 6)
+    layer.weight = parameter()
+    with pytest.raises(ctypes.ArgumentError, match=r"data_ptr: expected a plain tensor, .* dequantize\(\) it first"):
+        READERS[name](layer, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_identity_is_no_number() -> None:
+    first, second = parameter().data_ptr(), parameter().data_ptr()
+    for use in (int, operator.index, lambda p: p + 4, lambda p: p < second, lambda p: sorted([p, second])):
+        with pytest.raises(UnsupportedError, match=r"data_ptr: expected a plain tensor"):
+            use(first)
+
+
+def test_numpy_is_refused() -> None:
     with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
-        weight.numpy()
+        quantized_weight().numpy()
 
 
 def test_dlpack_hands_over_the_float_weight() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import errno
+import fcntl
 import io
 import json
 import os
@@ -235,9 +236,16 @@ def test_other_processes_write_nothing_and_do_not_hold_the_directory(model: PreT
     assert computes_the_same(load(tmp_path / "shared"), model)
 
 
-def test_weights_merged_for_saving_keep_their_names_when_asked_to(model: PreTrainedModel, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path / "0", save_original_format=False)
-    assert computes_the_same(load(tmp_path / "0"), model)
+@pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
+def test_save_original_format_chooses_the_names(options: dict[str, Any], tmp_path: Path) -> None:
+    neox = quantize_on_load(tmp_path / "float", "gpt_neox", TrainWeightsConfig("int8"))
+    for original, expected in ((True, "embed_out.weight"), (False, "lm_head.weight")):
+        neox.save_pretrained(tmp_path / expected, save_original_format=original, **options)
+        names: list[str] = []
+        for file in (path for path in (tmp_path / expected).iterdir() if path.suffix in {".safetensors", ".bin"}):
+            names += load_file(file) if file.suffix == ".safetensors" else torch.load(file)
+        assert {"embed_out.weight", "lm_head.weight"} & set(names) == {expected}
+        assert computes_the_same(load(tmp_path / expected), neox)
 
 
 def test_a_distributed_checkpoint_as_bin_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -408,6 +416,17 @@ def test_a_second_save_at_the_same_time_is_refused(serialization: str, model: Pr
     assert set(contents(tmp_path)) == {"config.json", "generation_config.json", "model.safetensors"}
     assert computes_the_same(load(tmp_path), model)
     model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
+
+
+def test_a_file_system_without_locks_is_written_to(
+    model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    model.save_pretrained(tmp_path)
+    assert computes_the_same(load(tmp_path), model)
 
 
 def test_an_error_that_is_no_matter_of_files_stays_what_it_is(

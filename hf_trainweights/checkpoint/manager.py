@@ -57,13 +57,18 @@ class CheckpointManager:
         ConfigError: An option is wrong.
 
     Example:
-        >>> with CheckpointManager("runs/a", every_steps=100, keep_last=3) as manager:  # doctest: +SKIP
-        ...     for step, batch in manager.steps(loader, model, optimizer):
+        >>> import os, tempfile
+        >>> root, model = tempfile.mkdtemp(), nn.Linear(2, 1)
+        >>> optimizer = torch.optim.AdamW(model.parameters())
+        >>> with CheckpointManager(root, every_steps=2, keep_last=3) as manager:
+        ...     for step, batch in manager.steps(torch.ones(5, 2), model, optimizer):
         ...         loss = model(batch).mean()
         ...         loss.backward()
         ...         optimizer.step()
         ...         optimizer.zero_grad()
         ...         manager.log(loss=loss)
+        >>> sorted(os.listdir(root))
+        ['checkpoint-2', 'checkpoint-4', 'checkpoint-5']
     """
 
     def __init__(

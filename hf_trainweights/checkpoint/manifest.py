@@ -255,7 +255,10 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
 
     Example:
-        >>> verify_checkpoint("runs/a/checkpoint-100").ok  # doctest: +SKIP
+        >>> import tempfile
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> write_manifest(directory, Manifest({}, "lossless"))
+        >>> verify_checkpoint(directory).ok
         True
     """
     directory = Path(path)

@@ -118,7 +118,11 @@ def save_checkpoint(
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
 
     Example:
-        >>> save_checkpoint(build_checkpoint(model), "runs/a/checkpoint-100")  # doctest: +SKIP
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), step=7), path)
+        >>> load_checkpoint(path)["step"]
+        7
     """
     if quantize_i8 and mode != "lossless":
         next_step = "Leave one of them out, or write rules={'weight': 'int8'} to mix them."
@@ -199,7 +203,11 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         OSError: It cannot be read.
 
     Example:
-        >>> checkpoint = load_checkpoint("runs/a/checkpoint-100")  # doctest: +SKIP
+        >>> import tempfile
+        >>> path = tempfile.mkdtemp()
+        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), extra={"note": [1, 2.5]}), path)
+        >>> load_checkpoint(path)["extra"]
+        {'note': [1, 2.5]}
     """
     path = Path(path)
     if not (path / STATE_NAME).is_file():
@@ -245,6 +253,13 @@ def restore_checkpoint(
     Raises:
         CorruptFileError: The model's names or shapes differ.
         ValueError: torch's own, where the optimizer has other parameter groups.
+
+    Example:
+        >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
+        >>> restore_checkpoint(build_checkpoint(source, step=7), target)
+        (None, 7)
+        >>> torch.equal(source.weight, target.weight)
+        True
     """
     load_module_state(model, checkpoint["model"])
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}

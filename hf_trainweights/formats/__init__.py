@@ -35,7 +35,9 @@ def get_format(config: Mapping[str, Any]) -> Format:
     parameters = dict(config)
     name = parameters.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:
-        raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), "Choose one of these, or register your own before.")
+        raise ConfigError(
+            "format", f"one of {', '.join(FORMATS)}", repr(name), "Choose one of these, or register your own before."
+        )
     known = [field.name for field in fields(FORMATS[name])]
     unknown = sorted(set(parameters) - set(known))
     if unknown:

@@ -248,6 +248,17 @@ def test_sharded_state_is_left_untouched(tmp_path, name):
     assert {file.name: file.stat().st_ino for file in path.iterdir()} == before
 
 
+@pytest.mark.parametrize("index", ["[]", "{", '{"weight_map": {"w": "../../x.safetensors"}}'])
+def test_an_index_that_lists_no_shards_of_its_own_is_refused(tmp_path, index):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path, safetensors=None)
+    (path / "model.safetensors.index.json").write_text(index)
+    before = names(path)
+    with pytest.raises(CorruptFileError, match=r"index\.json"):
+        compress_directory(path)
+    assert names(path) == before
+
+
 @pytest.mark.parametrize("damage", ["cut", "header"])
 def test_unreadable_weights_change_nothing(tmp_path, damage):
     path = tmp_path / "checkpoint-500"
@@ -315,6 +326,19 @@ def test_what_was_encoded_with_a_loss_is_not_encoded_once_more(tmp_path):
     compact = compress_directory(path, mode="compact")
     assert (path / "optimizer.pt").read_bytes() == before
     assert compact.files["optimizer.pt"] == near.files["optimizer.pt"]
+
+
+def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    _, optimizer = trainer_directory(path)
+    for state in optimizer["state"].values():
+        state["exp_avg_sq"] *= 1e-4  # so that weights move far between two saves
+    torch.save(optimizer, path / "optimizer.pt")
+    names_by_index = dict(enumerate(optimizer["param_groups"][0]["param_names"]))
+    near = compress_directory(path, mode="near-lossless", optimizer_names=names_by_index)
+    assert any(each["bound"] for each in near.files["pytorch_model.bin"].report["tensors"])
+    compact = compress_directory(path, mode="compact", optimizer_names=names_by_index)
+    assert compact.files["pytorch_model.bin"] == near.files["pytorch_model.bin"]
 
 
 def test_another_mode_may_follow_a_lossless_one(tmp_path):

@@ -56,13 +56,14 @@ class Run:
         self.seen = []
 
     def __call__(self, root, *, stop=math.inf, passes=3, kind="shuffled", **options):
+        batches = loader(kind)
         with CheckpointManager(root, **options) as manager:
             for _ in range(passes):
-                batches = loader(kind)
                 for step, (x,) in manager.steps(batches, self.model, self.optimizer, self.scheduler, self.scaler):
                     self.step(step, x, manager)
                     if step == stop:
                         return self
+                torch.rand(())  # as an evaluation may, also after a pass that was skipped
         return self
 
     def step(self, step, x, manager):

@@ -125,6 +125,17 @@ class BlockReader:
         return int(self._ends[index - 1]) if index else 0
 
 
+def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:
+    """Returns the low bytes of int16 numbers, then the high ones, uint8."""
+    return np.concatenate([numbers.astype(np.uint8), (numbers >> 8).astype(np.uint8)])
+
+
+def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
+    """Undoes `int16_to_bytes`."""
+    low, high = planes.reshape(2, -1)
+    return high.astype(np.int16) * np.int16(256) + low
+
+
 def _frame_bytes(frame: memoryview) -> int:
     """Returns the size that a zstd frame says it decodes to, or -1 if it says none or is no frame."""
     try:

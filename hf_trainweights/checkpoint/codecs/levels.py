@@ -4,7 +4,7 @@ Each element has a level q, or is the *same* as its prediction, or is *exact*, s
 
 | payload | content |
 |---|---|
-| 0 | the levels: 2n + 2 blocks (see `entropy`) for n tiles |
+| 0 | the levels: 3n + 2 blocks (see `entropy`) for n tiles |
 | 1 | the exact elements, row-major, in the tensor's dtype |
 
 The tensor is viewed as a matrix [R, C], split between the two dimensions that make it most square, and cut into
@@ -14,22 +14,22 @@ levels, and within a class in their own order: a tile has one Huffman code, so i
 
 | block | content |
 |---|---|
-| 2i | the symbols of tile i |
-| 2i + 1 | int16, for each of its escapes the level, -32768 for the same or 32767 for exact |
-| 2n | the width of each tile's symbols, one byte each: 4, 8 or 16 bits, whatever a tile needs |
-| 2n + 1 | the class of each row, one byte each; empty if there are none |
+| 3i | the symbols of tile i, of w bits; if w > 8 only their highest 8 bits |
+| 3i + 1 | if w > 8 the lowest w - 8 bits of each symbol, one byte each, else empty |
+| 3i + 2 | int16, for each escape of the tile its level, -32768 for the same or 32767 for exact; all low bytes first |
+| 3n | w of each tile, one byte each: 2, 4, 8, 10, 12, 14 or 16, whatever it needs |
+| 3n + 1 | the class of each row, one byte each; empty if there are none |
 
-Symbols, with c = 8, 128 or 32768 by their width:
+Symbols, with c = 2 ** (w - 1):
 
-| symbol | meaning |
-|---|---|
-| 0 | same |
-| 1 ... 2c - 2 | level = symbol - c |
-| 2c - 1 | an escape; in 16 bits: exact |
+| symbol, w > 2 | w = 2 | meaning |
+|---|---|---|
+| 0 | | same |
+| 1 ... 2c - 2 | 0, 1, 2 | level = symbol - c; if w is 2, symbol - 1 |
+| 2c - 1 | 3 | an escape |
 
-4-bit symbols are packed two to a byte, those of the first half of the tile in the low halves of the bytes: such
-pairs bring the Huffman code below the order-0 entropy of symbols of 2 bits. 16-bit symbols are two byte planes, low
-before high.
+Symbols of 2 or 4 bits are packed four or two to a byte, the first quarter or half of the tile in the lowest bits: a
+Huffman code cannot use less than one bit a byte, and is wasteful near that.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, empty
-from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter
+from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
 
 Tile = tuple[slice, slice]
 """Rows and columns of a matrix that are contiguous in memory."""
@@ -57,9 +57,10 @@ _SAME, _EXACT = -(2**15), 2**15 - 1
 # A row's class costs at most 3 bits and saves about 1/12 bit an element.
 _SHORTEST_CLASSED_ROW = 128
 _CLASSES = 8
-# An escape costs 16 bits, a narrower symbol saves about 1/8 bit.
-_ESCAPES_PER_TILE = 1 / 128
+# An escape costs 3 to 16 bits, a narrower symbol saves 1/8 bit or more; best on weights and moments of two models.
+_ESCAPES_PER_TILE = 1 / 64
 _WIDTH_SAMPLE = 4096
+_WIDTHS = (2, 4, 8, 10, 12, 14, 16)
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:
@@ -214,12 +215,12 @@ def _encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
     classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
     blocks = BlockWriter()
     widths: list[int] = []
-    for index in _coded_tiles(classes, R, C):
+    for index, _ in _coded_tiles(classes, R, C):
         tile = levels[index].reshape(-1)
         widths.append(_choose_width(tile))
         symbols, escapes = _to_symbols(tile, widths[-1])
-        blocks.write(_pack(symbols, widths[-1]))
-        blocks.write(escapes.view(np.uint8))
+        for block in (*_pack(symbols, widths[-1]), int16_to_bytes(escapes)):
+            blocks.write(block)
     blocks.write(np.array(widths, np.uint8))
     blocks.write(classes)
     return blocks.payload()
@@ -228,29 +229,33 @@ def _encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
 def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.ndarray:
     """Returns int16 [R, C]."""
     count = -(-R // max(_CODED_TILE // C, 1)) * -(-C // _CODED_TILE)
-    blocks = BlockReader(codec, payload, 2 * count + 2)
-    widths = blocks.read(2 * count, count).tolist()
-    if not set(widths) <= {4, 8, 16}:
-        raise codec.corrupt("widths of symbols", "4, 8 or 16", str(sorted(set(widths)))[:80])
-    classes = blocks.read(2 * count + 1, R if _has_classes(R, C) else 0)
+    blocks = BlockReader(codec, payload, 3 * count + 2)
+    widths = blocks.read(3 * count, count).tolist()
+    if not set(widths) <= set(_WIDTHS):
+        raise codec.corrupt("widths of symbols", ", ".join(map(str, _WIDTHS)), str(sorted(set(widths)))[:80])
+    classes = blocks.read(3 * count + 1, R if _has_classes(R, C) else 0)
     levels = np.empty((R, C), np.int16)
-    for number, (rows, columns) in enumerate(_coded_tiles(classes, R, C)):
-        width = widths[number]
-        shape = len(levels[rows, 0]), columns.stop - columns.start
-        elements = shape[0] * shape[1]
-        symbols = _unpack(blocks.read(2 * number, (elements * width + 7) // 8), width, elements)
-        escaped = np.flatnonzero(symbols == (1 << width) - 1) if width < 16 else symbols[:0]
+    for number, (index, shape) in enumerate(_coded_tiles(classes, R, C)):
+        width, elements = widths[number], shape[0] * shape[1]
+        high = blocks.read(3 * number, _packed_bytes(elements, width))
+        low = blocks.read(3 * number + 1, elements if width > 8 else 0)
+        symbols = _unpack(high, low, width, elements)
         tile = _to_levels(symbols, width)
-        tile[escaped] = blocks.read(2 * number + 1, 2 * len(escaped)).view(np.int16)
-        levels[rows, columns] = tile.reshape(shape)
+        escape = (1 << width) - 1
+        escaped = np.flatnonzero(symbols == escape) if symbols.max() == escape else symbols[:0]
+        tile[escaped] = bytes_to_int16(blocks.read(3 * number + 2, 2 * len(escaped)))
+        levels[index] = tile.reshape(shape)
     return levels
 
 
-def _coded_tiles(classes: np.ndarray, R: int, C: int) -> Iterator[tuple[slice | np.ndarray, slice]]:
-    """Yields numpy indices of the tiles in the order they are coded."""
+def _coded_tiles(
+    classes: np.ndarray, R: int, C: int
+) -> Iterator[tuple[tuple[slice | np.ndarray, slice], tuple[int, int]]]:
+    """Yields numpy index and shape of each tile in the order they are coded."""
     order = classes.argsort(kind="stable") if len(classes) else None
     for rows, columns in tiles(R, C, _CODED_TILE):
-        yield rows if order is None else order[rows], columns
+        shape = rows.stop - rows.start, columns.stop - columns.start
+        yield (rows if order is None else order[rows], columns), shape
 
 
 def _has_classes(R: int, C: int) -> bool:
@@ -266,61 +271,70 @@ def _row_classes(sizes: Tensor) -> np.ndarray:
 
 def _choose_width(levels: np.ndarray) -> int:
     """Returns the narrowest width that fits nearly all levels of a sample."""
-    sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1].astype(np.int32)
-    sizes = np.abs(2 * sample + 1)[sample != _SAME]
-    for width in (4, 8):
-        if np.count_nonzero(sizes >= (1 << width) - 1) <= _ESCAPES_PER_TILE * len(sizes):
+    sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1]
+    for width in _WIDTHS[:-1]:
+        if np.count_nonzero(_escaped(sample, width)) <= _ESCAPES_PER_TILE * len(sample):
             return width
-    return 16
+    return _WIDTHS[-1]
+
+
+def _range(width: int) -> tuple[int, int, int]:
+    """Returns the lowest and the highest level that a width holds, and by how much its symbols are larger."""
+    offset = 1 if width == 2 else 1 << (width - 1)
+    return (-1 if width == 2 else 1 - offset), (1 << width) - 2 - offset, offset
+
+
+def _escaped(levels: np.ndarray, width: int) -> np.ndarray:
+    """Returns bool, true where a level has no symbol."""
+    lowest, highest, _ = _range(width)
+    outside = (levels < lowest) | (levels > highest)
+    return outside if width == 2 else outside & (levels != _SAME)
 
 
 def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the symbols, int16 (16-bit ones wrapped), and the int16 levels of the escapes."""
-    center = 1 << (width - 1)
-    escapes = levels[:0]
-    if width == 16:
-        return levels + np.int16(_SAME), escapes
-    if levels.min() > -center and levels.max() < center - 1:
-        return levels + np.int16(center), escapes
-    symbols = torch.from_numpy(levels).clamp(-center, center - 1).numpy() + np.int16(center)
-    # The same has become 0 as it should, but so has what lies below the range.
-    below = (levels <= -center) & (levels != _SAME)
-    if below.any():
-        symbols[np.flatnonzero(below)] = 2 * center - 1
-    return symbols, levels[np.flatnonzero(symbols == 2 * center - 1)]
+    """Returns the symbols, uint16, and the levels of the escapes."""
+    lowest, highest, offset = _range(width)
+    if levels.min() >= lowest and levels.max() <= highest:
+        return levels.view(np.uint16) + np.uint16(offset), levels[:0]
+    escaped = np.flatnonzero(_escaped(levels, width))
+    # The same, which is below every level, becomes 0.
+    symbols = torch.from_numpy(levels).clamp(lowest - 1, highest + 1).numpy().view(np.uint16) + np.uint16(offset)
+    symbols[escaped] = (1 << width) - 1
+    return symbols, levels[escaped]
 
 
 def _to_levels(symbols: np.ndarray, width: int) -> np.ndarray:
-    """Returns int16 levels; those of escapes are meaningless."""
-    if width == 16:
-        return symbols - np.int16(_SAME)
-    center = 1 << (width - 1)
-    levels = symbols - np.int16(center)
-    if symbols.min() == 0:
-        levels += (symbols == 0) * np.int16(_SAME + center)
+    """Undoes `_to_symbols`, but for the escapes."""
+    offset = _range(width)[2]
+    levels = (symbols - np.uint16(offset)).view(np.int16)
+    if width > 2 and symbols.min() == 0:
+        levels += (symbols == 0) * np.int16(_SAME + offset)
     return levels
 
 
-def _pack(symbols: np.ndarray, width: int) -> np.ndarray:
-    """Returns bytes."""
-    if width == 16:
-        return np.concatenate([symbols.astype(np.uint8), (symbols >> 8).astype(np.uint8)])
+def _pack(symbols: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the first two blocks of a tile."""
+    if width > 8:
+        low = symbols & np.uint16((1 << (width - 8)) - 1)
+        return (symbols >> (width - 8)).astype(np.uint8), low.astype(np.uint8)
     narrow = symbols.astype(np.uint8)
-    if width == 8:
-        return narrow
-    half = (len(narrow) + 1) // 2
-    packed = narrow[:half]
-    packed[: len(narrow) - half] += narrow[half:] * np.uint8(16)  # in numpy 2.4 six times as fast as a shift
-    return packed
+    size = _packed_bytes(len(symbols), width)
+    packed = narrow[:size]
+    for part in range(1, 8 // width):
+        later = narrow[part * size : (part + 1) * size]
+        packed[: len(later)] += later * np.uint8(1 << (part * width))  # in numpy 2.4 six times as fast as a shift
+    return packed, narrow[:0]
 
 
-def _unpack(packed: np.ndarray, width: int, count: int) -> np.ndarray:
-    """Returns the symbols as `_to_symbols` does."""
-    if width == 16:
-        return packed[:count] + packed[count:].astype(np.int16) * np.int16(256)
-    if width == 8:
-        return packed.astype(np.int16)
-    symbols = np.empty(2 * len(packed), np.int16)
-    np.bitwise_and(packed, 15, out=symbols[: len(packed)])
-    np.right_shift(packed, 4, out=symbols[len(packed) :])
-    return symbols[:count]
+def _unpack(high: np.ndarray, low: np.ndarray, width: int, count: int) -> np.ndarray:
+    """Undoes `_pack`."""
+    if width > 8:
+        return high.astype(np.uint16) * np.uint16(1 << (width - 8)) + low
+    symbols = np.empty((8 // width, len(high)), np.uint16)
+    for part, row in enumerate(symbols):
+        np.bitwise_and(high >> np.uint8(part * width), (1 << width) - 1, out=row)
+    return symbols.reshape(-1)[:count]
+
+
+def _packed_bytes(count: int, width: int) -> int:
+    return -(-count // (8 // width)) if width < 8 else count

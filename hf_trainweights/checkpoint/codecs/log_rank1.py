@@ -39,7 +39,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
-from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter
+from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
 from hf_trainweights.checkpoint.codecs.levels import (
     TILE,
     LevelWriter,
@@ -111,7 +111,7 @@ class LogRank1(Codec):
             writer.write(tile, levels, elements, misfit, moved)
         means = BlockWriter()
         stored = torch.cat([row_means[: _stored(*shape)], column_means[: _stored(*shape[::-1])]])
-        means.write(torch.cat([stored.to(torch.uint8), (stored >> 8).to(torch.uint8)]).numpy())
+        means.write(int16_to_bytes(stored.to(torch.int16).numpy()))
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), means.payload()]
         return Encoded(payloads, {"step": self.step}, bound + 2**-20)
@@ -185,9 +185,7 @@ def _read_means(reader: BlockReader, R: int, C: int) -> tuple[Tensor, Tensor]:
         CorruptFileError: The block is damaged.
     """
     rows, columns = _stored(R, C), _stored(C, R)
-    planes = torch.from_numpy(reader.read(0, 2 * (rows + columns)))
-    low, high = planes.view(2, -1)
-    means = low.to(torch.int32) | (high.view(torch.int8).to(torch.int32) << 8)
+    means = torch.from_numpy(bytes_to_int16(reader.read(0, 2 * (rows + columns))))
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     row_means[:rows] = means[:rows]
     column_means[:columns] = means[rows:]

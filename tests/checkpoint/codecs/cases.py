@@ -16,17 +16,13 @@ from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 
 # A codec that is not listed is tested as its class makes it without arguments.
 _INSTANCES: dict[str, list[Codec]] = {
-    "delta-uniform": [DeltaUniform(2.0**-9), DeltaUniform(2.0**-14), DeltaUniform.within(1e-3)],
+    "delta-uniform": [DeltaUniform(2.0**-9), DeltaUniform(2.0**-14), DeltaUniform(2.0**-19), DeltaUniform.within(1e-3)],
     "update-space": [UpdateSpace(0.25), UpdateSpace(0.5)],
     "log-rank1": [LogRank1(1), LogRank1(2)],
     "grouped": [Grouped({"format": "int8"}), Grouped({"format": "int4", "group_size": 32})],
 }
-INSTANCES: list[Codec] = [
-    codec for codec_id, kind in CODECS.items() for codec in _INSTANCES.get(codec_id) or [kind()]
-]
-DTYPES_OF_CODECS = [
-    (codec, dtype) for codec in INSTANCES for dtype in sorted(codec.dtypes, key=str)
-]
+INSTANCES: list[Codec] = [codec for codec_id, kind in CODECS.items() for codec in _INSTANCES.get(codec_id) or [kind()]]
+DTYPES_OF_CODECS = [(codec, dtype) for codec in INSTANCES for dtype in sorted(codec.dtypes, key=str)]
 SHAPES = [[], [0], [1], [7], [0, 5], [5, 0], [3, 5], [37, 129], [5, 4, 3, 3], [2, 2**17 + 3], [700, 200]]
 
 

@@ -12,6 +12,7 @@ from checkpoint.codecs.cases import (
     inputs,
     name_of,
 )
+
 from hf_trainweights.checkpoint.codecs import CODECS, get_codec
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 import zstandard
 from checkpoint.codecs.cases import INSTANCES, decode, inputs, name_of
+
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.errors import CorruptFileError
@@ -58,7 +59,14 @@ def test_missing_swapped_and_extra_payloads_are_errors(codec):
 def test_payloads_that_are_not_flat_bytes_are_errors(codec):
     tensor, references, encoded = encoded_example(codec)
     first = encoded.payloads[0]
-    wrong = [first.view(torch.int8), first[None], torch.stack([first, first], 1)[:, 0], first.to("meta"), b"bytes", None]
+    wrong = [
+        first.view(torch.int8),
+        first[None],
+        torch.stack([first, first], 1)[:, 0],
+        first.to("meta"),
+        b"bytes",
+        None,
+    ]
     for each in wrong:
         with pytest.raises(CorruptFileError, match="payload 0: expected a"):
             codec.decode([each, *encoded.payloads[1:]], encoded.params, SHAPE, tensor.dtype, references)
@@ -213,16 +221,16 @@ def test_table_that_does_not_add_up_is_an_error():
 def test_wrong_width_of_symbols_is_an_error(codec_id):
     params = {"step": 1 if codec_id == "log-rank1" else 0.5, "anchor": False}
     references = {"exp_avg_sq": torch.ones(2)}
-    good = [payload_of(b"\x21", b"", b"\x04", b""), torch.empty(0, dtype=torch.uint8), payload_of(b"")]
-    bad = [payload_of(b"\x21", b"", b"\x05", b""), *good[1:]]
+    good = [payload_of(b"\x21", b"", b"", b"\x04", b""), torch.empty(0, dtype=torch.uint8), payload_of(b"")]
+    bad = [payload_of(b"\x21", b"", b"", b"\x05", b""), *good[1:]]
     count = 3 if codec_id == "log-rank1" else 2
     CODECS[codec_id].decode(good[:count], params, [2], torch.float32, references)
-    with pytest.raises(CorruptFileError, match=r"widths of symbols: expected 4, 8 or 16, found \[5\]"):
+    with pytest.raises(CorruptFileError, match=r"widths of symbols: expected 2, 4, 8, 10, 12, 14, 16, found \[5\]"):
         CODECS[codec_id].decode(bad[:count], params, [2], torch.float32, references)
 
 
 def test_number_of_exact_elements_is_checked():
-    escape = payload_of(b"\xf1", struct.pack("<h", 32767), b"\x04", b"")
+    escape = payload_of(b"\xf1", b"", struct.pack("<h", 32767), b"\x04", b"")
     params = {"step": 0.5, "anchor": False}
     element = torch.tensor([3.5]).view(torch.uint8)
     decoded = CODECS["delta-uniform"].decode([escape, element], params, [2], torch.float32)

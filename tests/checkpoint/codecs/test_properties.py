@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, error
+from hypothesis import given, settings
+
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hypothesis import given, settings
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 quickly = settings(max_examples=100, deadline=None, derandomize=True, database=None)

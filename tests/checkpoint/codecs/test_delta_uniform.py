@@ -1,0 +1,113 @@
+import math
+
+import pytest
+import torch
+from checkpoint.codecs.cases import bits_equal, decode, error
+
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
+from hf_trainweights.errors import ConfigError
+
+
+def normal(*shape, seed=0, scale=1.0):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul_(scale)
+
+
+def example(steps_per_rms, shape=(700, 700)):
+    anchor = normal(*shape, scale=0.02)
+    weight = anchor + normal(*shape, seed=1, scale=1e-4)
+    codec = DeltaUniform(rms_difference(weight, anchor) / steps_per_rms)
+    encoded = codec.encode(weight, {"anchor": anchor})
+    return weight, anchor, codec, encoded, decode(codec, encoded, weight, {"anchor": anchor})
+
+
+@pytest.mark.parametrize(("steps_per_rms", "most_bits"), [(8, 5.15), (4, 4.15), (2, 3.15), (1, 2.2)])
+def test_a_normal_difference_takes_two_bits_and_one_more_for_each_halving_of_the_step(steps_per_rms, most_bits):
+    weight, _, _, encoded, _ = example(steps_per_rms)
+    assert 8 * encoded.payload_bytes / weight.numel() < most_bits
+
+
+@pytest.mark.parametrize("steps_per_rms", [4, 1, 0.2])
+def test_errors_have_no_mean_and_do_not_depend_on_the_change(steps_per_rms):
+    weight, anchor, codec, _, decoded = example(steps_per_rms)
+    errors, change = (decoded - weight).double() / codec.step, (weight - anchor).double() / codec.step
+    # Uniform in +-1/2: the standard error of the mean of 490,000 is 4e-4.
+    assert abs(errors.mean()) < 2e-3
+    assert errors.square().mean() == pytest.approx(1 / 12, rel=0.02)
+    assert abs((errors * change).mean() / change.square().mean().sqrt()) < 2e-3
+    assert errors.abs().max() < 0.502
+
+
+def test_unchanged_elements_are_exact_and_free():
+    weight, anchor, codec, _, _ = example(1)
+    weight[torch.arange(700) % 10 != 0] = anchor[torch.arange(700) % 10 != 0]
+    encoded = codec.encode(weight, {"anchor": anchor})
+    decoded = decode(codec, encoded, weight, {"anchor": anchor})
+    assert torch.equal(decoded[weight == anchor], anchor[weight == anchor])
+    assert (decoded == anchor).float().mean() < 0.91
+    assert 8 * encoded.payload_bytes / weight.numel() < 0.26
+
+
+def test_what_is_not_finite_or_too_far_away_is_stored_exactly():
+    anchor = normal(40, 50)
+    weight = anchor + normal(40, 50, seed=1, scale=1e-5)
+    weight[3, :6] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e30, -3e38, 5.0])
+    anchor[4, :3] = torch.tensor([torch.nan, torch.inf, -1e38])
+    encoded = DeltaUniform(1e-5).encode(weight, {"anchor": anchor})
+    decoded = decode(DeltaUniform(1e-5), encoded, weight, {"anchor": anchor})
+    assert bits_equal(decoded[3, :6], weight[3, :6])
+    assert bits_equal(decoded[4, :3], weight[4, :3])
+    assert encoded.bound <= 0.51e-5
+
+
+@pytest.mark.parametrize("bound", [1e-2, 1e-5, 1e-8, 1e-12])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_stated_bound_holds_with_and_without_anchor(bound, dtype):
+    weight = normal(100, 100, scale=0.02).to(dtype)
+    for references in ({}, {"anchor": (weight.float() + normal(100, 100, seed=1, scale=1e-4)).to(dtype)}):
+        codec = DeltaUniform.within(bound)
+        encoded = codec.encode(weight, references)
+        decoded = decode(codec, encoded, weight, references)
+        assert error(codec, weight, decoded, references) <= encoded.bound <= bound
+
+
+def test_a_stated_bound_without_anchor_costs_what_it_must():
+    weight = normal(512, 512, scale=0.02)
+    encoded = DeltaUniform.within(1e-4).encode(weight)
+    expected_bits = math.log2(0.02 * math.sqrt(2 * math.pi * math.e) / 2e-4)
+    assert 8 * encoded.payload_bytes / weight.numel() < expected_bits + 0.2
+
+
+def test_step_is_rounded_to_float32_before_it_is_used_and_kept():
+    encoded = DeltaUniform(0.1).encode(normal(5))
+    assert encoded.params == {"step": float(torch.tensor(0.1)), "anchor": False}
+
+
+def test_dither_takes_each_of_4093_values_once_and_is_the_documented_one():
+    from hf_trainweights.checkpoint.codecs import delta_uniform
+
+    table = delta_uniform._dither_table()
+    period = table[:4093]
+    assert torch.equal(table[4093 : 2 * 4093], period)
+    assert torch.equal(period.sort().values, torch.arange(-2046, 2047) / 4096)
+    for k in (1, 2, 4092):
+        assert (round(period[k].item() * 4096 + 2046) * k) % 4093 == 1
+    assert abs(torch.corrcoef(torch.stack([period[:-1], period[1:]]))[0, 1]) < 0.05
+
+
+def test_rms_of_the_difference():
+    weight, anchor = normal(500, 700).to(torch.bfloat16), normal(500, 700, seed=1).to(torch.bfloat16)
+    expected = (weight.double() - anchor.double()).square().mean().sqrt().item()
+    assert rms_difference(weight, anchor) == pytest.approx(expected, rel=1e-6)
+    assert rms_difference(weight) == pytest.approx(weight.double().square().mean().sqrt().item(), rel=1e-6)
+    assert rms_difference(weight, weight) == 0.0
+    assert rms_difference(torch.empty(0, 3)) == 0.0
+    assert math.isnan(rms_difference(torch.tensor([torch.nan, 1.0])))
+    assert rms_difference(torch.full([4], 1e-30)) == pytest.approx(1e-30)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, math.nan, math.inf, 1e-40, 1e40])
+def test_steps_that_cannot_be_used_are_errors(value):
+    with pytest.raises(ConfigError, match="delta-uniform, step: expected a number from"):
+        DeltaUniform(value)
+    with pytest.raises(ConfigError, match="delta-uniform, limit: expected a number from"):
+        DeltaUniform(1.0, limit=value)

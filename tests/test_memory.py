@@ -1,0 +1,133 @@
+"""How much memory a load takes at its peak, measured in a process of its own on models of 160 and 240 MB."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc")
+
+DENSE = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
+DENSE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+# One layer whose 48 experts make a merged gate_up_proj of 101 MB and a merged down_proj of 50 MB.
+SPARSE = {**DENSE, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+SPARSE |= {"moe_intermediate_size": 512, "num_experts": 48, "num_experts_per_tok": 2}
+
+# The largest tensor in each checkpoint.
+DENSE_SOURCE_BYTES = 8192 * 1024 * 4
+SPARSE_SOURCE_BYTES = 512 * 512 * 4
+ALLOWED_BYTES = 64_000_000
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is not backed by a file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no RssAnon")
+
+
+class Peak(threading.Thread):
+    """Samples the memory of this process until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            self.bytes = max(self.bytes, anonymous_bytes())
+            time.sleep(0.0005)
+
+    def stop(self) -> int:
+        self.stopping.set()
+        self.join()
+        return self.bytes
+
+
+def measure(directory: Path, **options: Any) -> tuple[dict[str, int], Any]:
+    """Load a model and return the bytes that it holds, and by how much the process grew at the peak."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_trainweights import get_model_size_in_bytes
+
+    gc.collect()
+    # Memory that was freed but not given back would hide what the load takes.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, peak = anonymous_bytes(), Peak()
+    peak.start()
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    grown = peak.stop() - before
+    return {"payload": get_model_size_in_bytes(model), "grown": grown}, model
+
+
+def main(root: Path) -> None:
+    """Print the measurements as JSON."""
+    import torch
+    from architectures import ARCHITECTURES
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from hf_trainweights import TrainWeightsConfig
+
+    torch.set_num_threads(1)
+    ARCHITECTURES["qwen3_moe"].build().save_pretrained(root / "tiny")
+    LlamaForCausalLM(LlamaConfig(**DENSE)).save_pretrained(root / "dense")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SPARSE)).save_pretrained(root / "sparse")
+    int8 = {"quantization_config": TrainWeightsConfig("int8")}
+    measure(root / "tiny", **int8)  # imports what is imported late
+    results: dict[str, dict[str, int]] = {}
+    results["dense"], model = measure(root / "dense", **int8)
+    model.save_pretrained(root / "quantized")
+    model.save_pretrained(root / "quantized_bin", safe_serialization=False)
+    del model
+    results["dense_bfloat16"] = measure(root / "dense", dtype=torch.bfloat16, **int8)[0]
+    results["sparse"] = measure(root / "sparse", **int8)[0]
+    results["quantized"] = measure(root / "quantized", device_map={"": "disk"})[0]
+    results["quantized_bin"] = measure(root / "quantized_bin", device_map={"": "disk"})[0]
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("memory"))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "source_bytes"),
+    [
+        ("dense", DENSE_SOURCE_BYTES),
+        ("dense_bfloat16", DENSE_SOURCE_BYTES),
+        ("sparse", SPARSE_SOURCE_BYTES),
+    ],
+)
+def test_quantizing_on_load_takes_the_result_and_little_more(
+    name: str, source_bytes: int, measured: dict[str, dict[str, int]]
+) -> None:
+    payload, grown = measured[name]["payload"], measured[name]["grown"]
+    assert payload > 40_000_000
+    assert grown > 0.9 * payload, "the peak was missed"
+    assert grown < payload + ALLOWED_BYTES + source_bytes
+
+
+@pytest.mark.parametrize("name", ["quantized", "quantized_bin"])
+def test_a_quantized_checkpoint_is_mapped_and_not_copied(name: str, measured: dict[str, dict[str, int]]) -> None:
+    payload, grown = measured[name]["payload"], measured[name]["grown"]
+    assert payload > 40_000_000
+    assert grown < 0.25 * payload
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
