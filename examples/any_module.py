@@ -18,7 +18,8 @@ def main() -> None:
     keys = list(module.state_dict())
     print(f"float: {get_model_size_in_bytes(module) / 2**20:.2f} MiB")
     print(quantize_(module, TrainWeightsConfig("int4", group_size=128)))
-    print(f"int4:  {get_model_size_in_bytes(module) / 2**20:.2f} MiB, keys unchanged: {list(module.state_dict()) == keys}")
+    print(f"int4:  {get_model_size_in_bytes(module) / 2**20:.2f} MiB")
+    print("keys unchanged:", list(module.state_dict()) == keys)
 
     with tempfile.NamedTemporaryFile(suffix=".pt") as file:
         torch.save(module.state_dict(), file.name)

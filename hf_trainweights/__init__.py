@@ -13,7 +13,7 @@ from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
 from hf_trainweights.errors import TrainWeightsError as TrainWeightsError
 from hf_trainweights.modules import dequantize_ as dequantize_
 from hf_trainweights.modules import get_model_size_in_bytes as get_model_size_in_bytes
-from hf_trainweights.modules import quantize_ as quantize_
+from hf_trainweights.quantize import quantize_ as quantize_
 from hf_trainweights.quantized_tensor import QuantizedTensor as QuantizedTensor
 from hf_trainweights.quantized_tensor import rebuild_quantized_tensor
 from hf_trainweights.quantizer import TrainWeightsHfQuantizer as TrainWeightsHfQuantizer

@@ -1,8 +1,4 @@
-"""Quantize any nn.Module in place, without Transformers' loading: torchao's flow.
-
-`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` with their defaults carry it, and
-`load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy.
-"""
+"""Weights of any nn.Module exchanged in place: quantized, dequantized, measured, and shown by `print`."""
 
 from __future__ import annotations
 
@@ -17,32 +13,21 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights.config import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
-from hf_trainweights.selection import Choice, Summary, choose
+from hf_trainweights.selection import Choice, Summary
 
 _logger = logging.getLogger(__name__)
 
 
-def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
-    """Quantize the weights of a module in place.
+def quantize_chosen(module: nn.Module, summary: Summary) -> None:
+    """Quantize the weights that were chosen, in place, all or none.
 
     Args:
-        module: Any module with its weights loaded. Weights that are quantized already stay as they are.
-        config: Which weights, and to which format.
-
-    Returns:
-        What was done with each parameter; the same is logged in one line.
+        module: The module they were chosen from.
+        summary: What was chosen. Weights that are quantized already stay as they are.
 
     Raises:
-        ConfigError: There is nothing to quantize.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
-
-    Example:
-        >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
-        >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
-        quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
-    summary = choose(module, config, model_skips(module, config))
-    check_not_empty(summary, config)
     # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
     todo = [choice for choice in summary.quantized if not isinstance(_weight(choice), QuantizedTensor)]
     for choice in todo:
@@ -53,8 +38,6 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         weight = _weight(choice)
         tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
         _put(places[id(weight)], nn.Parameter(tensor, requires_grad=False))
-    announce(summary)
-    return summary
 
 
 def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -68,6 +51,7 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
         CorruptFileError: A stored tensor does not fit its format.
 
     Example:
+        >>> from hf_trainweights import quantize_
         >>> layer = nn.Linear(64, 64)
         >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
         >>> dequantize_(layer)

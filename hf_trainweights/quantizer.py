@@ -43,7 +43,6 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.quantization_config: TrainWeightsConfig = quantization_config
         self.state = LoadState(quantization_config.default_format)
         self._summary: Summary | None = None
-        self._said_disk = False
 
     def summary(self) -> Summary:
         """Return what was quantized and what was left alone, per parameter.
@@ -55,6 +54,25 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             raise ConfigError(
                 "summary", "a loaded model", "none", "Call it on model.hf_quantizer after from_pretrained."
             )
+        return self._summary
+
+    def adopt(self, model: PreTrainedModel) -> Summary:
+        """Make a model that was quantized in place what `from_pretrained` would have made of it.
+
+        Args:
+            model: A model with quantized weights.
+
+        Returns:
+            What is quantized in it and what is not.
+
+        Raises:
+            ConfigError: Nothing is quantized.
+        """
+        if getattr(model, "hf_quantizer", None) is not self:
+            model.hf_quantizer, model.is_quantized = self, True  # type: ignore[assignment]
+            model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
+            self.postprocess_model(model)
+        self._summary = survey(model, self.quantization_config, model_skips(model, self.quantization_config))
         return self._summary
 
     # Before the weights are loaded
@@ -93,8 +111,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return self._without_disk(device_map) if isinstance(device_map, dict) else device_map
 
     def _without_disk(self, device_map: dict[str, Any]) -> dict[str, Any]:
-        if "disk" in device_map.values() and not self._said_disk:
-            self._said_disk = True
+        if "disk" in device_map.values():
             _logger.warning('Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.')
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
@@ -185,11 +202,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         check_not_empty(self._summary, config)
         announce(self._summary)
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
-        model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
-            conversion
-            for conversion in getattr(model, "_weight_conversions", None) or []
-            if not any(isinstance(op, TrainWeightsDeserialize) for op in getattr(conversion, "operations", ()))
-        ]
+        conversions = getattr(model, "_weight_conversions", None)
+        if conversions is not None:
+            model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+                conversion
+                for conversion in conversions
+                if not any(isinstance(op, TrainWeightsDeserialize) for op in getattr(conversion, "operations", ()))
+            ]
         attach_saving(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model

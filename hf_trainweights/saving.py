@@ -231,8 +231,8 @@ def _rewrite_as_bin(staging: Path) -> None:
     """Replace each model*.safetensors file, and the index, by its `.bin` twin."""
     for file in sorted(staging.glob("model*.safetensors")):
         with safe_open(file, framework="pt") as shard:
-            # A copy: what safe_open returns may share one storage, and torch.save writes whole storages.
-            tensors = {name: shard.get_tensor(name).clone() for name in shard.keys()}  # noqa: SIM118
+            # Mapped, not copied: a shard may be larger than the free memory.
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         # Through an open file: torch.save writes the name of a path into the bytes.
         with (staging / _bin_name(file.name)).open("wb") as stream:
             torch.save(tensors, stream)

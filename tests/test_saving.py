@@ -127,7 +127,7 @@ def test_files_hold_flat_plain_tensors_and_nothing_else(
 
 
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
-def test_a_save_does_not_depend_on_the_directory_or_on_an_earlier_save(
+def test_bytes_do_not_depend_on_the_directory_the_file_name_or_an_earlier_save(
     serialization: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     options = SERIALIZATIONS[serialization]
@@ -135,6 +135,10 @@ def test_a_save_does_not_depend_on_the_directory_or_on_an_earlier_save(
     load(tmp_path / "a").save_pretrained(tmp_path / "another name", **options)
     model.save_pretrained(str(tmp_path / "a"), **options)
     assert contents(tmp_path / "a") == contents(tmp_path / "another name")
+    model.save_pretrained(tmp_path / "a", variant="v", **options)
+    for file in (path for path in (tmp_path / "a").iterdir() if is_weight_file(path.name) and "index" not in path.name):
+        stem, separator, shard = file.name.partition("-") if "-" in file.name else file.name.rpartition(".")
+        assert (tmp_path / "a" / f"{stem}.v{separator}{shard}").read_bytes() == file.read_bytes()
 
 
 def test_max_shard_size_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:

@@ -140,7 +140,7 @@ def test_a_safetensors_header_that_makes_no_sense_is_refused(tmp_path: Path, con
 
 @pytest.mark.parametrize("kept", [0, 3, 100, 1 / 2, -1])
 def test_a_truncated_bin_file_is_named(tmp_path: Path, kept: float) -> None:
-    file = write(tmp_path, "pytorch_model.bin")
+    file = write(tmp_path, "pytorch_model.bin", {**TENSORS, "layer.bias": torch.zeros(1000)})
     content = file.read_bytes()
     file.write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
     with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected .* Download it again|weights_only"):

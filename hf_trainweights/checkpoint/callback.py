@@ -157,7 +157,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        directory = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        directory = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
         if not args.should_save or not directory.is_dir() or not self._is_supported(args):
             return
         if not self._has_room(directory):

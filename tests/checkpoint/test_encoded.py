@@ -70,7 +70,7 @@ def test_plain_torch_load_gives_plain_tensors(mode, as_source, tmp_path, state):
         {"mmap": True}, {"weights_only": False}, {"map_location": "cpu"}, {"map_location": torch.device("cpu")},
         {"map_location": {"cuda:0": "cpu"}}, {"map_location": lambda storage, location: storage},
     ],
-    ids=str,
+    ids=["mmap", "unsafe", "name", "device", "dict", "function"],
 )  # fmt: skip
 def test_every_way_to_call_torch_load_gives_the_same(options, tmp_path, state):
     path = write(tmp_path / "optimizer.pt", state)

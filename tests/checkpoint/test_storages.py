@@ -163,7 +163,7 @@ class Wrapped(torch.Tensor):
         (torch.ones(2, dtype=torch.complex64).conj(), "a lazily conjugated or negated tensor"),
         (torch.ones(2, dtype=torch.complex64).conj().imag, "a lazily conjugated or negated tensor"),
     ],
-    ids=str,
+    ids=["sparse", "meta", "subclass", "float4", "conjugated", "negated"],
 )
 def test_tensor_that_is_not_plain_is_named(tensor, problem):
     with pytest.raises(UnstorableError, match=f"^0: expected a plain dense tensor, found {problem}"):

@@ -15,6 +15,7 @@ at 1 GB/s, within 1 % of the order-0 entropy above 3 bits a byte; its own levels
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -36,6 +37,8 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
     target_length=0,
     write_content_size=True,
 )
+# Fewer bytes than a frame takes are not worth a try.
+_SMALLEST_FRAME = 12
 # A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
 _MAX_WINDOW_BYTES = 1 << 22
 
@@ -62,7 +65,7 @@ class BlockWriter:
     def write(self, block: np.ndarray) -> None:
         """Appends a 1-D contiguous uint8 array."""
         raw = memoryview(block)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
-        coded = self._huffman.compress(raw)
+        coded = self._huffman.compress(raw) if len(raw) >= _SMALLEST_FRAME else raw
         stored = coded if len(coded) < len(raw) else raw
         self._data += stored
         self._sizes.append(len(stored))
@@ -92,11 +95,10 @@ class BlockReader:
         self._codec = codec
         data_bytes = payload.numel() - table_bytes
         self._data = payload[:data_bytes].numpy()
-        sizes = np.frombuffer(payload[data_bytes:].numpy().tobytes(), "<u4")
-        self._ends = np.cumsum(sizes, dtype=np.int64)
-        total_bytes = int(self._ends[-1]) if count else 0
-        if total_bytes != data_bytes:
-            raise codec.corrupt("payload", f"{total_bytes} bytes of blocks", f"{data_bytes} bytes")
+        sizes = np.frombuffer(payload[data_bytes:].numpy().tobytes(), "<u4").tolist()
+        self._edges = list(accumulate(sizes, initial=0))
+        if self._edges[-1] != data_bytes:
+            raise codec.corrupt("payload", f"{self._edges[-1]} bytes of blocks", f"{data_bytes} bytes")
         self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
     def read(self, index: int, size: int) -> np.ndarray:
@@ -105,8 +107,8 @@ class BlockReader:
         Raises:
             CorruptFileError: The block is damaged or has another size.
         """
-        start = self._start(index)
-        stored = self._data[start : int(self._ends[index])]
+        start = self._edges[index]
+        stored = self._data[start : self._edges[index + 1]]
         if len(stored) == size:
             return stored.copy()
         where = f"block {index} at byte {start}"
@@ -120,9 +122,6 @@ class BlockReader:
         if len(block) != size:
             raise self._codec.corrupt(where, f"{size} bytes", f"{len(block)} bytes")
         return np.frombuffer(bytearray(block), np.uint8)
-
-    def _start(self, index: int) -> int:
-        return int(self._ends[index - 1]) if index else 0
 
 
 def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:

@@ -243,7 +243,9 @@ def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.nd
         tile = _to_levels(symbols, width)
         escape = (1 << width) - 1
         escaped = np.flatnonzero(symbols == escape) if symbols.max() == escape else symbols[:0]
-        tile[escaped] = bytes_to_int16(blocks.read(3 * number + 2, 2 * len(escaped)))
+        escapes = blocks.read(3 * number + 2, 2 * len(escaped))
+        if len(escaped):
+            tile[escaped] = bytes_to_int16(escapes)
         levels[index] = tile.reshape(shape)
     return levels
 
@@ -332,7 +334,7 @@ def _unpack(high: np.ndarray, low: np.ndarray, width: int, count: int) -> np.nda
         return high.astype(np.uint16) * np.uint16(1 << (width - 8)) + low
     symbols = np.empty((8 // width, len(high)), np.uint16)
     for part, row in enumerate(symbols):
-        np.bitwise_and(high >> np.uint8(part * width), (1 << width) - 1, out=row)
+        np.bitwise_and(high >> np.uint8(part * width) if part else high, (1 << width) - 1, out=row)
     return symbols.reshape(-1)[:count]
 
 

@@ -43,6 +43,7 @@ from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, 
 from hf_trainweights.checkpoint.codecs.levels import (
     TILE,
     LevelWriter,
+    Tile,
     clip_,
     matrix_shape,
     moved_from,
@@ -94,18 +95,18 @@ class LogRank1(Codec):
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         row_means, column_means = _means(original)
+        row_logs, column_logs = row_means[:, None] / 128, column_means / 128
+        factors = _factors(row_means, column_means)
         writer = LevelWriter(*shape)
         bound = 0.0
         for tile in tiles(*shape):
             elements = original[tile]
             x = elements.to(torch.float32)
-            r, c = row_means[tile[0]], column_means[tile[1]]
             moved = moved_from(x)
             if moved is not None:
                 x = x + (1 - moved)  # zeros have their own symbol: any number does
-            levels = _log2(x).sub_(r[:, None] / 128).sub_(c / 128).mul_(1 / self.step).round_()
-            clip_(levels)
-            decoded = _reconstruct(levels, r, c, self.step).to(tensor.dtype)
+            levels = _log2(x).sub_(row_logs[tile[0]]).sub_(column_logs[tile[1]]).mul_(1 / self.step).round_()
+            decoded = _reconstruct(clip_(levels), tile, factors, self.step).to(tensor.dtype)
             misfit, worst = _split_misfits(decoded.to(torch.float32) / x, self.step / 2 + _SLACK)
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit, moved)
@@ -130,11 +131,10 @@ class LogRank1(Codec):
             raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
         cls.check_count(payloads, 3)
         tile_levels = read_levels(cls, payloads, shape, dtype)
-        row_means, column_means = _read_means(BlockReader(cls, payloads[2], 1), *matrix_shape(shape))
+        factors = _factors(*_read_means(BlockReader(cls, payloads[2], 1), *matrix_shape(shape)))
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
-            r, c = row_means[tile[0]], column_means[tile[1]]
-            decoded = _reconstruct(levels.values, r, c, step)
+            decoded = _reconstruct(levels.values, tile, factors, step)
             levels.put(decoded if levels.moved is None else decoded.mul_(levels.moved), out[tile])
         return out.view(shape)
 
@@ -192,19 +192,23 @@ def _read_means(reader: BlockReader, R: int, C: int) -> tuple[Tensor, Tensor]:
     return row_means, column_means
 
 
-def _reconstruct(levels: Tensor, row_means: Tensor, column_means: Tensor, step: int) -> Tensor:
-    """Returns the decoded float32 elements; the arithmetic and its order are part of the format.
+def _reconstruct(levels: Tensor, tile: Tile, factors: tuple[Tensor, Tensor], step: int) -> Tensor:
+    """Returns the decoded float32 elements of a tile; the arithmetic and its order are part of the format.
 
     A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
     and its element was stored exactly.
     """
     powers = levels.to(torch.int32).mul_(step << 23).add_(127 << 23).view(torch.float32)
-    return powers.mul_(_power_of_two(row_means)[:, None]).mul_(_power_of_two(column_means))
+    return powers.mul_(factors[0][tile[0]]).mul_(factors[1][tile[1]])
 
 
-def _power_of_two(means: Tensor) -> Tensor:
-    """Returns 2**(mean / 128), float32, cut to 24 bits."""
-    return ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32)
+def _factors(row_means: Tensor, column_means: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns 2**(mean / 128), float32 cut to 24 bits: [R, 1] and [C]."""
+    rows, columns = (
+        ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32)
+        for means in (row_means, column_means)
+    )
+    return rows[:, None], columns
 
 
 @cache

@@ -1,0 +1,45 @@
+"""`quantize_`: any nn.Module in place, without Transformers' loading.
+
+`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` with their defaults carry it, and
+`load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A
+Transformers model becomes what `from_pretrained` would have made of it, and saves itself likewise.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.config import TrainWeightsConfig
+from hf_trainweights.modules import announce, check_not_empty, model_skips, quantize_chosen
+from hf_trainweights.quantizer import TrainWeightsHfQuantizer
+from hf_trainweights.selection import Summary, choose
+
+
+def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
+    """Quantize the weights of a module in place.
+
+    Args:
+        module: Any module with its weights loaded. Weights that are quantized already stay as they are.
+        config: Which weights, and to which format.
+
+    Returns:
+        What was done with each parameter; the same is logged in one line.
+
+    Raises:
+        ConfigError: There is nothing to quantize.
+        QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
+
+    Example:
+        >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+        >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
+        quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
+    """
+    summary = choose(module, config, model_skips(module, config))
+    check_not_empty(summary, config)
+    quantize_chosen(module, summary)
+    quantizer = getattr(module, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
+    if isinstance(module, PreTrainedModel) and isinstance(quantizer, TrainWeightsHfQuantizer):
+        return quantizer.adopt(module)
+    announce(summary)
+    return summary

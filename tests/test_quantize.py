@@ -1,0 +1,62 @@
+"""`quantize_` makes of a Transformers model what `from_pretrained` would have made of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, outputs
+from transformers import PreTrainedModel
+
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+
+
+@pytest.fixture(params=["llama", "gpt_neox", "qwen3_moe"])
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.mark.parametrize("safe_serialization", [True, False])
+def test_a_model_quantized_in_place_saves_and_reloads(tmp_path: Path, name: str, safe_serialization: bool) -> None:
+    architecture = ARCHITECTURES[name]
+    model = architecture.build()
+    summary = quantize_(model, TrainWeightsConfig("int8"))
+    expected = outputs(model, architecture.inputs(model))
+    model.save_pretrained(tmp_path, safe_serialization=safe_serialization)
+    reloaded = architecture.auto_class.from_pretrained(tmp_path)
+    assert str(reloaded.hf_quantizer.summary()) == str(summary)
+    assert all(map(torch.equal, outputs(reloaded, architecture.inputs(reloaded)), expected))
+
+
+def test_it_saves_the_files_that_from_pretrained_would_lead_to(tmp_path: Path, name: str) -> None:
+    architecture = ARCHITECTURES[name]
+    config = TrainWeightsConfig("int4", group_size=32)
+    model = architecture.build()
+    model.save_pretrained(tmp_path / "float")
+    quantize_(model, config)
+    model.save_pretrained(tmp_path / "in_place")
+    loaded = architecture.auto_class.from_pretrained(tmp_path / "float", quantization_config=config)
+    loaded.save_pretrained(tmp_path / "loaded")
+    files = [(tmp_path / way / "model.safetensors").read_bytes() for way in ("in_place", "loaded")]
+    assert files[0] == files[1]
+
+
+def test_a_second_call_quantizes_only_the_rest() -> None:
+    model: PreTrainedModel = ARCHITECTURES["llama"].build()
+    only_mlp = {"re:.*self_attn.*": None}
+    quantize_(model, TrainWeightsConfig("int8", overrides=only_mlp))
+    up_proj = model.model.layers[0].mlp.up_proj.weight
+    summary = quantize_(model, TrainWeightsConfig("float8_e4m3"))
+    assert model.model.layers[0].mlp.up_proj.weight is up_proj
+    assert isinstance(model.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
+    assert str(summary) == str(model.hf_quantizer.summary())
+
+
+def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
+    model: PreTrainedModel = ARCHITECTURES["llama"].build()
+    quantize_(model, TrainWeightsConfig("int8"))
+    model.dequantize()
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in (tmp_path / "config.json").read_text()
+    assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
