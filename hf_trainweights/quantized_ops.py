@@ -168,9 +168,16 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
     # Indexing would take a negative number for a row counted from the end; index_select refuses it as F.embedding does.
-    rows = {name: stored.index_select(0, indices.flatten()) for name, stored in tensor.tensors.items()}
+    rows = {name: _select_rows(stored, indices.flatten()) for name, stored in tensor.tensors.items()}
     K = tensor.stored_shape[-1]
     return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
+
+
+def _select_rows(stored: Tensor, indices: Tensor) -> Tensor:
+    # Bytes: torch 2.8 has no index_select for float8 on the CPU.
+    if stored.dtype.itemsize == 1:
+        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
+    return stored.index_select(0, indices)
 
 
 def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:

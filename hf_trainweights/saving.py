@@ -97,7 +97,7 @@ def save_pretrained(
             type(self).save_pretrained(self, staging, **options)
         if not safe:
             _rewrite_as_bin(staging)
-        _move_into_place(staging, directory, options.get("variant"))
+        _move_into_place(staging, directory, options.get("variant"), quantized=hasattr(self, "hf_quantizer"))
     if pushing:
         push_options |= {key: options.pop(key) for key in ("max_shard_size", "token") if key in options}
         with _passing(**options):
@@ -249,19 +249,30 @@ def _bin_name(name: str) -> str:
     return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
 
 
-def _move_into_place(staging: Path, directory: Path, variant: str | None) -> None:
-    """Rename every file into place, then remove weight files of earlier saves that the new ones do not replace."""
-    files = [path for path in staging.rglob("*") if path.is_file()]
-    for target in (directory / file.relative_to(staging) for file in files):
-        if target.is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(target))
-    # Weights first: a reader that comes in between finds the old config.json, which fits the old weights' names too.
-    for file in sorted(files, key=lambda path: not is_weight_file(path.name, variant)):
-        target = directory / file.relative_to(staging)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(file, target)
-    written = {file.name for file in files}
-    if any(is_weight_file(name, variant) for name in written):
+def _move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> None:
+    """Rename every file into place and remove the weight files of earlier saves that the new ones do not replace."""
+    files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    for file in files:
+        if (directory / file).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(file))
+    weights = [file for file in files if is_weight_file(file.name, variant)]
+    weights.sort(key=lambda file: file.suffix == ".json")  # an index comes after its shards
+    others = [file for file in files if file not in weights]
+    # Quantized weights beside the config.json of a float model load as random ones with but a warning, so at no moment
+    # may these two lie there together. Any other mixture gives an error or the old weights.
+    if quantized:
+        _move(others, staging, directory)
+    _move(weights, staging, directory)
+    if weights:
         for old in directory.iterdir():
-            if old.is_file() and is_weight_file(old.name, variant) and old.name not in written:
+            if old.is_file() and is_weight_file(old.name, variant) and Path(old.name) not in weights:
                 old.unlink()
+    if not quantized:
+        _move(others, staging, directory)
+
+
+def _move(files: list[Path], staging: Path, directory: Path) -> None:
+    for file in files:
+        target = directory / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / file, target)

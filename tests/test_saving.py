@@ -171,6 +171,36 @@ def test_variants_do_not_touch_each_other(model: PreTrainedModel, tmp_path: Path
     assert computes_the_same(load(tmp_path, variant="zero"), zeroed(model))
 
 
+@pytest.mark.parametrize("serialization", SERIALIZATIONS)
+@pytest.mark.parametrize("earlier", SERIALIZATIONS)
+@pytest.mark.parametrize("dequantize", [False, True])
+def test_no_float_config_ever_lies_beside_quantized_weights(
+    dequantize: bool,
+    earlier: str,
+    serialization: str,
+    model: PreTrainedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain = copy.deepcopy(model)
+    plain.dequantize()
+    before, after = (model, plain) if dequantize else (plain, model)
+    before.save_pretrained(tmp_path, **SERIALIZATIONS[earlier])
+    old, order = weight_files(tmp_path), []
+    replace, unlink = os.replace, Path.unlink
+    monkeypatch.setattr(os, "replace", lambda *paths: order.append(Path(paths[1]).name) or replace(*paths))
+    monkeypatch.setattr(
+        Path, "unlink", lambda path: (path.parent == tmp_path and order.append(path.name)) or unlink(path)
+    )
+    after.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
+    changes = [index for index, name in enumerate(order) if is_weight_file(name)]
+    assert {order[index] for index in changes} == old | weight_files(tmp_path)
+    config = order.index("config.json")
+    assert max(changes) < config if dequantize else config < min(changes)
+    written = [name for name in order if name in weight_files(tmp_path)]
+    assert not any(name.endswith(".json") for name in written[:-1]), "an index came before its shards"
+
+
 def test_a_quantized_model_replaces_a_float_one(model: PreTrainedModel, tmp_path: Path) -> None:
     for options in SERIALIZATIONS.values():
         LLAMA.build().save_pretrained(tmp_path, max_shard_size="64KB")
