@@ -20,17 +20,14 @@ class TrainWeightsError(Exception):
     """
 
     def __init__(self, where: str, expected: str, found: str, next_step: str):
-        super().__init__(where, expected, found, next_step)
+        # One argument, the text: OSError would take four for its own, and load_state_dict shows them as a tuple.
+        super().__init__(f"{where}: expected {expected}, found {found}. {next_step}")
         self.where = where
         self.expected = expected
         self.found = found
         self.next_step = next_step
 
-    def __str__(self) -> str:
-        return f"{self.where}: expected {self.expected}, found {self.found}. {self.next_step}"
-
     def __reduce__(self) -> tuple[object, ...]:
-        # OSError keeps only two of four arguments in `args`, so the default would not unpickle.
         return type(self), (self.where, self.expected, self.found, self.next_step)
 
 
@@ -51,12 +48,4 @@ class CorruptFileError(TrainWeightsError, ValueError):
 
 
 class SaveError(TrainWeightsError, OSError):
-    """A file or directory could not be written; what was there before is untouched.
-
-    `filename` is `where`; the system's own error, if there was one, is the cause.
-    """
-
-    def __init__(self, where: str, expected: str, found: str, next_step: str):
-        super().__init__(where, expected, found, next_step)
-        # OSError has taken the four texts for its own arguments.
-        self.errno, self.strerror, self.filename, self.filename2 = None, found, where, None
+    """A file or directory could not be written; what was there before is untouched."""
