@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights.config import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
-from hf_trainweights.selection import Choice, Summary
+from hf_trainweights.selection import Choice, Summary, unused_overrides
 
 _logger = logging.getLogger(__name__)
 
@@ -108,6 +108,22 @@ def model_skips(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
     for kept in (module._keep_in_fp32_modules, module._keep_in_fp32_modules_strict):
         skips |= set(kept or ())
     return sorted(skips)
+
+
+def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:
+    """Check that the choice is what was meant: something is quantized; warn of an override that nothing goes by.
+
+    Args:
+        module: What was chosen from.
+        summary: What was chosen.
+        config: What the user wants.
+
+    Raises:
+        ConfigError: Nothing is quantized.
+    """
+    for selector in unused_overrides(module, config):
+        _logger.warning("overrides[%r] matches no module and no parameter: is it misspelt?", selector)
+    check_not_empty(summary, config)
 
 
 def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.config import TrainWeightsConfig
-from hf_trainweights.modules import announce, check_not_empty, model_skips, quantize_chosen
+from hf_trainweights.modules import announce, check_choice, model_skips, quantize_chosen
 from hf_trainweights.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.selection import Summary, choose
 
@@ -36,7 +36,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
     summary = choose(module, config, model_skips(module, config))
-    check_not_empty(summary, config)
+    check_choice(module, summary, config)
     quantize_chosen(module, summary)
     quantizer = getattr(module, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
     if isinstance(module, PreTrainedModel) and isinstance(quantizer, TrainWeightsHfQuantizer):

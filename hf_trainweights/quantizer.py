@@ -19,7 +19,7 @@ from hf_trainweights.conversion import (
     deserialize_converters,
 )
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.modules import announce, check_not_empty, dequantize_, model_skips
+from hf_trainweights.modules import announce, check_choice, check_not_empty, dequantize_, model_skips
 from hf_trainweights.saving import attach_saving, flat_state_dict
 from hf_trainweights.selection import Summary, choose, survey
 from hf_trainweights.state_dict import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
@@ -120,7 +120,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         config = self.quantization_config
         summary = choose(model, config, model_skips(model, config))
         if not self.pre_quantized:
-            check_not_empty(summary, config)
+            check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
         return model
 

@@ -6,6 +6,7 @@ expert parameters in both layouts, and on request embeddings. It works on the me
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -100,6 +101,24 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
             for name, parameter in module.named_parameters()
         )
     )
+
+
+def unused_overrides(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
+    """Return the overrides that no parameter of a module goes by: most likely misspelt.
+
+    Args:
+        module: Any module, also on the meta device.
+        config: What the user wants.
+    """
+    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    known = {*parameters, *(name.rpartition(".")[0] for name in parameters)}
+    return [
+        selector
+        for selector in config.overrides
+        if not (
+            any(re.fullmatch(selector[3:], name) for name in known) if selector.startswith("re:") else selector in known
+        )
+    ]
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:

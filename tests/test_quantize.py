@@ -60,3 +60,16 @@ def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+
+
+@pytest.mark.parametrize(
+    ("selector", "is_used"),
+    [("re:.*down_proj", True), ("lm_head", True), ("re:.*donw_proj", False), ("model.layers.9.mlp.up_proj", False)],
+)
+def test_an_override_that_matches_nothing_is_said(
+    selector: str, is_used: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ARCHITECTURES["llama"].build()
+    with caplog.at_level("WARNING", logger="hf_trainweights"):
+        quantize_(model, TrainWeightsConfig("int8", overrides={selector: "float8_e4m3"}))
+    assert ("matches no module" in caplog.text) is not is_used
