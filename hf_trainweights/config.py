@@ -61,6 +61,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             raise ConfigError(
                 "quant_method", repr(QUANT_METHOD), repr(self.quant_method), "Use that method's own class."
             )
+        if unknown.get("dequantize"):
+            raise ConfigError("dequantize", "no such key", "True", "Load the model, then call model.dequantize().")
         if type(version) is not int or version != CONFIG_VERSION:
             raise ConfigError(
                 "version",

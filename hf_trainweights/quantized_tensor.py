@@ -276,6 +276,10 @@ class Identity:
             "Use torch.save, or save_pretrained of a model that from_pretrained quantized, or dequantize() it first.",
         )
 
+    def __mod__(self, divisor: int) -> int:
+        # Transformers asks whether expert weights are aligned before it chooses how to multiply them.
+        return self.address % divisor
+
     __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = _refuse
     _as_parameter_ = property(_refuse)
 

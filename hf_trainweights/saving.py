@@ -78,7 +78,8 @@ def save_pretrained(
             there before is untouched.
         UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
     """
-    given = inspect.signature(type(self).save_pretrained).bind(self, save_directory, *args).arguments
+    # Not the signature of the model's own class: some classes override it with *args.
+    given = inspect.signature(PreTrainedModel.save_pretrained).bind(self, save_directory, *args).arguments
     options = {**_OPTIONS.get(), **given, **kwargs}
     del options["self"], options["save_directory"]
     serialization = options.pop("safe_serialization", True)

@@ -255,3 +255,9 @@ def test_any_configuration_round_trips(overrides: dict[str, Any], include_embedd
             None if override is None else get_format({"format": override} if isinstance(override, str) else override)
         )
         assert loaded.format_for([name]) == (chosen, True)
+
+
+def test_dequantizing_on_load_is_refused() -> None:
+    # Transformers would take the quantizer off the model and leave its weights quantized.
+    with pytest.raises(ConfigError, match=r"call model\.dequantize\(\)"):
+        TrainWeightsConfig("int8", dequantize=True)

@@ -31,6 +31,7 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_bytes,
 
 from hf_trainweights import QuantizedTensor, quantized_tensor
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, UnsupportedError
+from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.quantized_tensor import FALLBACKS, rebuild_quantized_tensor
 
@@ -575,3 +576,8 @@ def test_a_fresh_process_needs_our_import_and_reads_its_environment(tmp_path: Pa
         "equal: True",
     ]
     assert "aten.sum.default has no handler for quantized weights: dequantized (1)" in result.stderr
+
+
+def test_data_ptr_tells_its_alignment() -> None:
+    weight = QuantizedTensor.quantize(torch.ones(64, 64), FORMATS["int8"]())
+    assert weight.data_ptr() % 16 == weight.qdata.data_ptr() % 16

@@ -288,6 +288,20 @@ def test_a_distributed_checkpoint_as_bin_is_refused(model: PreTrainedModel, tmp_
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
+def test_a_class_with_a_save_pretrained_of_its_own_is_saved_by_it(
+    options: dict[str, Any], model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save_pretrained(self: PreTrainedModel, *args: Any, **kwargs: Any) -> None:
+        PreTrainedModel.save_pretrained(self, *args, **kwargs)
+        Path(args[0], "extra.txt").write_text("extra")
+
+    monkeypatch.setattr(type(model), "save_pretrained", save_pretrained)
+    model.save_pretrained(tmp_path, True, changed_state_dict(model), **options)
+    assert (tmp_path / "extra.txt").read_text() == "extra"
+    assert load(tmp_path).lm_head.weight.eq(3.0).all()
+
+
 def test_a_class_keeps_its_own_save_pretrained(model: PreTrainedModel) -> None:
     assert type(model).save_pretrained is PreTrainedModel.save_pretrained
     assert type(model).push_to_hub is PreTrainedModel.push_to_hub
