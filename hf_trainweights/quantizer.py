@@ -72,8 +72,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             model.hf_quantizer, model.is_quantized = self, True  # type: ignore[assignment]
             model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
             self.postprocess_model(model)
-        self._summary = survey(model, self.quantization_config, model_skips(model, self.quantization_config))
-        return self._summary
+        else:
+            self._summary = survey(model, self.quantization_config, model_skips(model, self.quantization_config))
+        return self.summary()
 
     # Before the weights are loaded
 
