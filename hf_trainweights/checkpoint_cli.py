@@ -47,7 +47,7 @@ def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debu
     Only manifests are read. Exits with 1 if one is damaged.
     """
     seen: set[tuple[int, int]] = set()
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         rows = [_summary(directory, seen) for directory in _checkpoints(path)]
     problems = [f"{row['path']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
@@ -76,7 +76,7 @@ def inspect(
     """Show what a checkpoint's manifest says: codecs, sizes and the largest error of what is not exact."""
     from hf_trainweights.checkpoint.manifest import read_manifest
 
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         manifest = read_manifest(path)
     if as_json:
         _print_json(asdict(manifest))
@@ -90,7 +90,7 @@ def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False)
 
     A complete directory without a manifest is called unverified. Exits with 1 if anything is damaged or missing.
     """
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         rows = [_verify(directory) for directory in _with_progress("verifying", _checkpoints(path))]
     if as_json:
         _print_json(rows)
@@ -117,7 +117,7 @@ def diff(
     """
     from hf_trainweights.checkpoint.difference import compare_checkpoints
 
-    with _errors_in_one_line(debug), Console(stderr=True).status("comparing"):
+    with errors_in_one_line(debug), Console(stderr=True).status("comparing"):
         comparison = compare_checkpoints(first, second)
     if as_json:
         _print_json(comparison.to_dict())
@@ -134,7 +134,7 @@ def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False
     """
     from hf_trainweights.checkpoint.inplace import restore_directory
 
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         rows = _rewrite("restoring", path, restore_directory)
     _print_rewritten(rows, as_json)
 
@@ -162,7 +162,7 @@ def compress(
         policy = Policy(mode, dict(map(_parse_rule, rule or ())))
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--mode" if error.where == "mode" else "--rule") from error
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         compress_one = functools.partial(compress_directory, mode=policy.mode, rules=policy.rules)
         rows = _rewrite("compressing", path, compress_one)
     _print_rewritten(rows, as_json)
@@ -178,7 +178,7 @@ def gc(
     """Remove what interrupted saves left behind: temporary files, and anchors that no file needs."""
     from hf_trainweights.checkpoint.store import collect_garbage
 
-    with _errors_in_one_line(debug):
+    with errors_in_one_line(debug):
         removed = collect_garbage(path, dry_run=dry_run)
     if as_json:
         _print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
@@ -298,7 +298,8 @@ def _with_progress(what: str, directories: Sequence[Path]) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _errors_in_one_line(debug: bool) -> Iterator[None]:
+def errors_in_one_line(debug: bool) -> Iterator[None]:
+    """Print an expected error in one line and exit with 1; raise it where `debug` is set."""
     try:
         yield
     except (TrainWeightsError, OSError) as error:

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedCo
 from rich.table import Table
 
 from hf_trainweights.checkpoint_cli import app as checkpoint_app
-from hf_trainweights.errors import TrainWeightsError
+from hf_trainweights.checkpoint_cli import errors_in_one_line
 
 if TYPE_CHECKING:
     from hf_trainweights.demo import Result
@@ -73,7 +73,7 @@ def demo(
         raise typer.BadParameter("Nothing is trained with --model: leave out --steps and --seed.", param_hint="--model")
     training = {"steps": steps, "seed": seed}
     recipe = Recipe(**{key: value for key, value in training.items() if value is not None})
-    with _errors_in_one_line(debug), _directory(out) as directory, _ProgressLines() as progress:
+    with errors_in_one_line(debug), _directory(out) as directory, _ProgressLines() as progress:
         chosen = list(dict.fromkeys(formats or FORMATS))
         result = run_demo(directory, chosen, recipe, progress.report, model=model, keep=out is not None)
     if as_json:
@@ -132,17 +132,6 @@ def _directory(out: Path | None) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="trainweights-") as directory:
         yield Path(directory)
-
-
-@contextlib.contextmanager
-def _errors_in_one_line(debug: bool) -> Iterator[None]:
-    try:
-        yield
-    except (TrainWeightsError, OSError) as error:
-        if debug:
-            raise
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error
 
 
 def _print_result(result: Result, out: Path | None) -> None:
