@@ -4,7 +4,7 @@
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
 | exp_avg | Adam's first moment | update-space, step 1/4 | update-space, step 1/2 |
-| exp_avg_sq | Adam's second moment | log-rank1, step 1 | log-rank1, step 2 |
+| exp_avg_sq | Adam's second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
 | buffer | what a module registers as one | exact | exact |
 | other | all else: step counters, states of optimizers that are not Adam | exact | exact |
 
@@ -32,6 +32,7 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encode import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded import Anchor
@@ -61,7 +62,7 @@ _EXACT = ("planes", "raw")
 _CODECS_BY_ROLE = {
     "weight": (*_EXACT, "planes-delta", "delta-uniform", "grouped"),
     "exp_avg": (*_EXACT, "update-space", "grouped"),
-    "exp_avg_sq": (*_EXACT, "log-rank1"),
+    "exp_avg_sq": (*_EXACT, "planes-rank1", "log-rank1"),
     "buffer": _EXACT,
     "other": _EXACT,
 }
@@ -336,8 +337,10 @@ def _state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec
     is_small = tensor.numel() < SIZE_FLOOR
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
-    if choice not in _LOSSY_MODES or role not in _MOMENTS or is_small:
+    if role not in _MOMENTS or is_small:
         return ()
+    if choice not in _LOSSY_MODES:
+        return (PlanesRank1(),) if role == "exp_avg_sq" else ()
     mode = _LOSSY_MODES[choice]
     return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
 

@@ -201,7 +201,7 @@ def test_buffers_and_rules_reach_the_policy(tmp_path):
     moments = {each["path"]: each for each in manifest.files["optimizer.pt"].report["tensors"]}
     assert moments["state.0.exp_avg"]["codec"] == "raw"
     assert moments["state.0.exp_avg"]["name"] == name
-    assert moments["state.0.exp_avg_sq"]["codec"] == "planes"
+    assert moments["state.0.exp_avg_sq"]["codec"] == "planes-rank1"
 
 
 def test_a_file_of_torch_save_with_everything_in_it_is_planned_part_by_part(tmp_path):

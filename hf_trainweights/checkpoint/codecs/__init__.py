@@ -8,13 +8,13 @@ from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.errors import ConfigError
 
-CODECS: dict[str, type[Codec]] = {
-    codec.codec_id: codec for codec in (Raw, Planes, PlanesDelta, DeltaUniform, UpdateSpace, LogRank1, Grouped)
-}
+_CODECS = (Raw, Planes, PlanesDelta, PlanesRank1, DeltaUniform, UpdateSpace, LogRank1, Grouped)
+CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
 def get_codec(codec_id: str) -> type[Codec]:

@@ -122,8 +122,7 @@ class Codec(ABC):
             problem = _reference_problem(name, reference, tensor.shape, tensor.dtype)
             if problem:
                 raise ConfigError(f"codec {self.codec_id}, reference {name}", *problem, "Pass the decoded tensor.")
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        return self._encode(plain, {name: reference.detach().contiguous() for name, reference in used.items()})
+        return self._encode(_plain(tensor), {name: _plain(reference) for name, reference in used.items()})
 
     @classmethod
     def decode(
@@ -161,11 +160,15 @@ class Codec(ABC):
             problem = _reference_problem(name, reference, shape, dtype)
             if problem:
                 raise cls.corrupt(f"reference {name}", *problem)
-        contiguous = {name: reference.detach().contiguous() for name, reference in used.items()}
+        plain_payloads = [_plain(payload) for payload in payloads]
+        plain_references = {name: _plain(reference) for name, reference in used.items()}
         try:
-            return cls._decode(payloads, params, torch.Size(shape), dtype, contiguous)
+            decoded = cls._decode(plain_payloads, params, torch.Size(shape), dtype, plain_references)
         except MemoryError as error:
             raise cls.corrupt("shape", "a tensor that fits into memory", repr(list(shape))[:80]) from error
+        if dtype == torch.bool and (decoded.view(torch.uint8) > 1).any():
+            raise cls.corrupt("elements", "0 or 1 in each byte of a bool", "another number")
+        return decoded
 
     @abstractmethod
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
@@ -237,6 +240,13 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     if not len(buffer):
         return torch.empty(shape, dtype=dtype)
     return torch.from_numpy(buffer).view(dtype).view(shape)
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Returns a contiguous CPU tensor without gradient or lazy conjugation; a view where possible."""
+    plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # An empty tensor counts as contiguous whatever its strides, but some strides keep it from being viewed as bytes.
+    return plain if plain.numel() else torch.empty(plain.shape, dtype=plain.dtype)
 
 
 def _check_payload(codec: type[Codec], index: int, payload: Tensor) -> None:

@@ -10,10 +10,9 @@ float32, each operation rounded once, no fused multiply-add:
 
 An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
 
-Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training
-(a loss up to .04 too high in our experiments at a step of one rms); with dither the error is uniform in
-+-step/2 and independent of the change. The table is a fixed permutation, so it costs nothing and decodes the
-same on every machine. An unchanged element is not dithered.
+Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training and
+biases the loss upwards; with dither the error is uniform in +-step/2 and independent of the change. The table is a
+fixed permutation, so it costs nothing and decodes the same on every machine. An unchanged element is not dithered.
 
 The payloads are those of `levels`.
 

@@ -8,8 +8,8 @@ more. A payload is
 | blocks | back to back; each either as it is or, when that is smaller, as one standard zstd frame |
 | table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
 
-The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. It then runs
-at 1 GB/s, within 1 % of the order-0 entropy above 3 bits a byte; its own levels are slower and no smaller.
+The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. That is within
+1 % of the order-0 entropy above 3 bits a byte; zstd's own levels are slower and no smaller.
 """
 
 from __future__ import annotations

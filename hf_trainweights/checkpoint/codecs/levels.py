@@ -80,6 +80,11 @@ def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
             yield slice(row, min(row + height, R)), slice(column, min(column + size, C))
 
 
+def tile_count(R: int, C: int, size: int) -> int:
+    """Returns how many tiles `tiles` yields."""
+    return -(-R // max(size // C, 1)) * -(-C // size)
+
+
 def moved_from(values: Tensor) -> Tensor | None:
     """Returns float32, 0 where the value is zero, else 1; None if no value is zero."""
     zeros = values.numpy() == 0
@@ -228,7 +233,7 @@ def _encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
 
 def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.ndarray:
     """Returns int16 [R, C]."""
-    count = -(-R // max(_CODED_TILE // C, 1)) * -(-C // _CODED_TILE)
+    count = tile_count(R, C, _CODED_TILE)
     blocks = BlockReader(codec, payload, 3 * count + 2)
     widths = blocks.read(3 * count, count).tolist()
     if not set(widths) <= set(_WIDTHS):

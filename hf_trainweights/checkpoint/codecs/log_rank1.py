@@ -4,8 +4,8 @@ The second moment spans tens of powers of two and must never become zero, or the
 quantized in log2, where a step is a factor. Rows and columns explain most of it, as in Adafactor (Shazeer and
 Stern 2018), which saves two bits per element.
 
-The tensor is viewed as a matrix [R, C] (see `levels`). Row means r and column means c of log2(v), over a sample
-of the elements v > 0, are whole multiples of 1/128. With P(k) = 2**(k/128), cut to 24 bits:
+With r and c the means of log2(v) over the element's row and column (see `rank1`), whole multiples of 1/128, and
+P(k) = 2**(k/128), cut to 24 bits:
 
 | | |
 |---|---|
@@ -19,7 +19,7 @@ to zero, infinity or NaN.
 | payload | content |
 |---|---|
 | 0, 1 | as in `levels` |
-| 2 | one block, int16: r of all rows if C >= 16, c of all columns if R >= 16; all low bytes, then all high |
+| 2 | as in `rank1` |
 
 | parameter | content |
 |---|---|
@@ -39,9 +39,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
-from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
 from hf_trainweights.checkpoint.codecs.levels import (
-    TILE,
     LevelWriter,
     Tile,
     clip_,
@@ -51,13 +49,9 @@ from hf_trainweights.checkpoint.codecs.levels import (
     split_misfits,
     tiles,
 )
+from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
-# The mean of fewer elements costs more than it saves.
-_FEWEST_PER_MEAN = 16
-# A mean is taken over a sample of so many, column means over rows that are not zero.
-_ROWS_PER_COLUMN_MEAN = 128
-_COLUMNS_PER_ROW_MEAN = 64
 _LARGEST_STEP = 16
 # In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
 _SLACK = 2**-6
@@ -94,9 +88,9 @@ class LogRank1(Codec):
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
-        row_means, column_means = _means(original)
-        row_logs, column_logs = row_means[:, None] / 128, column_means / 128
-        factors = _factors(row_means, column_means)
+        means = log_means(original)
+        row_logs, column_logs = means[0][:, None] / MEAN_UNITS, means[1] / MEAN_UNITS
+        factors = _factors(*means)
         writer = LevelWriter(*shape)
         bound = 0.0
         for tile in tiles(*shape):
@@ -110,11 +104,8 @@ class LogRank1(Codec):
             misfit, worst = _split_misfits(decoded.to(torch.float32) / x, self.step / 2 + _SLACK)
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit, moved)
-        means = BlockWriter()
-        stored = torch.cat([row_means[: _stored(*shape)], column_means[: _stored(*shape[::-1])]])
-        means.write(int16_to_bytes(stored.to(torch.int16).numpy()))
         # The errors are logarithms of float32 quotients.
-        payloads = [*writer.payloads(tensor.dtype), means.payload()]
+        payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
         return Encoded(payloads, {"step": self.step}, bound + 2**-20)
 
     @classmethod
@@ -131,65 +122,12 @@ class LogRank1(Codec):
             raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
         cls.check_count(payloads, 3)
         tile_levels = read_levels(cls, payloads, shape, dtype)
-        factors = _factors(*_read_means(BlockReader(cls, payloads[2], 1), *matrix_shape(shape)))
+        factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
             decoded = _reconstruct(levels.values, tile, factors, step)
             levels.put(decoded if levels.moved is None else decoded.mul_(levels.moved), out[tile])
         return out.view(shape)
-
-
-def _means(original: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns int32 means of rows and of columns in units of 1/128."""
-    R, C = original.shape
-    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
-    sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
-    counts = torch.zeros(R)
-    for rows, _ in tiles(*sample.shape):
-        logs, present = _rough_logs(sample[rows])
-        counts[rows] = present.sum(1)
-        if C >= _FEWEST_PER_MEAN:
-            row_means[rows] = _fixed_point(logs.mul_(present).sum(1), counts[rows])
-    if R >= _FEWEST_PER_MEAN:
-        live = counts.nonzero().view(-1)
-        live = live[:: -(-len(live) // _ROWS_PER_COLUMN_MEAN) or 1]
-        width = max(TILE // max(len(live), 1), 1)
-        for column in range(0, C, width):
-            columns = slice(column, column + width)
-            logs, present = _rough_logs(original[:, columns].index_select(0, live))
-            residuals = logs.sub_(row_means[live, None] / 128).mul_(present)
-            column_means[columns] = _fixed_point(residuals.sum(0), present.sum(0))
-    return row_means, column_means
-
-
-def _rough_logs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log2 to within .09, read from the bits, and 1 where the value is positive, else 0."""
-    x = values.to(torch.float32).contiguous()
-    logs = x.view(torch.int32).to(torch.float32).mul_(2**-23).sub_(127)
-    return logs, torch.from_numpy((x.numpy() > 0).astype(np.float32))
-
-
-def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
-    return (sums / counts.clamp(min=1)).clamp_(-126, 127).mul_(128).round_().to(torch.int32)
-
-
-def _stored(means: int, elements_per_mean: int) -> int:
-    """Returns how many of these means are stored: all or none."""
-    return means if elements_per_mean >= _FEWEST_PER_MEAN else 0
-
-
-def _read_means(reader: BlockReader, R: int, C: int) -> tuple[Tensor, Tensor]:
-    """Returns int32 [R] and [C], zeros where they are not stored.
-
-    Raises:
-        CorruptFileError: The block is damaged.
-    """
-    rows, columns = _stored(R, C), _stored(C, R)
-    means = torch.from_numpy(bytes_to_int16(reader.read(0, 2 * (rows + columns))))
-    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
-    row_means[:rows] = means[:rows]
-    column_means[:columns] = means[rows:]
-    return row_means, column_means
 
 
 def _reconstruct(levels: Tensor, tile: Tile, factors: tuple[Tensor, Tensor], step: int) -> Tensor:

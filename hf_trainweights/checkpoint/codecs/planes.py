@@ -16,11 +16,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
+
+_SAMPLE = 4096
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -94,6 +97,38 @@ def unfold_(words: Tensor, dtype: torch.dtype) -> None:
         bits = 8 * words.itemsize
         sign = words << (bits - 1)
         words.bitwise_right_shift_(1).bitwise_and_((1 << (bits - 1)) - 1).bitwise_or_(sign)
+
+
+def zigzag(delta: Tensor) -> Tensor:
+    """Makes small differences small numbers: 0, -1, 1, -2, ... become 0, 1, 2, 3, ...; bytes stay as they are."""
+    if delta.itemsize == 1:
+        return delta
+    return (delta << 1).bitwise_xor_(delta >> (8 * delta.itemsize - 1))
+
+
+def unzigzag_(words: Tensor) -> Tensor:
+    """Undoes `zigzag` in place; returns its argument."""
+    if words.itemsize == 1:
+        return words
+    negative = (words & 1).neg_()
+    mask = (1 << (8 * words.itemsize - 1)) - 1
+    return words.bitwise_right_shift_(1).bitwise_and_(mask).bitwise_xor_(negative)
+
+
+def sample_of(words: Tensor) -> Tensor:
+    """Returns a view of at most 4096 words, evenly spread: enough to tell which of two codings is smaller."""
+    return words[:: len(words) // _SAMPLE + 1]
+
+
+def plane_bits(words: Tensor) -> float:
+    """Returns the order-0 entropy of the byte planes, in bits per word."""
+    planes = words.contiguous().view(torch.uint8).view(-1, words.itemsize).numpy()
+    bits = 0.0
+    for plane in planes.T:
+        share = np.bincount(plane, minlength=256) / len(planes)
+        present = share[share > 0]
+        bits -= float(np.dot(present, np.log2(present)))
+    return bits
 
 
 def write_planes(writer: BlockWriter, words: Tensor) -> None:

@@ -25,14 +25,16 @@ from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, 
 from hf_trainweights.checkpoint.codecs.planes import (
     WORDS,
     fold,
+    plane_bits,
     read_planes,
+    sample_of,
     unfold_,
+    unzigzag_,
     word_layout,
     words_of,
     write_planes,
+    zigzag,
 )
-
-_SAMPLE = 4096
 
 
 @dataclass(frozen=True)
@@ -62,7 +64,7 @@ class PlanesDelta(Codec):
         for chunk in chunk_ranges(len(words)):
             is_delta.append(anchor is not None and _delta_is_smaller(words[chunk], anchor[chunk], tensor.dtype))
             if anchor is not None and is_delta[-1]:
-                write_planes(writer, _zigzag(words[chunk] - anchor[chunk]))
+                write_planes(writer, zigzag(words[chunk] - anchor[chunk]))
             else:
                 write_planes(writer, fold(words[chunk], tensor.dtype))
         writer.write(np.array(is_delta, np.uint8))
@@ -87,39 +89,12 @@ class PlanesDelta(Codec):
         for index, chunk in enumerate(chunk_ranges(count)):
             read_planes(reader, index * itemsize, words[chunk])
             if anchor is not None and is_delta[index]:
-                _unzigzag_(words[chunk]).add_(anchor[chunk])
+                unzigzag_(words[chunk]).add_(anchor[chunk])
             else:
                 unfold_(words[chunk], dtype)
         return words.view(dtype).view(shape)
 
 
-def _zigzag(delta: Tensor) -> Tensor:
-    if delta.itemsize == 1:
-        return delta
-    return (delta << 1).bitwise_xor_(delta >> (8 * delta.itemsize - 1))
-
-
-def _unzigzag_(words: Tensor) -> Tensor:
-    """Undoes `_zigzag` in place; returns its argument."""
-    if words.itemsize == 1:
-        return words
-    negative = (words & 1).neg_()
-    mask = (1 << (8 * words.itemsize - 1)) - 1
-    return words.bitwise_right_shift_(1).bitwise_and_(mask).bitwise_xor_(negative)
-
-
 def _delta_is_smaller(words: Tensor, anchor: Tensor, dtype: torch.dtype) -> bool:
-    step = len(words) // _SAMPLE + 1
-    sample = words[::step]
-    return _plane_bits(_zigzag(sample - anchor[::step])) < _plane_bits(fold(sample, dtype))
-
-
-def _plane_bits(words: Tensor) -> float:
-    """Returns the order-0 entropy of the byte planes, in bits per word."""
-    planes = words.contiguous().view(torch.uint8).view(-1, words.itemsize).numpy()
-    bits = 0.0
-    for plane in planes.T:
-        share = np.bincount(plane, minlength=256) / len(planes)
-        present = share[share > 0]
-        bits -= float(np.dot(present, np.log2(present)))
-    return bits
+    sample = sample_of(words)
+    return plane_bits(zigzag(sample - sample_of(anchor))) < plane_bits(fold(sample, dtype))

@@ -90,8 +90,8 @@ class UpdateSpace(Codec):
             misfit, worst = split_misfits(errors, _LIMIT)
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit)
-        # The quotients are rounded to float32, some of them to denormals.
-        bound = (bound + _TINY) * step * (1 + 2**-20) if bound else 0.0
+        # The quotients are rounded to float32, some of them to denormals or zero.
+        bound = (bound + _TINY) * step * (1 + 2**-20)
         return Encoded(writer.payloads(tensor.dtype), {"step": step}, bound)
 
     @classmethod

@@ -82,6 +82,6 @@ def error(codec: Codec, original: Tensor, decoded: Tensor, references: Reference
 def bits_equal(left: Tensor, right: Tensor) -> bool:
     """Says whether two tensors agree in shape, dtype and every bit."""
     same_kind = left.dtype == right.dtype and left.shape == right.shape
-    return same_kind and torch.equal(
-        left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8)
-    )
+    if not same_kind or not left.numel():
+        return same_kind
+    return torch.equal(left.contiguous().view(-1).view(torch.uint8), right.contiguous().view(-1).view(torch.uint8))

@@ -142,6 +142,16 @@ def test_references_that_are_not_used_are_ignored(codec):
     assert torch.equal(encoded.payloads[0], codec.encode(tensor, references).payloads[0])
 
 
+@every_codec
+def test_empty_tensors_of_any_strides_work(codec):
+    # So does numpy make them; torch cannot view this one as bytes.
+    empty = torch.empty(0).as_strided([0, 3], [0, 0])
+    references = {"anchor": empty, "exp_avg_sq": empty}
+    encoded = codec.encode(empty, references)
+    payloads = [payload if payload.numel() else payload.as_strided([0], [0]) for payload in encoded.payloads]
+    assert codec.decode(payloads, encoded.params, [0, 3], torch.float32, references).shape == (0, 3)
+
+
 def test_conjugated_and_negated_views_are_resolved():
     tensor = torch.randn(40, dtype=torch.complex64)
     for codec in (each for each in INSTANCES if torch.complex64 in each.dtypes):

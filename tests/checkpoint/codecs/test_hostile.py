@@ -244,3 +244,11 @@ def test_number_of_exact_elements_is_checked():
 def test_decoded_example_survives(codec):
     tensor, references, encoded = encoded_example(codec)
     assert decode(codec, encoded, tensor, references).shape == tensor.shape
+
+
+@pytest.mark.parametrize("codec_id", ["raw", "planes", "planes-delta"])
+def test_bools_that_are_neither_zero_nor_one_are_errors(codec_id):
+    codec = CODECS[codec_id]()
+    encoded = codec.encode(torch.tensor([0, 1, 2], dtype=torch.uint8))
+    with pytest.raises(CorruptFileError, match="elements: expected 0 or 1 in each byte of a bool"):
+        codec.decode(encoded.payloads, encoded.params, [3], torch.bool)

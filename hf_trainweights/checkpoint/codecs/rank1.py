@@ -1,0 +1,96 @@
+"""Shared by the codecs of Adam's exp_avg_sq: the means of log2 over rows and columns.
+
+The tensor is viewed as a matrix [R, C] (see `levels`). Means are whole multiples of 1/128, over a sample of the
+elements that are positive; a row's is taken first, a column's of what it leaves. Means of fewer than 16 elements
+are zero and not stored. The payload is one block (see `entropy`), int16: the rows' if C >= 16, then the columns' if
+R >= 16, in units of 1/128; all low bytes, then all high.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import Codec
+from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
+from hf_trainweights.checkpoint.codecs.levels import TILE, tiles
+
+MEAN_UNITS = 128
+"""Means are whole multiples of one part in so many."""
+
+# The mean of fewer elements costs more than it saves.
+_FEWEST_PER_MEAN = 16
+# A mean is taken over a sample of so many, column means over rows that are not zero.
+_ROWS_PER_COLUMN_MEAN = 128
+_COLUMNS_PER_ROW_MEAN = 64
+
+
+def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
+    """Measures a matrix.
+
+    Args:
+        original: Floating point [R, C].
+
+    Returns:
+        int32 [R] and [C], the means of rows and of columns in units of 1/128, within float32's range.
+    """
+    R, C = original.shape
+    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
+    sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
+    counts = torch.zeros(R)
+    for rows, _ in tiles(*sample.shape):
+        logs, present = _rough_logs(sample[rows])
+        counts[rows] = present.sum(1)
+        if C >= _FEWEST_PER_MEAN:
+            row_means[rows] = _fixed_point(logs.mul_(present).sum(1), counts[rows])
+    if R >= _FEWEST_PER_MEAN:
+        live = counts.nonzero().view(-1)
+        live = live[:: -(-len(live) // _ROWS_PER_COLUMN_MEAN) or 1]
+        width = max(TILE // max(len(live), 1), 1)
+        for column in range(0, C, width):
+            columns = slice(column, column + width)
+            logs, present = _rough_logs(original[:, columns].index_select(0, live))
+            residuals = logs.sub_(row_means[live, None] / MEAN_UNITS).mul_(present)
+            column_means[columns] = _fixed_point(residuals.sum(0), present.sum(0))
+    return row_means, column_means
+
+
+def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
+    """Returns the payload of what `log_means` measured."""
+    R, C = len(row_means), len(column_means)
+    stored = torch.cat([row_means[: _stored(R, C)], column_means[: _stored(C, R)]])
+    writer = BlockWriter()
+    writer.write(int16_to_bytes(stored.to(torch.int16).numpy()))
+    return writer.payload()
+
+
+def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
+    """Returns int32 [R] and [C], zeros where they are not stored.
+
+    Raises:
+        CorruptFileError: The payload is damaged or does not fit the shape.
+    """
+    rows, columns = _stored(R, C), _stored(C, R)
+    planes = BlockReader(codec, payload, 1).read(0, 2 * (rows + columns))
+    means = torch.from_numpy(bytes_to_int16(planes)).to(torch.int32)
+    row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
+    row_means[:rows] = means[:rows]
+    column_means[:columns] = means[rows:]
+    return row_means, column_means
+
+
+def _rough_logs(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns log2 to within .09, read from the bits, and 1 where the value is positive, else 0."""
+    x = values.to(torch.float32).contiguous()
+    logs = x.view(torch.int32).to(torch.float32).mul_(2**-23).sub_(127)
+    return logs, torch.from_numpy((x.numpy() > 0).astype(np.float32))
+
+
+def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
+    return (sums / counts.clamp(min=1)).clamp_(-126, 127).mul_(MEAN_UNITS).round_().to(torch.int32)
+
+
+def _stored(means: int, elements_per_mean: int) -> int:
+    """Returns how many of these means are stored: all or none."""
+    return means if elements_per_mean >= _FEWEST_PER_MEAN else 0
