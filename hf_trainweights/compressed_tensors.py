@@ -9,6 +9,7 @@ Layout: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -49,19 +50,25 @@ def lay_out(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> tuple[d
 
     Raises:
         ConfigError: Nothing is quantized.
-        UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight; all of them are named.
+        UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
+            model has adapters.
     """
     quantized = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)}
     if not quantized:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
     _check_weights(model, quantized)
-    others = {name: tensor for name, tensor in state_dict.items() if name not in quantized}
+    left_out = {*quantized, *(model._keys_to_ignore_on_save or ())}
+    others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     tensors = dict(revert_weight_conversion(model, others))
+    _check_float_experts(model, tensors)
     for form in {weight.format for weight in quantized.values()}:
         weights = {name: weight for name, weight in quantized.items() if weight.format == form}
         # Whatever a checkpoint splits or reorders are rows, so codes and scales come out alike.
         codes = revert_weight_conversion(model, {name: weight.qdata for name, weight in weights.items()})
         scales = revert_weight_conversion(model, {name: weight.scale for name, weight in weights.items()})
+        _check_untouched(weights, codes.values())
         for name in codes:
             tensors |= _name_tensors(name, form, codes[name], scales[name])
     return dict(sorted(tensors.items())), _configure(model, quantized)
@@ -91,25 +98,46 @@ def pack(name: str, tensor: Tensor) -> Tensor:
 
 def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> None:
     """Check that the layout has a place for each weight."""
-    misfits: dict[str, list[str]] = defaultdict(list)
+    in_float = "Quantize the model again and leave these in float (modules_to_not_convert)."
+    misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, weight in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
         if weight.format.name not in _SCHEMES or weight.format.tensor_names != ("qdata", "scale"):
-            misfits[f"weights in {weight.format}"].append(name)
+            misfits[f"weights in {weight.format}", in_float].append(name)
         elif weight.transposed:
-            misfits["weights that their layer keeps transposed"].append(name)
+            misfits["weights that their layer keeps transposed", in_float].append(name)
         elif isinstance(owner, nn.Embedding):
-            misfits["quantized embeddings"].append(name)
-    for what, names in misfits.items():
-        raise _unsupported(names, what, "Quantize the model again and leave these in float (modules_to_not_convert).")
+            misfits["quantized embeddings", in_float].append(name)
+        elif weight.scale.dtype != model.dtype:
+            # A reader casts scales to the dtype of the model, and so to other weights.
+            found = f"scales in {weight.scale.dtype} in a model in {model.dtype}"
+            misfits[found, f"Load or cast the model in {weight.scale.dtype}."].append(name)
+    for (found, next_step), names in misfits.items():
+        raise _unsupported(names, found, next_step)
     experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:
         found = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
-        raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads them by one.")
+        raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads all by one.")
+
+
+def _check_float_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Check that no expert of a merged weight is left in float: Transformers drops those of a quantized model."""
+    own = model.state_dict().keys()
+    if experts := [name for name in names if re.fullmatch(_EXPERT_MODULE, name) and name not in own]:
+        raise _unsupported(experts, "experts in float", "Quantize all experts to one format.")
+
+
+def _check_untouched(weights: Mapping[str, QuantizedTensor], codes: Iterable[Tensor]) -> None:
+    """Check that a checkpoint has no other arrangement of weights than the model, but for the experts."""
+    same = {id(tensor) for tensor in codes}
+    if moved := [name for name, weight in weights.items() if weight.dim() == 2 and id(weight.qdata) not in same]:
+        raise _unsupported(moved, "weights that their checkpoint splits or merges", "Leave these in float.")
 
 
 def _unsupported(names: Iterable[str], found: str, next_step: str) -> UnsupportedError:
-    return UnsupportedError(", ".join(names), "what compressed-tensors has a layout for", found, next_step)
+    # The same weight of every layer, and of every expert, is one name.
+    where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
 
 
 def _name_tensors(name: str, form: Format, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:

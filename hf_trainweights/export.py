@@ -15,6 +15,7 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
 
 from hf_trainweights import compressed_tensors
 from hf_trainweights.errors import ConfigError
@@ -67,8 +68,15 @@ def _load(directory: Path) -> PreTrainedModel:
         raise ConfigError(
             str(directory), "a directory with a config.json", "none", "Name one that save_pretrained wrote."
         )
-    name = next(iter(AutoConfig.from_pretrained(directory).architectures or ()), "AutoModel")
-    return getattr(transformers, name, transformers.AutoModel).from_pretrained(directory, dtype="auto")
+    architectures = AutoConfig.from_pretrained(directory).architectures or [""]
+    if not hasattr(transformers, architectures[0]):
+        raise ConfigError(
+            str(directory / "config.json"),
+            "architectures to name a class of Transformers",
+            repr(architectures[0]),
+            "Load the model with its own class and export that.",
+        )
+    return getattr(transformers, architectures[0]).from_pretrained(directory, dtype="auto")
 
 
 def _copy_side_files(source: Path, staging: Path) -> None:
@@ -82,6 +90,8 @@ def _write_config(model: PreTrainedModel, staging: Path, quantization_config: di
     config.quantization_config = quantization_config
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
+    if model.is_remote_code():
+        custom_object_save(model, staging, config=config)  # pyright: ignore[reportArgumentType]  (it takes a config too)
     config.save_pretrained(staging)
     if model.can_generate():
         model.generation_config.save_pretrained(staging)
