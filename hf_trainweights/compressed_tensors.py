@@ -1,4 +1,4 @@
-"""The compressed-tensors layout, which stock Transformers and vLLM read: its tensors, their names, its configuration.
+"""The compressed-tensors layout, vLLM's, which stock Transformers reads too: its tensors, names and configuration.
 
 int8 and int4 codes become `pack-quantized`, float8 `float-quantized`: the same codes and scales under other names, so
 nothing is rounded again. Experts get the names they have in the float checkpoint, one by one. What the layout or its
@@ -111,7 +111,8 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
             # A reader casts scales to the dtype of the model, and so to other weights.
             found = f"scales in {weight.scale.dtype} in a model in {model.dtype}"
             misfits[found, f"Load or cast the model in {weight.scale.dtype}."].append(name)
-    for (found, next_step), names in misfits.items():
+    if misfits:
+        (found, next_step), names = next(iter(misfits.items()))
         raise _unsupported(names, found, next_step)
     experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:

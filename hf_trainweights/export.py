@@ -31,7 +31,7 @@ def export_compressed_tensors(
     out: str | os.PathLike[str],
     max_shard_size: int | str = "5GB",
 ) -> None:
-    """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers and vLLM read.
+    """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
 
     Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
     bit. Beside the model itself, one shard is in memory at most.
