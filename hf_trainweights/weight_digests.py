@@ -88,8 +88,12 @@ def write_digests(directory: Path, names: Iterable[str], variant: str | None = N
         OSError: A file cannot be read, or the digests cannot be written.
     """
     files = {name: _entry(directory / name) for name in names}
-    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
-    (directory / digests_name(variant)).write_bytes(_signed({"files": files, "versions": versions}))
+    (directory / digests_name(variant)).write_bytes(_signed({"files": files, "versions": package_versions()}))
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of the packages that decide what lies in a weight file, by name."""
+    return {package: importlib.metadata.version(package) for package in _PACKAGES}
 
 
 def verify_model(path: str | os.PathLike[str]) -> ModelReport:
@@ -117,22 +121,23 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         {'model.safetensors': 'has another SHA-256 than when it was saved'}
     """
     directory = Path(path)
+    sources = digest_files(directory)
+    if not sources:
+        found = "none" if directory.is_dir() else "no directory"
+        next_step = "Save the model with hf_trainweights, quantized; other models carry no digests."
+        raise ConfigError(str(directory), f"a directory with {digests_name()}", found, next_step)
     files: dict[str, Mapping[str, Any]] = {}
     versions: dict[str, set[str]] = defaultdict(set)
     problems: dict[str, str] = {}
-    for digests in digest_files(directory):
+    for source in sources:
         try:
-            content = _read(digests)
+            content = _read(source)
         except (CorruptFileError, OSError) as error:
-            problems[digests.name] = str(error)
+            problems[source.name] = str(error)
             continue
         files |= content["files"]
         for package, version in content["versions"].items():
             versions[package].add(version)
-    if not files and not problems:
-        found = "none" if directory.is_dir() else "no directory"
-        next_step = "Save the model with hf_trainweights, quantized; other models carry no digests."
-        raise ConfigError(str(directory), f"a directory with {digests_name()}", found, next_step)
     for name, entry in files.items():
         problem = _problem(directory / name, entry)
         if problem:
@@ -214,8 +219,6 @@ def _is_valid(content: Mapping[str, Any]) -> bool:
     """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
     types = {"sha256": str, "size_bytes": int}
     return all(isinstance(version, str) for version in content["versions"].values()) and all(
-        _is_loadable(name)
-        and Path(name).name == name
-        and {key: type(value) for key, value in entry.items()} == types
+        _is_loadable(name) and Path(name).name == name and {key: type(value) for key, value in entry.items()} == types
         for name, entry in content["files"].items()
     )

@@ -25,6 +25,8 @@ LAYERS = [
     {"selection"},
     {"modules"},
     {"conversion"},
+    {"model_card"},
+    {"hub"},
     {"saving"},
     {"quantizer"},
     {"quantize"},
@@ -53,12 +55,13 @@ CHECKPOINT_LAYERS = [
     {"callback"},
     {"__init__"},
 ]
-CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict"}
+CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict", "weight_digests"}
 MAY_IMPORT_CHECKPOINT = {"checkpoint_cli"}
 MAY_IMPORT_TRANSFORMERS = {
     "config",
     "selection",
     "conversion",
+    "model_card",
     "saving",
     "quantizer",
     "quantize",
