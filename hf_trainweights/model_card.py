@@ -45,7 +45,8 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     """Return the text of a model's card.
 
     Args:
-        model: The model; one that was dequantized gets a card without the parts about quantization.
+        model: The model; one that was dequantized, or saves its adapters alone, gets a card without what is said of
+            quantized weights.
         repo_id: Where it is going to lie.
         tags: Tags beside our own.
         earlier: A card of ours for an earlier version of it; where the model was loaded quantized, only that knows the
@@ -56,7 +57,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     title = f"# {repo_id.rpartition('/')[2]}"
-    if quantizer is None:
+    if quantizer is None or getattr(model, "_hf_peft_config_loaded", False):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
     base = base_model(model, earlier)

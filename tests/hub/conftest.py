@@ -35,6 +35,7 @@ def xet_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LocalHu
 def connect(url: str, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Change what the client read from its environment when it was imported, and forget its connections."""
     monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # PEFT asks the environment
     values = {
         "ENDPOINT": url,
         "HUGGINGFACE_CO_URL_TEMPLATE": url + "/{repo_id}/resolve/{revision}/{filename}",

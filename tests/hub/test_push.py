@@ -22,6 +22,7 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
 )
+from peft import LoraConfig
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
@@ -271,6 +272,25 @@ def test_tags_of_the_model_are_tags_of_the_card(model: PreTrainedModel, local_hu
     tags = ModelCard(local_hub.files("me/model")["README.md"].decode()).data.tags
     assert tags == ["hf-trainweights", "quantized", "int4", "of-the-model", "of-the-push"]
     assert tagged.model_tags == ["of-the-model"]
+
+
+def test_adapters_are_pushed_alone_and_come_back_on_the_quantized_base(
+    model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
+) -> None:
+    model.push_to_hub("me/base")
+    adapted = pull("me/base", tmp_path / "base")
+    adapted.add_adapter(LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False))
+    adapted.push_to_hub("me/adapter")
+    files = local_hub.files("me/adapter")
+    assert {"adapter_config.json", "adapter_model.safetensors"} < files.keys()
+    assert not any(map(is_weight_file, files))
+    card = ModelCard(files["README.md"].decode())
+    assert card.data.to_dict() == {"library_name": "transformers"}
+    assert "import hf_trainweights" in card.text
+    assert "## Weights" not in card.text
+    pulled = AutoModelForCausalLM.from_pretrained("me/adapter", cache_dir=tmp_path / "cache")
+    assert computes_the_same(pulled, adapted)
+    assert not computes_the_same(pulled, model)
 
 
 # ---- refusals
