@@ -20,6 +20,7 @@ from transformers.dynamic_module_utils import custom_object_save
 from hf_trainweights import compressed_tensors
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.saving import move_into_place, staged_directory, whole_state_dict
+from hf_trainweights.weight_digests import digest_files
 
 # What lies beside the weights of a model and speaks of them, or of a training run: not copied.
 _LEFT_BEHIND = ("config.json", "README.md", "trainer_state.json")
@@ -80,8 +81,9 @@ def _load(directory: Path) -> PreTrainedModel:
 
 
 def _copy_side_files(source: Path, staging: Path) -> None:
+    left_behind = {*_LEFT_BEHIND, *(file.name for file in digest_files(source))}
     for file in source.iterdir():
-        if file.is_file() and file.name not in _LEFT_BEHIND and not file.name.endswith(_WEIGHT_SUFFIXES):
+        if file.is_file() and file.name not in left_behind and not file.name.endswith(_WEIGHT_SUFFIXES):
             shutil.copyfile(file, staging / file.name)
 
 

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -28,8 +29,11 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.hub import Push, begin_push
+from hf_trainweights.model_card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.quantized_tensor import QuantizedTensor
 from hf_trainweights.state_dict import flatten_state_dict
+from hf_trainweights.weight_digests import digests_name, write_digests
 from hf_trainweights.weight_files import is_weight_file
 
 try:
@@ -37,13 +41,10 @@ try:
 except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
     fcntl = None
 
-# Options that Transformers would drop on the way: its push_to_hub calls save_pretrained with max_shard_size alone, and
-# for a quantized model save_pretrained replaces the state_dict it was given.
-_OPTIONS: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar(
-    "options", default=types.MappingProxyType({})
-)
-
-_PUSH_ARGUMENTS = {"repo_id", "commit_message", "commit_description", "private", "revision", "create_pr", "tags"}
+# For a quantized model Transformers' save_pretrained drops the state_dict it was given and asks the quantizer for one.
+_STATE_DICT: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("state_dict", default=None)
+# The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
+_SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
 
 def attach_saving(model: PreTrainedModel) -> None:
@@ -75,63 +76,109 @@ def save_pretrained(
 
     Raises:
         SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
-            there before is untouched.
+            there before is untouched. Or the upload failed, after the files were written.
+        Exception: What the Hub's client refuses, before anything is written; see `push_to_hub`.
         UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
     """
     # Not the signature of the model's own class: some classes override it with *args.
-    given = inspect.signature(PreTrainedModel.save_pretrained).bind(self, save_directory, *args).arguments
-    options = {**_OPTIONS.get(), **given, **kwargs}
+    given = _SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments
+    options = {**given, **kwargs}
     del options["self"], options["save_directory"]
-    serialization = options.pop("safe_serialization", True)
-    safe = serialization if safe_serialization is None else safe_serialization
+    safe = safe_serialization is None or safe_serialization
     if options.get("distributed_checkpoint") and not safe:
         raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
     # Other processes write nothing, or only their own part: they must not hold the directory.
     if options.get("distributed_checkpoint") or not options.get("is_main_process", True):
         type(self).save_pretrained(self, save_directory, **options)
         return
-    pushing = options.pop("push_to_hub", False)
-    push_options = {key: options.pop(key) for key in _PUSH_ARGUMENTS & options.keys()} if pushing else {}
     directory = Path(save_directory)
-    with staged_directory(directory) as staging:
-        with _passing(state_dict=options.get("state_dict")):
-            type(self).save_pretrained(self, staging, **options)
-        if not safe:
-            _rewrite_as_bin(staging)
-        move_into_place(staging, directory, options.get("variant"), quantized=hasattr(self, "hf_quantizer"))
-    if pushing:
-        push_options |= {key: options.pop(key) for key in ("max_shard_size", "token") if key in options}
-        with _passing(**options):
-            self.push_to_hub(push_options.pop("repo_id", directory.name), safe_serialization=safe, **push_options)
+    push = None
+    if options.pop("push_to_hub", False):
+        push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
+        push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
+        push = begin_push(**push_options)
+    _save(self, directory, safe, options, push)
 
 
-def push_to_hub(self: PreTrainedModel, *args: Any, safe_serialization: bool = True, **kwargs: Any) -> str:
-    """Push a quantized model to the Hub, in either serialization.
+def push_to_hub(
+    self: PreTrainedModel,
+    repo_id: str,
+    *,
+    safe_serialization: bool = True,
+    max_shard_size: int | str = "50GB",
+    **kwargs: Any,
+) -> CommitInfo:
+    """Push a quantized model to the Hub, in either serialization, with a model card.
+
+    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit.
 
     Args:
         self: The model.
-        args: As for Transformers: the repository.
+        repo_id: Name of the repository; it is made if missing.
         safe_serialization: False for `pytorch_model.bin`.
-        kwargs: As for Transformers.
+        max_shard_size: As for `save_pretrained`.
+        kwargs: As for Transformers: `private`, `token`, `revision` (a branch, made if missing), `create_pr`, `tags`,
+            `commit_message`, `commit_description`.
 
     Returns:
-        The URL of the commit.
+        The commit, a string with its URL.
 
     Raises:
-        SaveError: The files could not be written before the upload.
+        SaveError: The upload failed, or the files could not be written before it.
+        Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
+            cannot be one, `HfHubHTTPError` without a token that may write there.
     """
-    with _passing(safe_serialization=safe_serialization):
-        return type(self).push_to_hub(self, *args, **kwargs)
+    push = begin_push(repo_id, **kwargs)
+    with tempfile.TemporaryDirectory() as directory:
+        commit = _save(self, Path(directory), safe_serialization, {"max_shard_size": max_shard_size}, push)
+    assert commit is not None
+    return commit
+
+
+def _save(
+    model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push: Push | None
+) -> CommitInfo | None:
+    """Save a model and, if there is a push, upload what was saved."""
+    variant = options.get("variant")
+    card = None
+    with staged_directory(directory) as staging:
+        with _given(options.get("state_dict")):
+            type(model).save_pretrained(model, staging, **options)
+        if not safe:
+            _rewrite_as_bin(staging)
+        weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
+        quantized = hasattr(model, "hf_quantizer")
+        if weights and quantized:
+            write_digests(staging, weights, variant)
+        if push is not None:
+            card = _write_card(model, push, directory, staging)
+        saved = move_into_place(staging, directory, variant, quantized)
+    if push is None or card is None:
+        return None
+    stale = (name for name in push.present if weights and _is_replaced(name, variant))
+    return push.commit(directory, saved, card, remove=stale)
+
+
+def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Path) -> str:
+    """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
+    local = directory / CARD_NAME
+    beside = local.read_bytes().decode() if local.is_file() else None
+    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
+    tags = [*(model.model_tags or ()), *push.tags]
+    card = with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
+    if beside is None or is_generated(beside):
+        (staging / CARD_NAME).write_bytes(card.encode())
+    return card
 
 
 @contextlib.contextmanager
-def _passing(**options: Any) -> Iterator[None]:
-    """Pass options to the calls below that Transformers does not hand them to."""
-    token = _OPTIONS.set({**_OPTIONS.get(), **options})
+def _given(state_dict: Mapping[str, Any] | None) -> Iterator[None]:
+    """Pass a state dict to the quantizer, to whom Transformers does not hand it."""
+    token = _STATE_DICT.set(state_dict)
     try:
         yield
     finally:
-        _OPTIONS.reset(token)
+        _STATE_DICT.reset(token)
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
@@ -154,7 +201,7 @@ def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
     """
-    return flatten_state_dict(whole_state_dict(model, _OPTIONS.get().get("state_dict")), default)
+    return flatten_state_dict(whole_state_dict(model, _STATE_DICT.get()), default)
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -266,14 +313,22 @@ def _bin_name(name: str) -> str:
     return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
 
 
-def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> None:
-    """Rename every file into place and remove the weight files of earlier saves that the new ones do not replace.
+def _is_replaced(name: str, variant: str | None) -> bool:
+    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it."""
+    return is_weight_file(name, variant) or name == digests_name(variant)
+
+
+def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> list[str]:
+    """Rename every file into place and remove what earlier saves left of the weights.
 
     Args:
         staging: What `staged_directory` yielded.
         directory: Where the files go.
         variant: Of which weight files; None for those without one.
         quantized: Whether the weights need the new config.json to be read.
+
+    Returns:
+        The paths of the files, relative to the directory.
 
     Raises:
         IsADirectoryError: A directory has the name of a file; nothing was moved.
@@ -282,8 +337,9 @@ def move_into_place(staging: Path, directory: Path, variant: str | None, quantiz
     for file in files:
         if (directory / file).is_dir():
             raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(file))
-    weights = [file for file in files if is_weight_file(file.name, variant)]
-    weights.sort(key=lambda file: file.suffix == ".json")  # an index comes after its shards
+    weights = [file for file in files if _is_replaced(file.name, variant)]
+    # An index comes after its shards, and digests after what they vouch for.
+    weights.sort(key=lambda file: (file.name == digests_name(variant), file.suffix == ".json"))
     others = [file for file in files if file not in weights]
     # Quantized weights beside the config.json of a float model load as random ones with but a warning, so at no moment
     # may these two lie there together. Any other mixture gives an error or the old weights.
@@ -292,10 +348,11 @@ def move_into_place(staging: Path, directory: Path, variant: str | None, quantiz
     _move(weights, staging, directory)
     if weights:
         for old in directory.iterdir():
-            if old.is_file() and is_weight_file(old.name, variant) and Path(old.name) not in weights:
+            if old.is_file() and _is_replaced(old.name, variant) and Path(old.name) not in weights:
                 old.unlink()
     if not quantized:
         _move(others, staging, directory)
+    return [file.as_posix() for file in files]
 
 
 def _move(files: list[Path], staging: Path, directory: Path) -> None:

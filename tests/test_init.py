@@ -42,6 +42,7 @@ def public_names() -> dict[str, object]:
         "dequantize_",
         "get_model_size_in_bytes",
         "quantize_",
+        "verify_model",
     ],
 )
 def test_the_names_a_user_needs_are_public(name: str) -> None:

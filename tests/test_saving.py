@@ -18,7 +18,6 @@ import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -96,7 +95,7 @@ def test_files_hold_flat_plain_tensors_and_nothing_else(
     serialization: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
-    expected = {"config.json", "generation_config.json"} | weight_files(tmp_path)
+    expected = {"config.json", "generation_config.json", "trainweights_files.json"} | weight_files(tmp_path)
     assert set(contents(tmp_path)) == expected
     tensors: dict[str, Tensor] = {}
     for file in sorted(path for path in tmp_path.iterdir() if path.suffix in {".safetensors", ".bin"}):
@@ -461,7 +460,8 @@ def test_a_second_save_at_the_same_time_is_refused(serialization: str, model: Pr
             zeroed(model).save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
         zeroed(model).save_pretrained(tmp_path / "elsewhere")
     shutil.rmtree(tmp_path / "elsewhere")
-    assert set(contents(tmp_path)) == {"config.json", "generation_config.json", "model.safetensors"}
+    names = {"config.json", "generation_config.json", "model.safetensors", "trainweights_files.json"}
+    assert set(contents(tmp_path)) == names
     assert computes_the_same(load(tmp_path), model)
     model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
 
@@ -517,88 +517,3 @@ def test_a_model_that_is_mapped_from_the_files_it_replaces_lives_on(model: PreTr
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode != -signal.SIGBUS
     assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
-
-
-# ---- the Hub
-
-
-class FakeHub:
-    """Takes the place of HfApi and keeps what it is told."""
-
-    def __init__(self) -> None:
-        self.repositories: list[dict[str, Any]] = []
-        self.branches: list[dict[str, Any]] = []
-        self.commits: list[dict[str, Any]] = []
-
-    def create_repo(self, repo_id: str, **options: Any) -> SimpleNamespace:
-        self.repositories.append({"repo_id": repo_id, **options})
-        return SimpleNamespace(repo_id=repo_id)
-
-    def create_branch(self, **options: Any) -> None:
-        self.branches.append(options)
-
-    def create_commit(self, operations: list[Any], **options: Any) -> str:
-        files = {operation.path_in_repo: Path(operation.path_or_fileobj).read_bytes() for operation in operations}
-        self.commits.append({**options, "files": files})
-        return "https://hub/commit"
-
-
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> FakeHub:
-    fake = FakeHub()
-    monkeypatch.setattr(transformers.utils.hub, "hf_api", lambda: fake)
-    card = SimpleNamespace(save=lambda path: Path(path).write_text("card"))
-    monkeypatch.setattr(transformers.utils.hub, "create_and_tag_model_card", lambda *_, **__: card)
-    return fake
-
-
-def saved_files(model: PreTrainedModel, directory: Path, **options: Any) -> dict[str, bytes]:
-    model.save_pretrained(directory, **options)
-    return {**contents(directory), "README.md": b"card"}
-
-
-@pytest.mark.parametrize("serialization", SERIALIZATIONS)
-def test_push_to_hub_uploads_what_a_save_writes(
-    serialization: str, model: PreTrainedModel, hub: FakeHub, tmp_path: Path
-) -> None:
-    options = {"private": True, "token": "secret", "commit_message": "m", "commit_description": "d"}
-    options |= {"revision": "branch", "create_pr": False}
-    url = model.push_to_hub("me/model", **options, **SERIALIZATIONS[serialization])
-    assert url == "https://hub/commit"
-    assert hub.repositories == [{"repo_id": "me/model", "private": True, "token": "secret", "exist_ok": True}]
-    assert [branch["branch"] for branch in hub.branches] == ["branch"]
-    [commit] = hub.commits
-    assert commit.pop("files") == saved_files(model, tmp_path, **SERIALIZATIONS[serialization])
-    del options["private"]
-    assert commit == {"repo_id": "me/model", **options}
-
-
-@pytest.mark.parametrize("serialization", SERIALIZATIONS)
-def test_saving_with_push_to_hub_uploads_what_it_saves(
-    serialization: str, model: PreTrainedModel, hub: FakeHub, tmp_path: Path
-) -> None:
-    options = {"variant": "v", "state_dict": changed_state_dict(model), **SERIALIZATIONS[serialization]}
-    push = {"private": True, "token": "secret", "commit_message": "m", "revision": "branch"}
-    model.save_pretrained(tmp_path / "name", push_to_hub=True, **push, **options)
-    [commit] = hub.commits
-    assert commit["files"] == {**contents(tmp_path / "name"), "README.md": b"card"}
-    assert any(is_weight_file(name, "v") for name in commit["files"])
-    assert (commit["repo_id"], commit["commit_message"], commit["revision"]) == ("name", "m", "branch")
-    assert hub.repositories[0]["private"] is True
-    assert hub.repositories[0]["token"] == commit["token"] == "secret"
-    model.save_pretrained(tmp_path / "name", push_to_hub=True, repo_id="me/other", **options)
-    assert hub.commits[-1]["repo_id"] == "me/other"
-    # What was pushed leaves no trace in the next save.
-    model.save_pretrained(tmp_path / "plain")
-    assert weight_files(tmp_path / "plain") == {"model.safetensors"}
-    assert computes_the_same(load(tmp_path / "plain"), model)
-
-
-def test_a_dequantized_model_is_pushed_in_both_serializations(
-    model: PreTrainedModel, hub: FakeHub, tmp_path: Path
-) -> None:
-    plain = copy.deepcopy(model)
-    plain.dequantize()
-    for options in ({}, {"safe_serialization": False}):
-        plain.push_to_hub("me/model", **options)
-        assert hub.commits[-1]["files"] == saved_files(plain, tmp_path / f"{len(options)}", **options)

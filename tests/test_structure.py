@@ -20,11 +20,13 @@ LAYERS = [
     {"quantized_tensor"},
     {"quantized_ops"},
     {"state_dict"},
-    {"weight_files"},
+    {"weight_files", "weight_digests"},
     {"config"},
     {"selection"},
     {"modules"},
     {"conversion"},
+    {"model_card"},
+    {"hub"},
     {"saving"},
     {"quantizer"},
     {"quantize"},
@@ -55,12 +57,13 @@ CHECKPOINT_LAYERS = [
     {"callback"},
     {"__init__"},
 ]
-CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict"}
+CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict", "weight_digests"}
 MAY_IMPORT_CHECKPOINT = {"checkpoint_cli"}
 MAY_IMPORT_TRANSFORMERS = {
     "config",
     "selection",
     "conversion",
+    "model_card",
     "saving",
     "quantizer",
     "quantize",

@@ -48,6 +48,7 @@ from hf_trainweights.checkpoint.store import (
     write_weights,
 )
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.weight_digests import digest_files
 
 OPTIMIZER_NAME = "optimizer.pt"
 PLAIN_MODE = "plain"
@@ -201,7 +202,8 @@ def _compress_weights(
     """Writes the weights and removes the files they replace; returns manifest entries and the anchor's state."""
     if weights is None:
         return {}, previous and previous.anchor
-    replaced = [file for file in _weight_files(path) if file.name != weights.file_name]
+    # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
+    replaced = [file for file in _weight_files(path) if file.name != weights.file_name] + digest_files(path)
     source = find_anchor_source(path.parent, weights.file_name, exclude=path)
     entries, anchor = write_weights(
         path, policy, weights, anchor=source, anchor_every=anchor_every, final=path, open_file=replace_file
