@@ -63,6 +63,21 @@ def test_small_files_stay_byte_for_byte(tmp_path):
     assert {name: (path / name).read_bytes() for name in small} == before
 
 
+def test_the_rng_files_of_several_ranks_stay_and_are_verified(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    (path / "rng_state.pth").unlink()
+    ranks = [f"rng_state_{rank}.pth" for rank in range(3)]
+    for rank, name in enumerate(ranks):
+        torch.save({"cpu": torch.full([5056], rank, dtype=torch.uint8)}, path / name)
+    before = {name: (path / name).read_bytes() for name in ranks}
+    manifest = compress_directory(path)
+    assert {name: (path / name).read_bytes() for name in ranks} == before
+    assert set(ranks) <= manifest.files.keys()
+    (path / ranks[1]).write_bytes(before[ranks[0]])
+    assert set(verify_checkpoint(path).problems) == {ranks[1]}
+
+
 def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
