@@ -76,8 +76,8 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
         f"anchor {anchor_file_name(sha256)}",
         f"a file at {recorded_path}",
         "none there, nor in a registered directory",
-        "Call hf_trainweights.latest(run) first, which looks where the run's newest checkpoint lies now, or run "
-        "`trainweights checkpoint restore PATH` for any other.",
+        "Call hf_trainweights.latest(run) first if the file is in the run's newest checkpoint; else run "
+        "`trainweights checkpoint restore PATH`.",
     )
 
 

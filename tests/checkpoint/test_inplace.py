@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from trees import fingerprint, trained
 
+from hf_trainweights.checkpoint.anchors import MissingAnchorError
 from hf_trainweights.checkpoint.discovery import latest
 from hf_trainweights.checkpoint.encoded import is_encoded, load_file
 from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
@@ -387,6 +388,18 @@ def test_restoring_gives_plain_files_that_need_nobody(tmp_path, moved):
     assert (manifest.mode, manifest.step) == ("plain", 500)
     assert verify_checkpoint(path).ok
     assert latest(root) == str(path)
+
+
+def test_a_moved_run_is_readable_after_the_call_that_the_error_names(tmp_path):
+    for step, seed in ((1, 71), (2, 72)):  # seeds of no other test, whose anchors would be found in its directory
+        weights, _ = trainer_directory(tmp_path / "here" / f"checkpoint-{step}", seed=seed)
+        compress_directory(tmp_path / "here" / f"checkpoint-{step}")
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(MissingAnchorError, match=r"latest\(run\)"):
+        torch.load(moved / "checkpoint-2" / "pytorch_model.bin")
+    assert latest(moved) == str(moved / "checkpoint-2")
+    loaded = torch.load(moved / "checkpoint-2" / "pytorch_model.bin")
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 def test_a_checkpoint_moved_without_its_anchor_is_refused_and_untouched(tmp_path):
