@@ -76,7 +76,7 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
         f"anchor {anchor_file_name(sha256)}",
         f"a file at {recorded_path}",
         "none there, nor in a registered directory",
-        "Call hf_trainweights.checkpoint.load_checkpoint(path) with the checkpoint's directory, or run "
+        "Call hf_trainweights.latest(run) first if the file is in the run's newest checkpoint; else run "
         "`trainweights checkpoint restore PATH`.",
     )
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.anchors import anchor_file_name
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References
+from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.encoded import Anchor, decode_file
 from hf_trainweights.checkpoint.layout import ALIGNMENT_BYTES, VERSION, padded_length, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.storages import KeyPath, Storage, default_device_cpu, path_text
@@ -295,6 +295,8 @@ def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -
 def _decoded(codec: Codec, encoded: Encoded, tensor: Tensor, references: References) -> Tensor:
     if codec.lossless:
         return tensor
+    if encoded.decoded is not None:
+        return encoded.decoded
     return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
 
 
@@ -354,7 +356,7 @@ class _Spool:
         for start in range(0, padding, _ZEROS_BYTES):
             self._add(torch.zeros(min(padding - start, _ZEROS_BYTES), dtype=torch.uint8))
         if self._file is None:
-            return torch.cat(self._pieces) if self._pieces else torch.empty(0, dtype=torch.uint8)
+            return torch.cat([empty([0], torch.uint8), *self._pieces], out=empty([self._bytes], torch.uint8))
         self._file.flush()
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # lives on when the file is closed
         return torch.frombuffer(mapped, dtype=torch.uint8)

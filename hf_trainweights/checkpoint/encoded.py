@@ -72,7 +72,7 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
     Args:
         path: The file.
         map_location: As in `torch.load`.
-        mmap: As in `torch.load`.
+        mmap: As in `torch.load`, for a plain file. An encoded one is always mapped: decoding copies it.
 
     Returns:
         What was saved.
@@ -83,7 +83,8 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
         OSError: It cannot be read.
     """
     try:
-        return torch.load(os.fspath(path), map_location=map_location, mmap=mmap, weights_only=True)
+        is_mapped = mmap or is_encoded(path)
+        return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
     except (OSError, MemoryError):

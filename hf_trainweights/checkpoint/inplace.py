@@ -248,13 +248,13 @@ def _read_weight_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return load_file(path, mmap=not is_encoded(path))
+    return load_file(path, mmap=True)
 
 
 def _load_if_possible(path: Path) -> Any:
     """Loads a torch file; one that holds more than data, or is of another format, is None."""
     try:
-        return load_file(path, mmap=not is_encoded(path))
+        return load_file(path, mmap=True)
     except CorruptFileError:
         return None
 

@@ -32,7 +32,7 @@ import os
 import re
 import stat
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib import metadata as package_metadata
 from pathlib import Path
@@ -122,8 +122,7 @@ class Manifest:
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        fields = asdict(self)
-        unsigned = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields, "sha256": ""}
+        unsigned = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self), "sha256": ""}
         return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
 
 
@@ -300,7 +299,8 @@ def require_intact(path: str | Path) -> Manifest:
 
 
 def _text(value: Mapping[str, Any]) -> bytes:
-    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True) + "\n").encode()
+    # Entries of files become their fields; dataclasses.asdict would copy the report of every tensor.
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True, default=vars) + "\n").encode()
 
 
 def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
-from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
@@ -57,16 +57,6 @@ _LOSSY_MODES = {
 }
 MODES = ("lossless", *_LOSSY_MODES)
 
-_EXACT = ("planes", "raw")
-# Nothing linear for exp_avg_sq: it would round small values to zero, and the next update divides by them.
-_CODECS_BY_ROLE = {
-    "weight": (*_EXACT, "planes-delta", "delta-uniform", "grouped"),
-    "exp_avg": (*_EXACT, "update-space", "grouped"),
-    "exp_avg_sq": (*_EXACT, "planes-rank1", "log-rank1"),
-    "buffer": _EXACT,
-    "other": _EXACT,
-}
-ROLES = tuple(_CODECS_BY_ROLE)
 _OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
 
 # What Adam and AdamW keep per parameter, and apex without the step; a key more and it is another optimizer.
@@ -243,8 +233,7 @@ def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor) -> dict[str, f
         reference = anchor.tensor(name)
         if reference.shape != tensor.shape:
             continue
-        delta = reference.to(torch.float32).sub_(tensor.detach().cpu())
-        rms = torch.linalg.vector_norm(delta, dtype=torch.float64).item() / math.sqrt(tensor.numel())
+        rms = rms_difference(tensor.cpu(), reference)
         if math.isfinite(rms):
             measured[name] = rms
     return measured
@@ -272,8 +261,9 @@ def _parse_rule(selector: Any, choice: Any) -> _Rule:
         raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
     parsed = _parse_choice(where, choice)
     for role in roles:
-        if isinstance(parsed, Codec) and parsed.codec_id not in _CODECS_BY_ROLE[role]:
-            allowed = f"for {role} one of {', '.join((*MODES, *_CODECS_BY_ROLE[role]))}"
+        if isinstance(parsed, Codec) and role not in parsed.roles:
+            codecs = [codec_id for codec_id, codec in CODECS.items() if role in codec.roles]
+            allowed = f"for {role} one of {', '.join((*MODES, *codecs))}"
             next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
             raise ConfigError(
                 where, allowed, parsed.codec_id, next_step if role == "exp_avg_sq" else "Choose one of these."

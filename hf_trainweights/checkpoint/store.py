@@ -14,7 +14,7 @@ import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -231,7 +231,7 @@ def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> File
         save_encoded(encoded, file)
     report = {
         "anchor": encoded.anchor.sha256 if encoded.anchor else None,
-        "tensors": [asdict(tensor) for tensor in encoded.report],
+        "tensors": [dict(vars(tensor)) for tensor in encoded.report],
     }
     return FileEntry.of(path, report)
 

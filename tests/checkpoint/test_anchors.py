@@ -67,7 +67,7 @@ def test_missing_anchor_says_what_to_call(recorded, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(MissingAnchorError) as caught:
         find_anchor(SHA256, recorded)
-    assert "hf_trainweights.checkpoint.load_checkpoint(path)" in str(caught.value)
+    assert "hf_trainweights.latest(run)" in str(caught.value)
     assert "trainweights checkpoint restore PATH" in str(caught.value)
     assert SHA256 in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)

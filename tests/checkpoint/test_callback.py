@@ -10,13 +10,15 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import callback as callback_module
 from hf_trainweights.checkpoint.discovery import latest
-from hf_trainweights.checkpoint.inplace import restore_directory
+from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
 from hf_trainweights.errors import ConfigError, SaveError
 
@@ -98,6 +100,62 @@ def test_lossless_resume_is_bit_identical_to_training_straight_through(
     assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
 
 
+def lora(model: PreTrainedModel) -> nn.Module:
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.2, task_type="CAUSAL_LM")
+    return get_peft_model(model, config)
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")  # peft asks for it
+@pytest.mark.parametrize(
+    ("wrap", "options"),
+    [
+        (nn.Module.bfloat16, {}),
+        (lora, {}),
+        (None, {"bf16": True}),
+        (None, {"optim": "sgd", "optim_args": "momentum=0.9"}),
+        (None, {"optim": "adafactor"}),
+        (None, {"gradient_accumulation_steps": 2}),
+    ],
+    ids=["bf16 weights", "LoRA", "bf16 autocast", "SGD", "Adafactor", "accumulation"],
+)
+def test_every_kind_of_training_resumes_exactly(tmp_path: Path, wrap: Any, options: dict[str, Any]) -> None:
+    def run() -> tuple[Trainer, Losses]:
+        torch.manual_seed(0)
+        model = build() if wrap is None else wrap(build())
+        return trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=model, save_steps=4, **options)
+
+    def state(trainer: Trainer) -> Any:
+        parts = (trainer.model, trainer.optimizer, trainer.lr_scheduler)
+        return fingerprint([*(part.state_dict() for part in parts), torch.get_rng_state()])
+
+    whole, losses = run()
+    whole.train()
+    expected = state(whole)
+    (tmp_path / "checkpoint-8").rename(tmp_path / "last")
+    assert verify_checkpoint(tmp_path / "checkpoint-4").ok
+    resumed, continued = run()
+    resumed.train(resume_from_checkpoint=True)
+    assert state(resumed) == expected
+    assert continued.by_step == {step: losses.by_step[step] for step in range(5, STEPS + 1)}
+
+
+def test_a_checkpoint_in_shards_resumes_exactly(
+    tmp_path: Path, straight: tuple[dict[str, torch.Tensor], dict[int, float]]
+) -> None:
+    trainer_of(tmp_path)[0].train()
+    small = tmp_path / "checkpoint-4"
+    model = AutoModelForCausalLM.from_pretrained(small)
+    (small / "model.safetensors").unlink()
+    model.save_pretrained(small, max_shard_size="20KB")
+    assert len(list(small.glob("model-*.safetensors"))) > 1
+    compress_directory(small)
+    assert not list(small.glob("model*"))
+    resumed, losses = trainer_of(tmp_path)
+    resumed.train(resume_from_checkpoint=str(small))
+    assert_equal(weights(resumed), straight[0])
+    assert losses.by_step == {step: straight[1][step] for step in range(5, STEPS + 1)}
+
+
 def test_checkpoints_are_smaller_and_say_what_they_hold(tmp_path: Path) -> None:
     trainer_of(tmp_path / "plain")[0].train()
     trainer_of(tmp_path / "small", TrainWeightsCheckpointCallback(mode="compact"))[0].train()
@@ -158,6 +216,17 @@ def test_rotation_leaves_checkpoints_that_resume(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob("checkpoint-*")) == ["checkpoint-6", "checkpoint-8"]
     assert latest(tmp_path) == str(tmp_path / "checkpoint-8")
     assert_equal(torch.load(tmp_path / "checkpoint-8" / "pytorch_model.bin"), weights(trainer))
+
+
+@pytest.mark.parametrize(("limit", "is_difference"), [(1, False), (2, True)])
+def test_a_difference_outlives_the_rotation_of_its_anchor(tmp_path: Path, limit: int, is_difference: bool) -> None:
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback(), save_total_limit=limit)
+    trainer.train()
+    last = tmp_path / "checkpoint-8"
+    assert not (tmp_path / "checkpoint-2").exists()
+    assert bool(list(last.glob("*.anchor"))) == is_difference
+    assert verify_checkpoint(last).ok
+    assert_equal(torch.load(last / "pytorch_model.bin"), weights(trainer))
 
 
 def test_the_best_checkpoint_keeps_exact_weights_and_is_loaded_at_the_end(tmp_path: Path) -> None:

@@ -237,7 +237,7 @@ def test_load_file_names_the_file(tmp_path, state, delta):
         with pytest.raises(CorruptFileError, match=r"optimizer\.pt"):
             load_file(path)
     delta[1].unlink()
-    with pytest.raises(MissingAnchorError, match=r"pytorch_model\.bin, anchor .*load_checkpoint"):
+    with pytest.raises(MissingAnchorError, match=r"pytorch_model\.bin, anchor .*latest"):
         load_file(delta[0])
 
 
@@ -261,7 +261,7 @@ def test_delta_comes_back_exactly(delta):
 def test_moved_delta_says_what_to_call_and_loads_once_the_directory_is_registered(delta, tmp_path):
     path, _, weights = delta
     moved = shutil.move(path.parent, tmp_path / "moved") / path.name
-    with pytest.raises(MissingAnchorError, match=r"hf_trainweights\.checkpoint\.load_checkpoint\(path\)"):
+    with pytest.raises(MissingAnchorError, match=r"hf_trainweights\.latest\(run\)"):
         torch.load(moved, weights_only=True)
     register_anchor_directory(moved.parent)
     assert fingerprint(torch.load(moved, weights_only=True)) == fingerprint(weights)

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import save_file
 from trees import fingerprint, trained
 
+from hf_trainweights.checkpoint.anchors import MissingAnchorError
 from hf_trainweights.checkpoint.discovery import latest
 from hf_trainweights.checkpoint.encoded import is_encoded, load_file
 from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
@@ -61,6 +62,21 @@ def test_small_files_stay_byte_for_byte(tmp_path):
     before = {name: (path / name).read_bytes() for name in small}
     compress_directory(path)
     assert {name: (path / name).read_bytes() for name in small} == before
+
+
+def test_the_rng_files_of_several_ranks_stay_and_are_verified(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    (path / "rng_state.pth").unlink()
+    ranks = [f"rng_state_{rank}.pth" for rank in range(3)]
+    for rank, name in enumerate(ranks):
+        torch.save({"cpu": torch.full([5056], rank, dtype=torch.uint8)}, path / name)
+    before = {name: (path / name).read_bytes() for name in ranks}
+    manifest = compress_directory(path)
+    assert {name: (path / name).read_bytes() for name in ranks} == before
+    assert set(ranks) <= manifest.files.keys()
+    (path / ranks[1]).write_bytes(before[ranks[0]])
+    assert set(verify_checkpoint(path).problems) == {ranks[1]}
 
 
 def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_path):
@@ -372,6 +388,18 @@ def test_restoring_gives_plain_files_that_need_nobody(tmp_path, moved):
     assert (manifest.mode, manifest.step) == ("plain", 500)
     assert verify_checkpoint(path).ok
     assert latest(root) == str(path)
+
+
+def test_a_moved_run_is_readable_after_the_call_that_the_error_names(tmp_path):
+    for step, seed in ((1, 71), (2, 72)):  # seeds of no other test, whose anchors would be found in its directory
+        weights, _ = trainer_directory(tmp_path / "here" / f"checkpoint-{step}", seed=seed)
+        compress_directory(tmp_path / "here" / f"checkpoint-{step}")
+    moved = (tmp_path / "here").rename(tmp_path / "there")
+    with pytest.raises(MissingAnchorError, match=r"latest\(run\)"):
+        torch.load(moved / "checkpoint-2" / "pytorch_model.bin")
+    assert latest(moved) == str(moved / "checkpoint-2")
+    loaded = torch.load(moved / "checkpoint-2" / "pytorch_model.bin")
+    assert all(torch.equal(loaded[name], weights[name]) for name in weights)
 
 
 def test_a_checkpoint_moved_without_its_anchor_is_refused_and_untouched(tmp_path):

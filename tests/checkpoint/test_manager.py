@@ -44,15 +44,17 @@ class Stream(IterableDataset):
 class Run:
     """A small training that notes what it sees."""
 
-    def __init__(self, *, optimizer=torch.optim.AdamW, accumulate=1):
+    def __init__(self, *, optimizer=torch.optim.AdamW, accumulate=1, dtype=torch.float32, autocast=False):
         torch.manual_seed(0)
         random.seed(1)
         np.random.seed(2)
-        self.model = nn.Sequential(nn.Linear(1, 70), nn.Dropout(0.3), nn.Linear(70, 70))
+        self.model = nn.Sequential(nn.Linear(1, 70), nn.Dropout(0.3), nn.Linear(70, 70)).to(dtype)
         self.optimizer = optimizer(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.99)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
         self.accumulate = accumulate
+        self.dtype = dtype
+        self.autocast = autocast
         self.seen = []
 
     def __call__(self, root, *, stop=math.inf, passes=3, kind="shuffled", **options):
@@ -67,7 +69,8 @@ class Run:
         return self
 
     def step(self, step, x, manager):
-        loss = self.model(x).square().mean()
+        with torch.autocast("cpu", torch.bfloat16, enabled=self.autocast):
+            loss = self.model(x.to(self.dtype)).square().mean()
         self.scaler.scale(loss).backward()
         if step % self.accumulate == 0:
             self.scaler.step(self.optimizer)
@@ -85,7 +88,7 @@ class Run:
 def interrupted(root, stops, **options):
     """The same training in several pieces, each in new objects; returns what they saw and the last of them."""
     seen, run = [], None
-    run_options = {key: options.pop(key) for key in ("optimizer", "accumulate") if key in options}
+    run_options = {key: options.pop(key) for key in ("optimizer", "accumulate", "dtype", "autocast") if key in options}
     for stop in stops:
         run = Run(**run_options)(root, stop=stop, **options)
         seen += run.seen
@@ -109,10 +112,19 @@ def test_stopping_where_a_pass_ends_is_exact_as_well(tmp_path, stop):
     assert last.state() == straight.state()
 
 
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.Adafactor])
-def test_other_optimizers_go_on_exactly(tmp_path, optimizer):
-    straight = Run(optimizer=optimizer)(tmp_path / "a")
-    seen, last = interrupted(tmp_path / "b", [7, math.inf], optimizer=optimizer)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"optimizer": torch.optim.SGD},
+        {"optimizer": torch.optim.Adafactor},
+        {"dtype": torch.bfloat16},
+        {"autocast": True},
+    ],
+    ids=["SGD", "Adafactor", "bf16 weights", "bf16 autocast"],
+)
+def test_other_trainings_go_on_exactly(tmp_path, options):
+    straight = Run(**options)(tmp_path / "a")
+    seen, last = interrupted(tmp_path / "b", [7, math.inf], **options)
     assert seen == straight.seen
     assert last.state() == straight.state()
 
@@ -155,9 +167,10 @@ def test_the_newest_checkpoint_is_kept_beside_a_broken_newer_one(tmp_path):
 
 def test_a_run_that_is_complete_does_nothing(tmp_path):
     Run()(tmp_path, every_steps=100)
-    status = (tmp_path / "checkpoint-18").stat()
+    before = (tmp_path / "checkpoint-18").stat()
     assert Run()(tmp_path).seen == []
-    assert (tmp_path / "checkpoint-18").stat() == status
+    after = (tmp_path / "checkpoint-18").stat()
+    assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
 def test_more_passes_go_on_after_the_last_one(tmp_path):

@@ -52,6 +52,9 @@ ALL_DTYPES = frozenset(
         torch.int64,
     }
 )
+ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
+"""What a tensor of a checkpoint is: a parameter, one of Adam's moments, a module's buffer, or anything else."""
+
 # What torch can hold; products of sizes below stay exact in its 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
 # What the lossy codecs take: they compute in float32 and round once to the tensor's dtype.
@@ -67,11 +70,13 @@ class Encoded:
         params: All that `decode` needs besides shape, dtype and references. JSON; floats survive `repr`.
         bound: None if decoding is bit-exact. Else the largest error of a decoded element, found by decoding
             every element; its unit is the codec's (see there).
+        decoded: What `decode` will return, of a codec whose decoded tensors others refer to and which has it anyway.
     """
 
     payloads: list[Tensor]
     params: dict[str, Json]
     bound: float | None = None
+    decoded: Tensor | None = None
 
     @property
     def payload_bytes(self) -> int:
@@ -85,6 +90,8 @@ class Codec(ABC):
     Attributes:
         codec_id: The name in files. It never changes meaning.
         lossless: Whether decoding is bit-exact.
+        roles: For which of `ROLES` a user may choose it. A lossy codec names those in which its error does no harm:
+            never buffers or others, and exp_avg_sq only if it rounds no small value to zero.
         references: Names of the tensors it needs or may use, always DECODED values: `"anchor"` (same shape
             and dtype as the tensor) and `"exp_avg_sq"` (same shape).
         dtypes: What it can encode; anything else is an `UnsupportedError`.
@@ -92,6 +99,7 @@ class Codec(ABC):
 
     codec_id: ClassVar[str]
     lossless: ClassVar[bool]
+    roles: ClassVar[tuple[str, ...]]
     references: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = ALL_DTYPES
 

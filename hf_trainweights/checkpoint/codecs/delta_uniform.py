@@ -77,6 +77,7 @@ class DeltaUniform(Codec):
 
     codec_id: ClassVar[str] = "delta-uniform"
     lossless: ClassVar[bool] = False
+    roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 

@@ -14,6 +14,7 @@ The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from itertools import accumulate
 
@@ -43,6 +44,17 @@ _SMALLEST_FRAME = 12
 _MAX_WINDOW_BYTES = 1 << 22
 
 
+class _Coders(threading.local):
+    """zstd's contexts: making them takes as long as coding a small tensor, and no two threads may share one."""
+
+    def __init__(self) -> None:
+        self.compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
+        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
+
+
+_coders = _Coders()
+
+
 def chunk_ranges(count: int) -> Iterator[slice]:
     """Yields the slices of `CHUNK` elements, the last one shorter, that make up `count` elements."""
     for start in range(0, count, CHUNK):
@@ -58,14 +70,13 @@ class BlockWriter:
     """Collects blocks into one payload."""
 
     def __init__(self) -> None:
-        self._huffman = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
         self._data = bytearray()
         self._sizes: list[int] = []
 
     def write(self, block: np.ndarray) -> None:
         """Appends a 1-D contiguous uint8 array."""
         raw = memoryview(block)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
-        coded = self._huffman.compress(raw) if len(raw) >= _SMALLEST_FRAME else raw
+        coded = _coders.compressor.compress(raw) if len(raw) >= _SMALLEST_FRAME else raw
         stored = coded if len(coded) < len(raw) else raw
         self._data += stored
         self._sizes.append(len(stored))
@@ -95,14 +106,14 @@ class BlockReader:
         self._codec = codec
         data_bytes = payload.numel() - table_bytes
         self._data = payload[:data_bytes].numpy()
+        self._data.flags.writeable = False
         sizes = np.frombuffer(payload[data_bytes:].numpy().tobytes(), "<u4").tolist()
         self._edges = list(accumulate(sizes, initial=0))
         if self._edges[-1] != data_bytes:
             raise codec.corrupt("payload", f"{self._edges[-1]} bytes of blocks", f"{data_bytes} bytes")
-        self._decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
 
     def read(self, index: int, size: int) -> np.ndarray:
-        """Returns block `index`, uint8 [size], as an array that may be written to.
+        """Returns block `index`, uint8 [size], not to be written to.
 
         Raises:
             CorruptFileError: The block is damaged or has another size.
@@ -110,18 +121,18 @@ class BlockReader:
         start = self._edges[index]
         stored = self._data[start : self._edges[index + 1]]
         if len(stored) == size:
-            return stored.copy()
+            return stored
         where = f"block {index} at byte {start}"
         frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (as above)
         if len(frame) > size or _frame_bytes(frame) != size:
             raise self._codec.corrupt(where, f"a frame of {size} bytes", f"{len(frame)} bytes of another")
         try:
-            block = self._decompressor.decompress(frame, allow_extra_data=False)
+            block = _coders.decompressor.decompress(frame, allow_extra_data=False)
         except zstandard.ZstdError as error:
             raise self._codec.corrupt(where, "a whole zstd frame", str(error)) from error
         if len(block) != size:
             raise self._codec.corrupt(where, f"{size} bytes", f"{len(block)} bytes")
-        return np.frombuffer(bytearray(block), np.uint8)
+        return np.frombuffer(block, np.uint8)
 
 
 def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:

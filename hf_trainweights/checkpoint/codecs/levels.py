@@ -271,14 +271,15 @@ def _has_classes(R: int, C: int) -> bool:
 
 def _row_classes(sizes: Tensor) -> np.ndarray:
     """Returns uint8 [R]: 0 for rows of zeros and the same, 1 to 7 for equal numbers of the others."""
-    positive = sizes[sizes > 0].sort().values
-    lowest = [len(positive) * index // (_CLASSES - 1) for index in range(_CLASSES - 1)] if len(positive) else []
-    return torch.bucketize(sizes, positive[lowest], right=True).to(torch.uint8).numpy()
+    numbers = sizes.numpy()
+    positive = np.sort(numbers[numbers > 0])
+    lowest = positive[np.arange(_CLASSES - 1) * len(positive) // (_CLASSES - 1)] if len(positive) else positive
+    return np.searchsorted(lowest, numbers, side="right").astype(np.uint8)
 
 
 def _choose_width(levels: np.ndarray) -> int:
     """Returns the narrowest width that fits nearly all levels of a sample."""
-    sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1]
+    sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1].copy()
     for width in _WIDTHS[:-1]:
         if np.count_nonzero(_escaped(sample, width)) <= _ESCAPES_PER_TILE * len(sample):
             return width

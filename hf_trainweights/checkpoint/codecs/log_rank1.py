@@ -78,6 +78,7 @@ class LogRank1(Codec):
 
     codec_id: ClassVar[str] = "log-rank1"
     lossless: ClassVar[bool] = False
+    roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
@@ -92,6 +93,7 @@ class LogRank1(Codec):
         row_logs, column_logs = means[0][:, None] / MEAN_UNITS, means[1] / MEAN_UNITS
         factors = _factors(*means)
         writer = LevelWriter(*shape)
+        out = empty(shape, tensor.dtype)
         bound = 0.0
         for tile in tiles(*shape):
             elements = original[tile]
@@ -103,10 +105,15 @@ class LogRank1(Codec):
             decoded = _reconstruct(clip_(levels), tile, factors, self.step).to(tensor.dtype)
             misfit, worst = _split_misfits(decoded.to(torch.float32) / x, self.step / 2 + _SLACK)
             bound = max(bound, worst)
+            if moved is not None:
+                decoded.masked_fill_(moved == 0, 0)
+            out[tile].copy_(decoded)
+            if misfit is not None:
+                out[tile].view(-1)[misfit] = elements.reshape(-1)[misfit]
             writer.write(tile, levels, elements, misfit, moved)
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
-        return Encoded(payloads, {"step": self.step}, bound + 2**-20)
+        return Encoded(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
 
     @classmethod
     def _decode(

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 
 _SAMPLE = 4096
@@ -44,6 +44,7 @@ class Planes(Codec):
 
     codec_id: ClassVar[str] = "planes"
     lossless: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ROLES
 
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         words = words_of(tensor)
@@ -84,9 +85,9 @@ def words_of(tensor: Tensor) -> Tensor:
 
 
 def fold(words: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rotates floats left by one bit; returns integers as they are."""
+    """Rotates floats left by one bit; returns a copy of integers."""
     if not _is_rotated(words, dtype):
-        return words
+        return words.clone()
     # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
     return (words << 1).sub_(words >> (8 * words.itemsize - 1))
 
@@ -94,9 +95,10 @@ def fold(words: Tensor, dtype: torch.dtype) -> Tensor:
 def unfold_(words: Tensor, dtype: torch.dtype) -> None:
     """Undoes `fold`, in place."""
     if _is_rotated(words, dtype):
-        bits = 8 * words.itemsize
-        sign = words << (bits - 1)
-        words.bitwise_right_shift_(1).bitwise_and_((1 << (bits - 1)) - 1).bitwise_or_(sign)
+        unsigned = words.numpy().view(f"u{words.itemsize}")
+        sign = unsigned << (8 * words.itemsize - 1)
+        np.right_shift(unsigned, 1, out=unsigned)
+        np.bitwise_or(unsigned, sign, out=unsigned)
 
 
 def zigzag(delta: Tensor) -> Tensor:
@@ -132,11 +134,12 @@ def plane_bits(words: Tensor) -> float:
 
 
 def write_planes(writer: BlockWriter, words: Tensor) -> None:
-    """Writes one block per byte of significance, lowest first."""
+    """Writes one block per byte of significance, lowest first; `words` are overwritten."""
     for plane in range(words.itemsize):
+        if plane:
+            words.bitwise_right_shift_(8)
         # Narrowing keeps the lowest byte; this is faster than a strided copy of bytes.
-        shifted = words >> (8 * plane) if plane else words
-        writer.write(shifted.to(torch.uint8).numpy())
+        writer.write(words.to(torch.uint8).numpy())
 
 
 def read_planes(reader: BlockReader, first_block: int, out: Tensor) -> None:
@@ -145,12 +148,18 @@ def read_planes(reader: BlockReader, first_block: int, out: Tensor) -> None:
     Raises:
         CorruptFileError: A block is damaged.
     """
-    for index in reversed(range(out.itemsize)):
-        plane = torch.from_numpy(reader.read(first_block + index, len(out)))
-        if index == out.itemsize - 1:
-            out.copy_(plane)
-        else:
-            out.bitwise_left_shift_(8).bitwise_or_(plane)
+    planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
+    # Neighbours are joined to words of twice their size: half the work of shifting one byte after the other in.
+    for size in (2, 4, 8)[: out.itemsize.bit_length() - 1]:
+        pairs = zip(planes[::2], planes[1::2], strict=True)
+        planes = [_join(low, high, f"u{size}") for low, high in pairs]
+    np.copyto(out.numpy().view(planes[0].dtype), planes[0])
+
+
+def _join(low: np.ndarray, high: np.ndarray, dtype: str) -> np.ndarray:
+    """Returns unsigned words of twice the size."""
+    joined = np.multiply(high, 1 << (8 * low.itemsize), dtype=dtype)
+    return np.bitwise_or(joined, low, out=joined)
 
 
 def _is_rotated(words: Tensor, dtype: torch.dtype) -> bool:

@@ -54,6 +54,7 @@ class PlanesDelta(Codec):
 
     codec_id: ClassVar[str] = "planes-delta"
     lossless: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
 
     def _encode(self, tensor: Tensor, references: References) -> Encoded:

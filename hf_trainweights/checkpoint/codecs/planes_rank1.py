@@ -60,6 +60,7 @@ class PlanesRank1(Codec):
 
     codec_id: ClassVar[str] = "planes-rank1"
     lossless: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def _encode(self, tensor: Tensor, references: References) -> Encoded:

@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, Encoded, Json, References, empty
 
 
 @dataclass(frozen=True)
@@ -30,6 +30,7 @@ class Raw(Codec):
 
     codec_id: ClassVar[str] = "raw"
     lossless: ClassVar[bool] = True
+    roles: ClassVar[tuple[str, ...]] = ROLES
 
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         return Encoded([tensor.reshape(-1).view(torch.uint8).clone()], {})

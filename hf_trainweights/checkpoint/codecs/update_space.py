@@ -59,6 +59,7 @@ class UpdateSpace(Codec):
 
     codec_id: ClassVar[str] = "update-space"
     lossless: ClassVar[bool] = False
+    roles: ClassVar[tuple[str, ...]] = ("exp_avg",)
     references: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 

@@ -14,6 +14,7 @@ from checkpoint.codecs.cases import (
 )
 
 from hf_trainweights.checkpoint.codecs import CODECS, get_codec
+from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 # torch says so of every complex32 tensor it makes.
@@ -25,6 +26,22 @@ every_codec = pytest.mark.parametrize("codec", INSTANCES, ids=name_of)
 def test_registry_names_each_codec_by_its_id():
     assert {codec_id: codec.codec_id for codec_id, codec in CODECS.items()} == {key: key for key in CODECS}
     assert all(get_codec(codec_id) is codec for codec_id, codec in CODECS.items())
+
+
+@every_codec
+def test_roles_are_known_and_a_loss_spares_what_must_be_exact(codec):
+    assert set(codec.roles) <= set(ROLES)
+    assert codec.roles
+    if not codec.lossless:
+        assert not {"buffer", "other"} & set(codec.roles)
+
+
+@pytest.mark.parametrize("codec", [each for each in INSTANCES if "exp_avg_sq" in each.roles], ids=name_of)
+def test_a_second_moment_never_becomes_zero(codec):
+    exp_avg_sq = torch.logspace(-44, 0, 4096).view(64, 64)
+    references = {"anchor": exp_avg_sq + 1e-3}
+    encoded = codec.encode(exp_avg_sq, references)
+    assert (decode(codec, encoded, exp_avg_sq, references) > 0).all()
 
 
 def test_unknown_codec_is_an_error_that_lists_the_known_ones():
@@ -40,6 +57,7 @@ def test_decoding_is_exact_or_within_the_bound(codec, dtype, shape):
     decoded = decode(codec, encoded, tensor, references)
     assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype)
     assert decoded.is_contiguous()
+    assert encoded.decoded is None or bits_equal(encoded.decoded, decoded)
     if codec.lossless:
         assert encoded.bound is None
         assert bits_equal(decoded, tensor)

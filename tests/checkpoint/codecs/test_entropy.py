@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
@@ -32,13 +34,21 @@ def test_blocks_can_be_read_in_any_order_and_more_than_once():
         assert np.array_equal(reader.read(index, len(blocks[index])), blocks[index])
 
 
-def test_blocks_that_are_read_can_be_written_to_and_do_not_change_the_payload():
-    payload = payload_of(NOISE, NOISE % 2)
-    kept = payload.clone()
-    reader = BlockReader(Raw, payload, 2)
+def test_blocks_that_are_read_cannot_be_written_to():
+    reader = BlockReader(Raw, payload_of(NOISE, NOISE % 2), 2)
     for index in (0, 1):
-        reader.read(index, len(NOISE))[:] = 1
-    assert torch.equal(payload, kept)
+        with pytest.raises(ValueError, match="read-only"):
+            reader.read(index, len(NOISE))[:] = 1
+
+
+def test_threads_do_not_share_their_coders():
+    blocks = [np.full(100_000, number, np.uint8) for number in range(4)]
+    expected = [payload_of(block) for block in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        payloads = list(pool.map(payload_of, blocks * 50))
+        read = list(pool.map(lambda payload: BlockReader(Raw, payload, 1).read(0, 100_000), payloads))
+    assert all(torch.equal(payload, expected[index % 4]) for index, payload in enumerate(payloads))
+    assert all((block == index % 4).all() for index, block in enumerate(read))
 
 
 def test_noise_costs_four_bytes_more_and_few_symbols_little_more_than_their_entropy():
