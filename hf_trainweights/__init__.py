@@ -17,6 +17,7 @@ from hf_trainweights.quantize import quantize_ as quantize_
 from hf_trainweights.quantized_tensor import QuantizedTensor as QuantizedTensor
 from hf_trainweights.quantized_tensor import rebuild_quantized_tensor
 from hf_trainweights.quantizer import TrainWeightsHfQuantizer as TrainWeightsHfQuantizer
+from hf_trainweights.weight_digests import verify_model as verify_model
 
 __version__ = importlib.metadata.version("hf_trainweights")
 

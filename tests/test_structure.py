@@ -20,7 +20,7 @@ LAYERS = [
     {"quantized_tensor"},
     {"quantized_ops"},
     {"state_dict"},
-    {"weight_files"},
+    {"weight_files", "weight_digests"},
     {"config"},
     {"selection"},
     {"modules"},

@@ -1,0 +1,221 @@
+"""`trainweights_files.json`: size and SHA-256 of each weight file of a saved model, and the versions that wrote them.
+
+One JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the end:
+
+    {
+      "files": {"model.safetensors": {"sha256": "...", "size_bytes": 123}},
+      "format": "trainweights-files",
+      "format_version": 1,
+      "sha256": "...",
+      "versions": {"hf_trainweights": "...", "safetensors": "...", "torch": "...", "transformers": "..."}
+    }
+
+`sha256` is the digest of this very text with an empty string in its place. Reading accepts exactly the bytes that
+writing gives, so a flipped bit in this file is found as well. Files of a variant have one of their own,
+`trainweights_files.<variant>.json`. Digests find damage, not forgery: nothing is signed.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import hashlib
+import importlib.metadata
+import json
+import os
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+
+_STEM = "trainweights_files"
+_FORMAT = "trainweights-files"
+_FORMAT_VERSION = 1
+_PACKAGES = ("hf_trainweights", "safetensors", "torch", "transformers")
+_MAX_BYTES = 16 << 20  # about 150 bytes a file; the largest models have a few hundred
+# What loaders look for: one that no digest covers may be loaded beside the others, or instead of them.
+_WEIGHT_PATTERNS = ("*.safetensors", "*_model*.bin", "*.index*.json")
+
+
+@dataclass(frozen=True)
+class ModelReport:
+    """What checking the weight files of a saved model against their digests showed.
+
+    Args:
+        path: The directory.
+        files: Names of the weight files that were saved, sorted.
+        versions: Package to version that wrote them; several, if variants differ, with commas between.
+        problems: File name to what is wrong with it; a damaged file of digests is one of them.
+        foreign: Names of weight files that have no digest, sorted; a loader may prefer them.
+    """
+
+    path: Path
+    files: tuple[str, ...]
+    versions: Mapping[str, str]
+    problems: Mapping[str, str]
+    foreign: tuple[str, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether the weight files are those that were saved, and no others."""
+        return not self.problems and not self.foreign
+
+
+def digests_name(variant: str | None = None) -> str:
+    """Return the name of the file that holds the digests of a variant's weight files.
+
+    Args:
+        variant: As for `save_pretrained`.
+
+    Example:
+        >>> digests_name(), digests_name("fp16")
+        ('trainweights_files.json', 'trainweights_files.fp16.json')
+    """
+    return f"{_STEM}.{variant}.json" if variant else f"{_STEM}.json"
+
+
+def write_digests(directory: Path, names: Iterable[str], variant: str | None = None) -> None:
+    """Write the digests of some files beside them; equal files give equal bytes.
+
+    Args:
+        directory: Where the files lie.
+        names: Their names.
+        variant: As for `save_pretrained`.
+
+    Raises:
+        OSError: A file cannot be read, or the digests cannot be written.
+    """
+    files = {name: _entry(directory / name) for name in names}
+    versions = {package: importlib.metadata.version(package) for package in _PACKAGES}
+    (directory / digests_name(variant)).write_bytes(_signed({"files": files, "versions": versions}))
+
+
+def verify_model(path: str | os.PathLike[str]) -> ModelReport:
+    """Read every weight file of a saved model and compare it with its digest; a single flipped bit is found.
+
+    Args:
+        path: A directory that `save_pretrained` of a quantized model wrote, or a snapshot of a pushed one.
+
+    Returns:
+        The report; `report.ok` if nothing is damaged, missing or foreign.
+
+    Raises:
+        ConfigError: It is no directory, or one without digests.
+        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+
+    Example:
+        >>> import tempfile
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> _ = (directory / "model.safetensors").write_bytes(b"weights")
+        >>> write_digests(directory, ["model.safetensors"])
+        >>> verify_model(directory).ok
+        True
+        >>> _ = (directory / "model.safetensors").write_bytes(b"weighty")
+        >>> verify_model(directory).problems
+        {'model.safetensors': 'has another SHA-256 than when it was saved'}
+    """
+    directory = Path(path)
+    files: dict[str, Mapping[str, Any]] = {}
+    versions: dict[str, set[str]] = defaultdict(set)
+    problems: dict[str, str] = {}
+    for digests in digest_files(directory):
+        try:
+            content = _read(digests)
+        except (CorruptFileError, OSError) as error:
+            problems[digests.name] = str(error)
+            continue
+        files |= content["files"]
+        for package, version in content["versions"].items():
+            versions[package].add(version)
+    if not files and not problems:
+        found = "none" if directory.is_dir() else "no directory"
+        next_step = "Save the model with hf_trainweights, quantized; other models carry no digests."
+        raise ConfigError(str(directory), f"a directory with {digests_name()}", found, next_step)
+    for name, entry in files.items():
+        problem = _problem(directory / name, entry)
+        if problem:
+            problems[name] = problem
+    present = [each.name for each in directory.iterdir() if _is_loadable(each.name)]
+    return ModelReport(
+        directory,
+        tuple(sorted(files)),
+        {package: ", ".join(sorted(several)) for package, several in sorted(versions.items())},
+        problems,
+        tuple(sorted(set(present) - files.keys())),
+    )
+
+
+def digest_files(directory: Path) -> list[Path]:
+    """Return the files with digests in a directory, sorted: one for each variant.
+
+    Args:
+        directory: It may be missing.
+    """
+    return sorted([*directory.glob(digests_name()), *directory.glob(digests_name("*"))])
+
+
+def _entry(file: Path) -> dict[str, Any]:
+    with file.open("rb") as stream:
+        return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size_bytes": file.stat().st_size}
+
+
+def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
+    """Return what is wrong with a file. Links are followed: the Hub's cache consists of them."""
+    if not file.is_file():
+        return "is missing"
+    try:
+        size_bytes = file.stat().st_size
+        if size_bytes != entry["size_bytes"]:
+            return f"has {size_bytes} bytes, not {entry['size_bytes']} as when it was saved"
+        if _entry(file) != entry:
+            return "has another SHA-256 than when it was saved"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def _is_loadable(name: str) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHT_PATTERNS)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    """Return what a file of digests holds, after checking that it is what `write_digests` writes."""
+    next_step = "Compare the model with its source: nothing vouches for it now."
+    with file.open("rb") as stream:
+        text = stream.read(_MAX_BYTES + 1)
+    try:
+        content = json.loads(text)
+        if content["format_version"] != _FORMAT_VERSION:
+            found = f"version {content['format_version']}"
+            raise CorruptFileError(
+                str(file), f"digests of version {_FORMAT_VERSION}", found, "Install a newer hf_trainweights."
+            )
+        intact = _signed(content) == text and _is_valid(content)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(str(file), "digests of weight files", repr(error)[:200], next_step) from error
+    if not intact:
+        raise CorruptFileError(str(file), "the text that was written", "another text", next_step)
+    return content
+
+
+def _signed(content: Mapping[str, Any]) -> bytes:
+    fields = {"files": content["files"], "versions": content["versions"]}
+    unsigned = {**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION, "sha256": ""}
+    return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
+
+
+def _text(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, sort_keys=True, indent=2) + "\n").encode()
+
+
+def _is_valid(content: Mapping[str, Any]) -> bool:
+    """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
+    types = {"sha256": str, "size_bytes": int}
+    return all(isinstance(version, str) for version in content["versions"].values()) and all(
+        _is_loadable(name)
+        and Path(name).name == name
+        and {key: type(value) for key, value in entry.items()} == types
+        for name, entry in content["files"].items()
+    )
