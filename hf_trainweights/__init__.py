@@ -11,6 +11,7 @@ from hf_trainweights.checkpoint.discovery import latest as latest
 from hf_trainweights.config import QUANT_METHOD
 from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
 from hf_trainweights.errors import TrainWeightsError as TrainWeightsError
+from hf_trainweights.export import export_compressed_tensors as export_compressed_tensors
 from hf_trainweights.modules import dequantize_ as dequantize_
 from hf_trainweights.modules import get_model_size_in_bytes as get_model_size_in_bytes
 from hf_trainweights.quantize import quantize_ as quantize_

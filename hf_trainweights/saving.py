@@ -93,12 +93,12 @@ def save_pretrained(
     pushing = options.pop("push_to_hub", False)
     push_options = {key: options.pop(key) for key in _PUSH_ARGUMENTS & options.keys()} if pushing else {}
     directory = Path(save_directory)
-    with _staging(directory) as staging:
+    with staged_directory(directory) as staging:
         with _passing(state_dict=options.get("state_dict")):
             type(self).save_pretrained(self, staging, **options)
         if not safe:
             _rewrite_as_bin(staging)
-        _move_into_place(staging, directory, options.get("variant"), quantized=hasattr(self, "hf_quantizer"))
+        move_into_place(staging, directory, options.get("variant"), quantized=hasattr(self, "hf_quantizer"))
     if pushing:
         push_options |= {key: options.pop(key) for key in ("max_shard_size", "token") if key in options}
         with _passing(**options):
@@ -148,13 +148,22 @@ def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> 
 
 
 def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
-    """Return the plain tensors of a model as they are to lie in a file, a tied quantized weight once.
+    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
     Args:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
     """
-    given = _OPTIONS.get().get("state_dict")
+    return flatten_state_dict(whole_state_dict(model, _OPTIONS.get().get("state_dict")), default)
+
+
+def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        given: The state dict to start from; the model's own if None.
+    """
     state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -162,18 +171,18 @@ def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
     for name, source in model.all_tied_weights_keys.items():
         if _is_same(state_dict.get(name), state_dict.get(source)):
             del state_dict[name]
-    return flatten_state_dict({k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}, default)
+    return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
 
 
 def _is_same(tensor: object, other: object) -> bool:
-    """Return whether two entries are one quantized weight; Transformers tells that of plain tensors itself."""
-    if not isinstance(tensor, QuantizedTensor) or not isinstance(other, QuantizedTensor):
+    """Return whether two entries of a state dict are one weight."""
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or type(tensor) is not type(other):
         return False
     return tensor.data_ptr() == other.data_ptr()
 
 
 @contextlib.contextmanager
-def _staging(directory: Path) -> Iterator[Path]:
+def staged_directory(directory: Path) -> Iterator[Path]:
     """Yield a directory to write into, on the same file system; remove it at the end, whatever happens."""
     with _typed_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
@@ -250,7 +259,7 @@ def _bin_name(name: str) -> str:
     return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
 
 
-def _move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> None:
+def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> None:
     """Rename every file into place and remove the weight files of earlier saves that the new ones do not replace."""
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     for file in files:

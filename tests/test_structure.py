@@ -30,6 +30,8 @@ LAYERS = [
     {"quantize"},
     {"model_directory"},
     {"inspection", "model_difference"},
+    {"compressed_tensors"},
+    {"export"},
     {"demo_model"},
     {"demo"},
 ]
@@ -64,6 +66,8 @@ MAY_IMPORT_TRANSFORMERS = {
     "quantizer",
     "quantize",
     "model_directory",
+    "compressed_tensors",
+    "export",
     "demo_model",
     "demo",
     "checkpoint.callback",
