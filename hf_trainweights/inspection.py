@@ -29,14 +29,14 @@ class Entry:
     Args:
         name: Its name; of a quantized weight that of the float weight, of a zip member its name in the file.
         format: The quantized format, else the dtype, e.g. `int4 g128`, `bfloat16`; `zip member` for one.
-        shape: Its shape; of a quantized weight that of the float weight.
+        shape: Its shape; of a quantized weight that of the float weight; None for a zip member.
         stored_bytes: What it takes in the file, scales included; None where no manifest says it.
         file: Name of the file.
     """
 
     name: str
     format: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...] | None
     stored_bytes: int | None
     file: str
 
@@ -131,7 +131,7 @@ def _unsafe_calls(file: Path) -> tuple[str, ...]:
 def _members(file: Path) -> list[Entry]:
     with zipfile.ZipFile(file) as archive:
         return [
-            Entry(info.filename.partition("/")[2], _MEMBER, (), info.file_size, file.name)
+            Entry(info.filename.partition("/")[2], _MEMBER, None, info.file_size, file.name)
             for info in archive.infolist()
         ]
 

@@ -214,8 +214,6 @@ def _is_valid(content: Mapping[str, Any]) -> bool:
     """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
     types = {"sha256": str, "size_bytes": int}
     return all(isinstance(version, str) for version in content["versions"].values()) and all(
-        _is_loadable(name)
-        and Path(name).name == name
-        and {key: type(value) for key, value in entry.items()} == types
+        _is_loadable(name) and Path(name).name == name and {key: type(value) for key, value in entry.items()} == types
         for name, entry in content["files"].items()
     )

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 
 from trainweights_cli.console import (
     AsJson,
@@ -27,6 +26,7 @@ from trainweights_cli.console import (
     print_json,
     print_table,
     show_sizes,
+    status,
     with_progress,
 )
 
@@ -119,7 +119,7 @@ def diff(
     """
     from hf_trainweights.checkpoint.difference import compare_checkpoints
 
-    with errors_in_one_line(debug), Console(stderr=True).status("comparing"):
+    with errors_in_one_line(debug), status("comparing"):
         comparison = compare_checkpoints(first, second)
     if as_json:
         print_json(comparison.to_dict())

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -66,7 +67,7 @@ def _finite(value: Any) -> Any:
 
 def new_table(*left: str, right: Sequence[str]) -> Table:
     """Return an empty table: columns of text, of which the first folds, and columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(left):
         table.add_column(name, overflow="fold", no_wrap=index > 0)
     for name in right:
@@ -116,8 +117,16 @@ def with_progress(what: str, directories: Sequence[Path]) -> Iterator[Path]:
             yield directory
 
 
-def show_loading_on_terminals_only() -> None:
-    """Silence the bars that Transformers shows while it loads and saves where they would fill a log file."""
+def status(what: str) -> AbstractContextManager[object]:
+    """Return a context in which terminals show that something is being done, and nothing else does."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
+    return Console(stderr=True).status(what)
+
+
+def loading_bars() -> None:
+    """Keep the bars that Transformers shows while it loads and saves off log files."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

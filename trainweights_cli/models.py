@@ -18,13 +18,14 @@ from trainweights_cli.console import (
     Debug,
     errors_in_one_line,
     exit_with,
+    loading_bars,
     new_table,
     print_comparison,
     print_json,
     print_table,
-    show_loading_on_terminals_only,
     show_size,
     show_sizes,
+    status,
 )
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def quantize(
     except ConfigError as error:
         hint = "--rules" if error.where.startswith("overrides") else f"--{error.where.replace('_', '-')}"
         raise typer.BadParameter(str(error), param_hint=hint) from error
-    show_loading_on_terminals_only()
+    loading_bars()
     with errors_in_one_line(debug):
         summary = quantize_directory(model, out, config)
     if as_json:
@@ -104,7 +105,7 @@ def inspect(
     """
     from hf_trainweights.inspection import inspect_weights
 
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), status("reading"):
         inspection = inspect_weights(path)
     if as_json:
         print_json(asdict(inspection))
@@ -121,7 +122,7 @@ def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) 
     """
     from hf_trainweights import verify_model
 
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), status("verifying"):
         report = verify_model(path)
     if as_json:
         print_json({**asdict(report), "path": str(path)})
@@ -145,9 +146,8 @@ def diff(
     from hf_trainweights.checkpoint.difference import compare_checkpoints
     from hf_trainweights.model_difference import compare_models
 
-    show_loading_on_terminals_only()
     are_models = all((path / "config.json").is_file() for path in (first, second))
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), status("comparing"):
         comparison = (compare_models if are_models else compare_checkpoints)(first, second)
     if as_json:
         print_json(comparison.to_dict())
@@ -169,7 +169,7 @@ def export(
     """
     from hf_trainweights import export_compressed_tensors
 
-    show_loading_on_terminals_only()
+    loading_bars()
     exporters = {Layout.COMPRESSED_TENSORS: export_compressed_tensors}
     with errors_in_one_line(debug):
         exporters[to](path, out)
@@ -214,7 +214,12 @@ def _print_summary(summary: Summary) -> None:
 def _print_entries(entries: tuple[Entry, ...]) -> None:
     table = new_table("tensor", "format", right=("shape", "size"))
     for entry in entries:
-        table.add_row(entry.name, entry.format, str(list(entry.shape)), show_size(entry.stored_bytes))
+        table.add_row(
+            entry.name,
+            entry.format,
+            str(list(entry.shape)) if entry.shape is not None else "",
+            show_size(entry.stored_bytes),
+        )
     table.add_section()
     counts = Counter(entry.format for entry in entries)
     for shown, count in counts.most_common():

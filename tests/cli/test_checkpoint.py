@@ -173,7 +173,7 @@ def test_ls_names_a_damaged_manifest_and_lists_the_rest(small_run: Path) -> None
     result = run("ls", small_run)
     assert result.exit_code == 1
     assert "damaged" in result.stdout
-    assert "checkpoint-200   near-lossless" in result.stdout
+    assert "checkpoint-200  near-lossless" in result.stdout
     assert result.stderr.startswith(f"problem: {small_run / 'checkpoint-100'}: ")
     assert result.stderr.count("\n") == 1
 
