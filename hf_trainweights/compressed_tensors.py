@@ -1,4 +1,4 @@
-"""The compressed-tensors layout, which stock Transformers and vLLM read: its tensors, their names, its configuration.
+"""The compressed-tensors layout, vLLM's, which stock Transformers reads too: its tensors, names and configuration.
 
 int8 and int4 codes become `pack-quantized`, float8 `float-quantized`: the same codes and scales under other names, so
 nothing is rounded again. Experts get the names they have in the float checkpoint, one by one. What the layout or its
@@ -9,6 +9,8 @@ Layout: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+import bisect
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -63,14 +65,9 @@ def lay_out(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> tuple[d
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     tensors = dict(revert_weight_conversion(model, others))
     _check_float_experts(model, tensors)
-    for form in {weight.format for weight in quantized.values()}:
-        weights = {name: weight for name, weight in quantized.items() if weight.format == form}
-        # Whatever a checkpoint splits or reorders are rows, so codes and scales come out alike.
-        codes = revert_weight_conversion(model, {name: weight.qdata for name, weight in weights.items()})
-        scales = revert_weight_conversion(model, {name: weight.scale for name, weight in weights.items()})
-        _check_untouched(weights, codes.values())
-        for name in codes:
-            tensors |= _name_tensors(name, form, codes[name], scales[name])
+    for name, (weight, rows) in _matrices(model, quantized).items():
+        stored = {key: tensor.flatten(0, -2)[rows] for key, tensor in weight.tensors.items()}
+        tensors |= _name_tensors(name, weight.format, stored["qdata"], stored["scale"])
     return dict(sorted(tensors.items())), _configure(model, quantized)
 
 
@@ -104,6 +101,8 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
         owner = model.get_submodule(name.rpartition(".")[0])
         if weight.format.name not in _SCHEMES or weight.format.tensor_names != ("qdata", "scale"):
             misfits[f"weights in {weight.format}", in_float].append(name)
+        elif weight.numel() == 0:
+            misfits["weights without elements", in_float].append(name)
         elif weight.transposed:
             misfits["weights that their layer keeps transposed", in_float].append(name)
         elif isinstance(owner, nn.Embedding):
@@ -112,7 +111,8 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
             # A reader casts scales to the dtype of the model, and so to other weights.
             found = f"scales in {weight.scale.dtype} in a model in {model.dtype}"
             misfits[found, f"Load or cast the model in {weight.scale.dtype}."].append(name)
-    for (found, next_step), names in misfits.items():
+    if misfits:
+        (found, next_step), names = next(iter(misfits.items()))
         raise _unsupported(names, found, next_step)
     experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:
@@ -127,28 +127,43 @@ def _check_float_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
         raise _unsupported(experts, "experts in float", "Quantize all experts to one format.")
 
 
-def _check_untouched(weights: Mapping[str, QuantizedTensor], codes: Iterable[Tensor]) -> None:
-    """Check that a checkpoint has no other arrangement of weights than the model, but for the experts."""
-    same = {id(tensor) for tensor in codes}
-    if moved := [name for name, weight in weights.items() if weight.dim() == 2 and id(weight.qdata) not in same]:
-        raise _unsupported(moved, "weights that their checkpoint splits or merges", "Leave these in float.")
-
-
 def _unsupported(names: Iterable[str], found: str, next_step: str) -> UnsupportedError:
     # The same weight of every layer, and of every expert, is one name.
     where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
     return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
 
 
+def _matrices(
+    model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]
+) -> dict[str, tuple[QuantizedTensor, slice]]:
+    """Return for each matrix in a checkpoint the weight that holds it, and its rows there, those of all experts."""
+    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied.
+    names, numbers, ends = list(weights), {}, [0]
+    for name, weight in weights.items():
+        *lead, _ = weight.stored_shape
+        ends.append(ends[-1] + math.prod(lead))
+        numbers[name] = torch.arange(ends[-2], ends[-1]).view(*lead, 1)
+    matrices = {}
+    for saved_name, rows in revert_weight_conversion(model, numbers).items():
+        first, count = int(rows.flatten()[0]), rows.numel()
+        place = bisect.bisect_right(ends, first) - 1
+        weight = weights[names[place]]
+        N = weight.stored_shape[-2]
+        start = first - ends[place]
+        whole = torch.equal(rows, torch.arange(first, first + count).view(count, 1))
+        fits = count == N if weight.dim() == 2 else start // N == (start + count - 1) // N
+        if not (whole and fits and saved_name.endswith(".weight")):
+            found = "weights that their checkpoint splits, merges or reorders"
+            raise _unsupported([names[place]], found, "Quantize the model again and leave these in float.")
+        matrices[saved_name] = weight, slice(start, start + count)
+    return matrices
+
+
 def _name_tensors(name: str, form: Format, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of one weight of a checkpoint under their names in the layout."""
-    if codes.dim() != 2 or not name.endswith(".weight"):
-        raise _unsupported([name], "experts that the checkpoint keeps in one tensor", "Keep them in float.")
-    shape = form.shape_of(codes)
-    form.check({"qdata": codes, "scale": scale}, shape, name)
+    """Return the tensors of one matrix of a checkpoint under their names in the layout."""
     if _SCHEMES[form.name][2] == "float-quantized":
         return {name: codes, f"{name}_scale": scale}
-    return {f"{name}_packed": codes, f"{name}_scale": scale, f"{name}_shape": torch.tensor(shape)}
+    return {f"{name}_packed": codes, f"{name}_scale": scale, f"{name}_shape": torch.tensor(form.shape_of(codes))}
 
 
 def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:

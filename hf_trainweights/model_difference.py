@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from hf_trainweights.checkpoint.contents import StoredTensor
@@ -10,7 +11,7 @@ from hf_trainweights.model_directory import load_saved
 from hf_trainweights.quantized_tensor import QuantizedTensor
 
 
-def compare_models(a: str | Path, b: str | Path) -> Comparison:
+def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
     """Compares the weights of two saved models, each as Transformers loads it.
 
     So names are those of the modules, experts are merged in both, and tied weights count once.
@@ -32,7 +33,7 @@ def compare_models(a: str | Path, b: str | Path) -> Comparison:
     return compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
 
 
-def _weights(source: str | Path) -> dict[str, StoredTensor]:
+def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     found: dict[int, StoredTensor] = {}
     for name, tensor in load_saved(source).state_dict(keep_vars=True).items():
         stored_bytes = tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes

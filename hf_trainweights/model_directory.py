@@ -7,6 +7,7 @@ its peak the process holds the quantized model and one weight of the source.
 from __future__ import annotations
 
 import fnmatch
+import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,9 @@ _LEFT_BEHIND = (
 _FOLDERS = ("additional_chat_templates",)
 
 
-def quantize_directory(source: str | Path, out: str | Path, config: TrainWeightsConfig) -> Summary:
+def quantize_directory(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], config: TrainWeightsConfig
+) -> Summary:
     """Quantizes a saved model into another directory, with its tokenizer, processor and generation configuration.
 
     The weights are those of `from_pretrained(source, dtype="auto", quantization_config=config)` of the class that the
@@ -62,7 +65,7 @@ def quantize_directory(source: str | Path, out: str | Path, config: TrainWeights
         raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
     model = load_saved(source, quantization_config=config)
     try:
-        _copy_companions(source, out)
+        copy_companions(source, out)
         model.save_pretrained(out)
     except BaseException:
         # It was new or empty, so all that is there is ours.
@@ -72,7 +75,7 @@ def quantize_directory(source: str | Path, out: str | Path, config: TrainWeights
     return quantizer.summary()
 
 
-def load_saved(source: str | Path, **options: Any) -> PreTrainedModel:
+def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
     """Loads a saved model as the class that its config.json names, with the dtypes it was saved in, and all of it.
 
     Args:
@@ -110,27 +113,36 @@ def load_saved(source: str | Path, **options: Any) -> PreTrainedModel:
     return model
 
 
-def _read_config(source: str | Path) -> PretrainedConfig:
-    try:
-        return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        raise _cannot_load(source, error) from error
+def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
+    """Copies what lies beside the weights of a model: tokenizer, processor, licence, generation configuration.
 
+    Args:
+        source: Directory or Hub id of a model.
+        out: Where to; made if missing.
 
-def _cannot_load(source: str | Path, error: Exception) -> ConfigError:
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
-    next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
-    return ConfigError(str(source), "a model that Transformers loads", reason, next_step)
-
-
-def _copy_companions(source: str | Path, out: Path) -> None:
+    Raises:
+        OSError: A file cannot be read or written.
+    """
     folder = Path(source)
     if not folder.is_dir():
-        ignored = [*_LEFT_BEHIND, "*/*"]
-        folder = Path(snapshot_download(str(source), ignore_patterns=ignored))
+        snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
+        folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
     out.mkdir(parents=True, exist_ok=True)
     for path in sorted(folder.iterdir()):
         if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _LEFT_BEHIND):
             shutil.copyfile(path, out / path.name)
         elif path.is_dir() and path.name in _FOLDERS:
             shutil.copytree(path, out / path.name)
+
+
+def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(source, error) from error
+
+
+def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
+    return ConfigError(str(source), "a model that Transformers loads", reason, next_step)

@@ -183,7 +183,14 @@ def _is_same(tensor: object, other: object) -> bool:
 
 @contextlib.contextmanager
 def staged_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory to write into, on the same file system; remove it at the end, whatever happens."""
+    """Yield a directory to write into, on the same file system; remove it at the end, whatever happens.
+
+    Args:
+        directory: Where the files are to go; made if missing, and held against another save.
+
+    Raises:
+        SaveError: It cannot be written, or another save into it is running; what was there before is untouched.
+    """
     with _typed_errors(directory):
         directory.mkdir(parents=True, exist_ok=True)
         with _lock(directory):
@@ -260,7 +267,17 @@ def _bin_name(name: str) -> str:
 
 
 def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> None:
-    """Rename every file into place and remove the weight files of earlier saves that the new ones do not replace."""
+    """Rename every file into place and remove the weight files of earlier saves that the new ones do not replace.
+
+    Args:
+        staging: What `staged_directory` yielded.
+        directory: Where the files go.
+        variant: Of which weight files; None for those without one.
+        quantized: Whether the weights need the new config.json to be read.
+
+    Raises:
+        IsADirectoryError: A directory has the name of a file; nothing was moved.
+    """
     files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
     for file in files:
         if (directory / file).is_dir():
