@@ -1,7 +1,7 @@
 """Saved models as directories: loaded as the class that saved them, quantized from one directory into another.
 
-Nothing here reads a whole file. The source's shards are memory-mapped, and each weight is quantized as it is read: at
-its peak the process holds the quantized model and one weight of the source.
+Nothing here reads a whole file. The source's shards are memory-mapped, and each weight is quantized as it is read: what
+is needed is memory for the quantized model and one weight of the source.
 """
 
 from __future__ import annotations

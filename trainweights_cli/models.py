@@ -68,7 +68,7 @@ def quantize(
 ) -> None:
     """Quantize a saved model into another directory, tokenizer and processor included.
 
-    Each weight is quantized as it is read: the memory it takes is that of the quantized model and one weight.
+    Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
     """
     overrides = _read_rules(rules) if rules else None
     # Here and not above: `--help` should not wait for Transformers.
