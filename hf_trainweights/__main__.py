@@ -1,5 +1,5 @@
 """`python -m hf_trainweights` is the `trainweights` command."""
 
-from hf_trainweights.cli import main
+from trainweights_cli.main import main
 
 main()

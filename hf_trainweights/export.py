@@ -5,26 +5,19 @@ from __future__ import annotations
 import copy
 import json
 import os
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import transformers
 from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_trainweights import compressed_tensors
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.model_directory import copy_companions, load_saved
 from hf_trainweights.saving import move_into_place, staged_directory, whole_state_dict
-from hf_trainweights.weight_digests import digest_files
-
-# What lies beside the weights of a model and speaks of them, or of a training run: not copied.
-_LEFT_BEHIND = ("config.json", "README.md", "trainer_state.json")
-_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".index.json", ".gguf", ".onnx", ".h5", ".msgpack")
 
 
 def export_compressed_tensors(
@@ -44,7 +37,8 @@ def export_compressed_tensors(
         max_shard_size: Bytes of one weight file at most, or a text such as `"5GB"`.
 
     Raises:
-        ConfigError: There is no such directory, or nothing in the model is quantized.
+        ConfigError: The directory holds no whole model of a class of Transformers, or nothing in the model is
+            quantized.
         CorruptFileError: A weight file of the directory is damaged.
         UnsupportedError: The layout cannot hold a weight: embeddings, weights that a layer keeps transposed (GPT-2),
             experts that the checkpoint keeps in one tensor or that have several formats. Nothing was written.
@@ -52,39 +46,15 @@ def export_compressed_tensors(
             before is untouched.
     """
     directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
-    model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else _load(Path(model_or_directory))
+    model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
     tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
     target = Path(out)
     with staged_directory(target) as staging:
         if directory is not None:
-            _copy_side_files(directory, staging)
+            copy_companions(directory, staging)
         _write_config(model, staging, quantization_config)
         _write_shards(tensors, compressed_tensors.pack, staging, max_shard_size)
         move_into_place(staging, target, variant=None, quantized=True)
-
-
-def _load(directory: Path) -> PreTrainedModel:
-    """Return the model in a directory; its weights are memory-mapped, so they take no memory until they are used."""
-    if not (directory / "config.json").is_file():
-        raise ConfigError(
-            str(directory), "a directory with a config.json", "none", "Name one that save_pretrained wrote."
-        )
-    architectures = AutoConfig.from_pretrained(directory).architectures or [""]
-    if not hasattr(transformers, architectures[0]):
-        raise ConfigError(
-            str(directory / "config.json"),
-            "architectures to name a class of Transformers",
-            repr(architectures[0]),
-            "Load the model with its own class and export that.",
-        )
-    return getattr(transformers, architectures[0]).from_pretrained(directory, dtype="auto")
-
-
-def _copy_side_files(source: Path, staging: Path) -> None:
-    left_behind = {*_LEFT_BEHIND, *(file.name for file in digest_files(source))}
-    for file in source.iterdir():
-        if file.is_file() and file.name not in left_behind and not file.name.endswith(_WEIGHT_SUFFIXES):
-            shutil.copyfile(file, staging / file.name)
 
 
 def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = "hf_trainweights"
-ROOT = Path(__file__).parent.parent / PACKAGE
+PACKAGE, COMMAND = "hf_trainweights", "trainweights_cli"
+ROOT = Path(__file__).parent.parent
 
 # A line may import itself and the lines above it, never those below. The package's `__init__` imports any.
 LAYERS = [
@@ -30,12 +30,12 @@ LAYERS = [
     {"saving"},
     {"quantizer"},
     {"quantize"},
+    {"model_directory"},
+    {"inspection", "model_difference"},
     {"compressed_tensors"},
     {"export"},
     {"demo_model"},
     {"demo"},
-    {"checkpoint_cli"},
-    {"cli"},
 ]
 CHECKPOINT_LAYERS = [
     {"codecs"},
@@ -51,6 +51,7 @@ CHECKPOINT_LAYERS = [
     {"anchoring"},
     {"store"},
     {"inplace"},
+    {"contents"},
     {"difference"},
     {"state"},
     {"manager", "versions"},
@@ -58,7 +59,7 @@ CHECKPOINT_LAYERS = [
     {"__init__"},
 ]
 CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict", "weight_digests"}
-MAY_IMPORT_CHECKPOINT = {"checkpoint_cli"}
+MAY_IMPORT_CHECKPOINT = {"inspection", "model_difference"}
 MAY_IMPORT_TRANSFORMERS = {
     "config",
     "selection",
@@ -67,33 +68,38 @@ MAY_IMPORT_TRANSFORMERS = {
     "saving",
     "quantizer",
     "quantize",
+    "model_directory",
     "compressed_tensors",
     "export",
     "demo_model",
     "demo",
-    "cli",
     "checkpoint.callback",
 }
 # These work without Transformers, so they import it only inside the function that needs it.
 MAY_IMPORT_TRANSFORMERS_LAZILY = {"modules"}
 # The attribute that holds an entry's name. It is written to files, so it must be what the registry calls it.
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}
-# Its docstrings are the help that the command line shows.
-WITHOUT_RAISES = {"cli", "checkpoint_cli"}
+# Importing these takes seconds, for which `--help` should not wait.
+SLOW_TO_IMPORT = {PACKAGE, "torch", "transformers"}
 MAX_MODULE_LINES = 400
 MAX_FUNCTION_LINES = 60
 
 Definition = ast.FunctionDef | ast.ClassDef
 TOP_LEVEL = {"__init__", "__main__"}
-SOURCES = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted(ROOT.rglob("*.py"))}
+SOURCES = {
+    ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts): path
+    for path in sorted((ROOT / PACKAGE).rglob("*.py"))
+}
+COMMAND_SOURCES = {f"{COMMAND}.{path.stem}": path for path in sorted((ROOT / COMMAND).glob("*.py"))}
+ALL_SOURCES = SOURCES | COMMAND_SOURCES
 
 
 def parse(module: str) -> ast.Module:
-    return ast.parse(SOURCES[module].read_text(encoding="utf-8"))
+    return ast.parse(ALL_SOURCES[module].read_text(encoding="utf-8"))
 
 
 def imports(module: str) -> Iterator[tuple[str, bool]]:
-    """Yield the dotted name of all that `module` imports, and whether only inside a function."""
+    """Yield the dotted name of all that `module` imports, and whether not before a function is called."""
 
     def visit(node: ast.AST, lazy: bool) -> Iterator[tuple[str, bool]]:
         for child in ast.iter_child_nodes(node):
@@ -104,9 +110,13 @@ def imports(module: str) -> Iterator[tuple[str, bool]]:
                 origin = ".".join([*parents, *([child.module] if child.module else [])])
                 yield from ((f"{origin}.{alias.name}", lazy) for alias in child.names)
             else:
-                yield from visit(child, lazy or isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef))
+                yield from visit(child, lazy or isinstance(child, ast.FunctionDef) or for_types_alone(child))
 
     return visit(parse(module), lazy=False)
+
+
+def for_types_alone(node: ast.AST) -> bool:
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
 
 def public(nodes: Iterable[ast.AST]) -> list[Definition]:
@@ -161,15 +171,26 @@ def test_transformers_is_imported_only_where_the_table_says(module: str) -> None
         assert lazy == set()
 
 
+@pytest.mark.parametrize("module", COMMAND_SOURCES)
+def test_the_command_imports_the_library_only_when_it_runs(module: str) -> None:
+    assert {name for name, lazy in imports(module) if name.split(".")[0] in SLOW_TO_IMPORT and not lazy} == set()
+
+
 @pytest.mark.parametrize("module", SOURCES)
+def test_the_library_does_not_need_the_command(module: str) -> None:
+    used = {name for name, _ in imports(module) if name.split(".")[0] == COMMAND}
+    assert used == ({f"{COMMAND}.main.main"} if module == "__main__" else set())
+
+
+@pytest.mark.parametrize("module", ALL_SOURCES)
 def test_modules_and_functions_are_short(module: str) -> None:
-    lines = SOURCES[module].read_text(encoding="utf-8").splitlines()
+    lines = ALL_SOURCES[module].read_text(encoding="utf-8").splitlines()
     functions = [node for node in ast.walk(parse(module)) if isinstance(node, ast.FunctionDef)]
     assert len(lines) < MAX_MODULE_LINES
     assert [node.name for node in functions if node.end_lineno - node.lineno >= MAX_FUNCTION_LINES] == []
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if name not in WITHOUT_RAISES])
+@pytest.mark.parametrize("module", SOURCES)
 def test_docstrings_say_what_is_raised(module: str) -> None:
     top = public(parse(module).body)
     methods = [method for node in top if isinstance(node, ast.ClassDef) for method in public(node.body)]

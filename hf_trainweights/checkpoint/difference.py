@@ -3,22 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
-from hf_trainweights.checkpoint.anchors import register_anchor_directory
-from hf_trainweights.checkpoint.discovery import WEIGHT_FILES, shard_names, weights_problem
-from hf_trainweights.checkpoint.encoded import is_encoded, load_file
-from hf_trainweights.checkpoint.inplace import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.storages import path_text
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.checkpoint.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -112,14 +106,36 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
     Example:
         >>> compare_checkpoints("runs/a/checkpoint-100", "runs/b/checkpoint-100").totals  # doctest: +SKIP
     """
-    files = _files(Path(a)), _files(Path(b))
+    files = find_parts(Path(a)), find_parts(Path(b))
+    # One part after the other: only one is in memory.
+    parts = (
+        (part, _read(files[0].get(part, []), part), _read(files[1].get(part, []), part))
+        for part in dict.fromkeys([*files[0], *files[1]])
+    )
+    return compare_tensors(parts, (str(a), str(b)))
+
+
+def compare_tensors(
+    parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
+) -> Comparison:
+    """Compares tensors by their keys.
+
+    Args:
+        parts: What totals are made of: its name, and the tensors a and b in it.
+        names: What problems call a and b.
+
+    Returns:
+        The differences; quantized tensors by the float values that they stand for.
+
+    Raises:
+        CorruptFileError: A quantized tensor does not fit its format.
+    """
     tensors: list[Difference] = []
     totals: list[Difference] = []
     problems: list[str] = []
-    for part in dict.fromkeys([*files[0], *files[1]]):
-        of_a, of_b = (_read(each.get(part, []), part) for each in files)
-        problems += [f"{key} is only in {a}" for key in of_a if key not in of_b]
-        problems += [f"{key} is only in {b}" for key in of_b if key not in of_a]
+    for part, of_a, of_b in parts:
+        problems += [f"{key} is only in {names[0]}" for key in of_a if key not in of_b]
+        problems += [f"{key} is only in {names[1]}" for key in of_b if key not in of_a]
         found = [_difference(key, of_a[key], of_b[key]) for key in of_a if key in of_b]
         problems += [f"{each.key} has another shape or dtype" for each in found if not each.comparable]
         tensors += found
@@ -127,85 +143,23 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
     return Comparison(tuple(tensors), tuple(totals), tuple(problems))
 
 
-@dataclass(frozen=True)
-class _Stored:
-    tensor: Tensor
-    stored_bytes: int | None
+def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:
+    return {stored.key: stored for file in files for stored in read_tensors(file, part)}
 
 
-def _files(path: Path) -> dict[str, list[Path]]:
-    """Returns the files that hold weights, those that a loader would open, and the one of the optimizer."""
-    if path.is_file():
-        return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
-    found = {}
-    weights = [path / name for name in WEIGHT_FILES if (path / name).is_file()][:1]
-    if weights:
-        is_index = weights[0].suffix == ".json"
-        _require_readable(weights[0])
-        found["weights"] = [path / name for name in shard_names(weights[0])] if is_index else weights
-    if (path / OPTIMIZER_NAME).is_file():
-        found["optimizer"] = [path / OPTIMIZER_NAME]
-    if not found:
-        raise ConfigError(str(path), "a checkpoint with weights or an optimizer.pt", "neither", "Choose another path.")
-    return found
-
-
-def _require_readable(path: Path) -> None:
-    problem = weights_problem(path)
-    if problem:
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(path), "a whole file", problem, next_step)
-
-
-def _read(files: list[Path], part: str) -> dict[str, _Stored]:
-    found = {}
-    for file in files:
-        for path, tensor, stored_bytes in _read_file(file):
-            found[path_text(path) if part == "weights" else f"{part}: {path_text(path)}"] = _Stored(
-                tensor, stored_bytes
-            )
-    return found
-
-
-def _read_file(file: Path) -> Iterator[tuple[tuple[Any, ...], Tensor, int | None]]:
-    if file.suffix == ".safetensors":
-        _require_readable(file)
-        yield from (((name,), tensor, tensor.nbytes) for name, tensor in load_safetensors(file).items())
-        return
-    register_anchor_directory(file.parent)
-    if not is_encoded(file):
-        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=True), ()))
-        return
-    stored_bytes = _reported_bytes(file)
-    for path, tensor in _leaves(load_file(file), ()):
-        # The report counts tied tensors once, under the name of the first.
-        yield path, tensor, stored_bytes.get(path_text(path), 0) if stored_bytes else None
-
-
-def _reported_bytes(file: Path) -> dict[str, int]:
-    if not (file.parent / MANIFEST_NAME).exists():
-        return {}
-    entry = read_manifest(file.parent).files.get(file.name)
-    return {each["path"]: each["bytes_out"] for each in entry.report.get("tensors", ())} if entry else {}
-
-
-def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[Any, ...], Tensor]]:
-    if isinstance(tree, Tensor):
-        yield path, tree
-    elif isinstance(tree, dict | list | tuple):
-        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _leaves(value, (*path, key))
-
-
-def _difference(key: str, a: _Stored, b: _Stored) -> Difference:
+def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     total = Difference(key, bytes_a=a.stored_bytes, bytes_b=b.stored_bytes)
     if a.tensor.shape != b.tensor.shape or a.tensor.dtype != b.tensor.dtype:
         return replace(total, comparable=False)
-    pieces = (each.tensor.detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
+    pieces = (_dense(each.tensor).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
     for piece_a, piece_b in zip(*pieces, strict=True):
         if piece_a.numel():
             total += _piece_difference(_as_float64(piece_a), _as_float64(piece_b))
     return total
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
 def _piece_difference(a: Tensor, b: Tensor) -> Difference:

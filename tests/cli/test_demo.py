@@ -14,10 +14,10 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_trainweights import demo
-from hf_trainweights.cli import app
 from hf_trainweights.demo import Result, Row
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
+from trainweights_cli.main import app
 
 RESULT = Result(
     model="/models/[mine]",

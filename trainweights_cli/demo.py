@@ -1,10 +1,9 @@
-"""The `trainweights` command: it reads options and prints; the work is done by the package's public functions."""
+"""`trainweights demo`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import statistics
 import tempfile
 from collections.abc import Iterator
@@ -18,27 +17,12 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from hf_trainweights.checkpoint_cli import app as checkpoint_app
-from hf_trainweights.checkpoint_cli import errors_in_one_line
+from trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json
 
 if TYPE_CHECKING:
     from hf_trainweights.demo import Result
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-app.add_typer(checkpoint_app, name="checkpoint")
 
-
-def main() -> None:
-    """Run the `trainweights` command."""
-    app(prog_name="trainweights")
-
-
-@app.callback()
-def _root() -> None:
-    """Small weights and small training checkpoints for Hugging Face Transformers."""
-
-
-@app.command()
 def demo(
     model: Annotated[
         str | None,
@@ -52,8 +36,8 @@ def demo(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Keep the models in this new or empty directory.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False,
-    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
 ) -> None:
     """Train a small Llama on Python's standard library, quantize it to each format, use it, save it, reload it.
 
@@ -77,7 +61,7 @@ def demo(
         chosen = list(dict.fromkeys(formats or FORMATS))
         result = run_demo(directory, chosen, recipe, progress.report, model=model, keep=out is not None)
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result) | {"failures": result.failures}, indent=2))
+        print_json(dataclasses.asdict(result) | {"failures": result.failures})
     else:
         _print_result(result, out)
     for failure in result.failures:

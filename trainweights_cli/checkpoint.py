@@ -5,36 +5,38 @@ Every command takes a checkpoint directory, most of them also a run: a directory
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
-import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
-from rich.console import Console
-from rich.filesize import decimal
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from hf_trainweights.errors import ConfigError, TrainWeightsError
+from trainweights_cli.console import (
+    AsJson,
+    Debug,
+    errors_in_one_line,
+    exit_with,
+    new_table,
+    one_line,
+    print_comparison,
+    print_json,
+    print_table,
+    show_sizes,
+    status,
+    with_progress,
+)
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.difference import Comparison
     from hf_trainweights.checkpoint.manifest import Manifest
 
 app = typer.Typer(no_args_is_help=True, help="Look into small training checkpoints, check, make and restore them.")
 
 _PATH_HELP = "A checkpoint directory, or a run: a directory of checkpoint-<step> directories."
 CheckpointOrRun = Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help=_PATH_HELP)]
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
-Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
-
 _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 _ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
 
@@ -51,19 +53,19 @@ def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debu
         rows = [_summary(directory, seen) for directory in _checkpoints(path)]
     problems = [f"{row['path']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
-        table = _table("checkpoint", "mode", right=("plain", "on disk", "ratio", "anchor"))
+        table = new_table("checkpoint", "mode", right=("plain", "on disk", "ratio", "anchor"))
         for row in rows:
             mode = "damaged" if row["problem"] else row["mode"] or "no manifest"
-            sizes = _sizes(row["plain_bytes"], row["disk_bytes"])
+            sizes = show_sizes(row["plain_bytes"], row["disk_bytes"])
             table.add_row(Path(row["path"]).name, mode, *sizes, (row["anchor"] or "")[:8])
         if len(rows) > 1:
             table.add_section()
             totals = (sum(row[key] for row in rows) for key in ("plain_bytes", "disk_bytes"))
-            table.add_row("total", "", *_sizes(*totals), "")
-        _print(table)
-    _exit(problems)
+            table.add_row("total", "", *show_sizes(*totals), "")
+        print_table(table)
+    exit_with(problems)
 
 
 @app.command()
@@ -79,7 +81,7 @@ def inspect(
     with errors_in_one_line(debug):
         manifest = read_manifest(path)
     if as_json:
-        _print_json(asdict(manifest))
+        print_json(asdict(manifest))
     else:
         _print_manifest(path, manifest, each_tensor=tensors)
 
@@ -91,15 +93,15 @@ def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False)
     A complete directory without a manifest is called unverified. Exits with 1 if anything is damaged or missing.
     """
     with errors_in_one_line(debug):
-        rows = [_verify(directory) for directory in _with_progress("verifying", _checkpoints(path))]
+        rows = [_verify(directory) for directory in with_progress("verifying", _checkpoints(path))]
     if as_json:
-        _print_json(rows)
+        print_json(rows)
     else:
         for row in rows:
             typer.echo(f"{row['path']}: {row['state']}")
             for name in row["foreign"]:
                 typer.echo(f"  not part of it, and not used: {name}")
-    _exit(
+    exit_with(
         [f"{row['path']}/{name}: {each}".replace("/:", ":") for row in rows for name, each in row["problems"].items()]
     )
 
@@ -117,13 +119,13 @@ def diff(
     """
     from hf_trainweights.checkpoint.difference import compare_checkpoints
 
-    with errors_in_one_line(debug), Console(stderr=True).status("comparing"):
+    with errors_in_one_line(debug), status("comparing"):
         comparison = compare_checkpoints(first, second)
     if as_json:
-        _print_json(comparison.to_dict())
+        print_json(comparison.to_dict())
     else:
-        _print_comparison(comparison)
-    _exit(comparison.problems)
+        print_comparison(comparison)
+    exit_with(comparison.problems)
 
 
 @app.command()
@@ -157,6 +159,7 @@ def compress(
     """
     from hf_trainweights.checkpoint.inplace import compress_directory
     from hf_trainweights.checkpoint.policy import Policy
+    from hf_trainweights.errors import ConfigError
 
     try:
         policy = Policy(mode, dict(map(_parse_rule, rule or ())))
@@ -181,7 +184,7 @@ def gc(
     with errors_in_one_line(debug):
         removed = collect_garbage(path, dry_run=dry_run)
     if as_json:
-        _print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
+        print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
     else:
         verb = "would remove" if dry_run else "removed"
         typer.echo("\n".join(f"{verb} {each}" for each in removed) or "Nothing to remove.")
@@ -191,6 +194,7 @@ def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that `path` is itself."""
     from hf_trainweights.checkpoint.discovery import checkpoint_directories
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+    from hf_trainweights.errors import ConfigError
 
     is_run = not (path / MANIFEST_NAME).exists()
     directories = checkpoint_directories(path)[::-1] if is_run else []
@@ -202,6 +206,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 def _summary(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
     from hf_trainweights.checkpoint.manifest import read_manifest
+    from hf_trainweights.errors import TrainWeightsError
 
     disk_bytes = _disk_bytes(directory, seen)
     manifest, problem = None, None
@@ -274,70 +279,27 @@ def _parse_rule(text: str) -> tuple[str, Any]:
 def _rewrite(what: str, path: Path, function: Callable[[Path], Any]) -> list[dict[str, Any]]:
     rows = []
     seen: set[tuple[int, int]] = set()
-    for directory in _with_progress(what, _checkpoints(path)):
+    for directory in with_progress(what, _checkpoints(path)):
         before_bytes = _disk_bytes(directory, set())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             function(directory)
         for warning in caught:
-            typer.echo(f"warning: {' '.join(str(warning.message).split())}", err=True)
+            typer.echo(f"warning: {one_line(warning.message)}", err=True)
         after_bytes = _disk_bytes(directory, seen)
         rows.append({"path": str(directory), "before_bytes": before_bytes, "after_bytes": after_bytes})
     return rows
-
-
-def _with_progress(what: str, directories: Sequence[Path]) -> Iterator[Path]:
-    """Yield the directories; where stderr is a terminal it shows which one, and how many are done."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-        task = progress.add_task("", total=len(directories))
-        for done, directory in enumerate(directories):
-            progress.update(task, description=f"{what} {directory.absolute().name}", completed=done)
-            yield directory
-
-
-@contextlib.contextmanager
-def errors_in_one_line(debug: bool) -> Iterator[None]:
-    """Print an expected error in one line and exit with 1; raise it where `debug` is set."""
-    try:
-        yield
-    except (TrainWeightsError, OSError) as error:
-        if debug:
-            raise
-        typer.echo(f"error: {' '.join(str(error).split())}", err=True)
-        raise typer.Exit(1) from error
-
-
-def _exit(problems: Sequence[str]) -> None:
-    for problem in problems:
-        typer.echo(f"problem: {' '.join(problem.split())}", err=True)
-    if problems:
-        raise typer.Exit(1)
-
-
-def _finite(value: Any) -> Any:
-    """Return a JSON value with null for NaN and infinities, which JSON does not know."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _print_json(value: Any) -> None:
-    typer.echo(json.dumps(_finite(value), indent=2))
 
 
 def _print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
     typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
     typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
     typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
-    files = _table("file", right=("plain", "on disk", "ratio"))
+    files = new_table("file", right=("plain", "on disk", "ratio"))
     for name, plain_bytes in _plain_bytes(manifest).items():
         shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
-        files.add_row(shown, *_sizes(plain_bytes, manifest.files[name].size_bytes))
-    _print(files)
+        files.add_row(shown, *show_sizes(plain_bytes, manifest.files[name].size_bytes))
+    print_table(files)
     tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
     if not tensors:
         return
@@ -345,54 +307,19 @@ def _print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> Non
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for tensor in tensors:
         groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
-    table = _table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
+    table = new_table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
     for key, members in groups.items():
-        plain, *stored = _sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
+        plain, *stored = show_sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
         bounds = [member["bound"] for member in members if member["bound"] is not None]
         counts = () if each_tensor else (str(len(members)), plain)
         table.add_row(*key, *counts, *stored, f"{max(bounds):.2g}" if bounds else "exact")
-    _print(table)
+    print_table(table)
     if any(tensor["bound"] is not None for tensor in tensors):
         typer.echo(_ERROR_UNITS)
 
 
-def _print_comparison(comparison: Comparison) -> None:
-    table = _table("tensor", right=("mean", "L2", "largest", "A", "B"))
-    for rows in (comparison.tensors, comparison.totals):
-        for row in (each.to_dict() for each in rows):
-            errors = (row[name] for name in ("relative_mean", "relative_l2", "largest"))
-            numbers = ["-" if error is None else "0" if error == 0 else f"{error:.1e}" for error in errors]
-            sizes = ["?" if row[name] is None else _size(row[name]) for name in ("bytes_a", "bytes_b")]
-            table.add_row(row["key"], *numbers, *sizes)
-        table.add_section()
-    _print(table)
-    typer.echo("mean: mean(a - b) / mean(a); L2: |a - b| / |a|; largest: |a - b|; A, B: on disk")
-
-
 def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    table = _table("checkpoint", right=("before", "after", "ratio"))
+    table = new_table("checkpoint", right=("before", "after", "ratio"))
     for row in rows:
-        table.add_row(Path(row["path"]).absolute().name, *_sizes(row["before_bytes"], row["after_bytes"]))
-    _print_json(rows) if as_json else _print(table)
-
-
-def _sizes(plain_bytes: int, stored_bytes: int) -> tuple[str, str, str]:
-    ratio = f"{plain_bytes / stored_bytes:.2f}" if stored_bytes and plain_bytes else ""
-    return _size(plain_bytes), _size(stored_bytes), ratio
-
-
-def _size(count: int) -> str:
-    return decimal(count) if count >= 1000 else f"{count} B"
-
-
-def _table(*left: str, right: Sequence[str]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for index, name in enumerate(left):
-        table.add_column(name, overflow="fold", no_wrap=index > 0)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def _print(table: Table) -> None:
-    Console(highlight=False, markup=False).print(table)
+        table.add_row(Path(row["path"]).absolute().name, *show_sizes(row["before_bytes"], row["after_bytes"]))
+    print_json(rows) if as_json else print_table(table)

@@ -1,0 +1,52 @@
+"""The `trainweights` command as a process: its help is quick, and it is there under each of its names."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from trainweights_cli.main import main
+
+COMMANDS = ("quantize", "inspect", "verify", "diff", "export", "demo", "checkpoint")
+
+
+def run(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("checkpoint", "compress")])
+def test_help_is_shown_without_importing_what_is_slow_to_import(command: tuple[str, ...]) -> None:
+    code = (
+        "import sys; from typer.testing import CliRunner; from trainweights_cli.main import app;"
+        f"result = CliRunner().invoke(app, {[*command, '--help']!r}); print(result.stdout);"
+        "print(sorted({'torch', 'transformers', 'hf_trainweights'} & sys.modules.keys())); sys.exit(result.exit_code)"
+    )
+    done = run("-c", code)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1] == "[]"
+    assert f"Usage: {' '.join(('root', *command))} [OPTIONS]" in done.stdout
+    if not command:
+        assert all(f"│ {name} " in done.stdout for name in COMMANDS)
+
+
+def test_the_installed_script_is_main() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))
+    assert project["project"]["scripts"] == {"trainweights": f"{main.__module__}:{main.__name__}"}
+
+
+def test_no_command_is_wrong_usage_and_shows_the_help() -> None:
+    done = run("-c", "from trainweights_cli.main import main; main()")
+    assert done.returncode == 2
+    assert "Usage: trainweights [OPTIONS] COMMAND" in done.stdout + done.stderr
+
+
+def test_an_error_of_a_process_is_one_line_and_exit_code_1(tmp_path_factory: pytest.TempPathFactory) -> None:
+    empty = str(tmp_path_factory.mktemp("empty"))
+    done = run("-m", "hf_trainweights", "verify", empty)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.startswith(f"error: {empty}: expected a directory with trainweights_files.json")
+    assert done.stderr.count("\n") == 1

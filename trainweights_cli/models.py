@@ -1,0 +1,234 @@
+"""`trainweights quantize`, `inspect`, `verify`, `diff` and `export`: what is done with saved models."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections import Counter, defaultdict
+from collections.abc import Iterable
+from dataclasses import asdict
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from trainweights_cli.console import (
+    AsJson,
+    Debug,
+    errors_in_one_line,
+    exit_with,
+    loading_bars,
+    new_table,
+    print_comparison,
+    print_json,
+    print_table,
+    show_size,
+    show_sizes,
+    status,
+)
+
+if TYPE_CHECKING:
+    from hf_trainweights.inspection import Entry
+    from hf_trainweights.selection import Choice, Summary
+
+ModelDirectory = Annotated[
+    Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of a quantized model.")
+]
+NewDirectory = Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty directory.")]
+
+
+class Layout(StrEnum):
+    """The layouts that others read."""
+
+    COMPRESSED_TENSORS = "compressed-tensors"
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a float model.")],
+    out: NewDirectory,
+    name: Annotated[str, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3.")],
+    group_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
+    ] = None,
+    include_embeddings: Annotated[
+        bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
+    ] = False,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help='JSON or TOML: names, or "re:" and a regular expression, to a format; false leaves a weight alone.',
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a saved model into another directory, tokenizer and processor included.
+
+    Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
+    """
+    overrides = _read_rules(rules) if rules else None
+    # Here and not above: `--help` should not wait for Transformers.
+    from hf_trainweights import TrainWeightsConfig
+    from hf_trainweights.errors import ConfigError
+    from hf_trainweights.model_directory import quantize_directory
+
+    try:
+        config = TrainWeightsConfig(name, group_size, overrides=overrides, include_embeddings=include_embeddings)
+    except ConfigError as error:
+        hint = "--rules" if error.where.startswith("overrides") else f"--{error.where.replace('_', '-')}"
+        raise typer.BadParameter(str(error), param_hint=hint) from error
+    loading_bars()
+    with errors_in_one_line(debug):
+        summary = quantize_directory(model, out, config)
+    if as_json:
+        tensors = [_choice_as_json(choice) for choice in summary.tensors]
+        totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
+        print_json({"source": model, "out": str(out), **totals, "tensors": tensors})
+    else:
+        _print_summary(summary)
+
+
+def inspect(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", exists=True, help="A model or checkpoint directory, or one weight file.")
+    ],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """List the tensors of a model, a checkpoint or a file, with formats, shapes and sizes, and totals.
+
+    Nothing in a file is executed: of one that holds more than data the members of its zip archive are listed.
+    """
+    from hf_trainweights.inspection import inspect_weights
+
+    with errors_in_one_line(debug), status("reading"):
+        inspection = inspect_weights(path)
+    if as_json:
+        print_json(asdict(inspection))
+    else:
+        _print_entries(inspection.entries)
+    for file, calls in inspection.unsafe.items():
+        typer.echo(f"warning: {file} was not unpickled: it would call {', '.join(calls)}", err=True)
+
+
+def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Read every weight file and compare it with its digest: a single flipped bit is found.
+
+    Exits with 1 if a weight file is damaged or missing, or if one is there that was not saved with the model.
+    """
+    from hf_trainweights import verify_model
+
+    with errors_in_one_line(debug), status("verifying"):
+        report = verify_model(path)
+    if as_json:
+        print_json({**asdict(report), "path": str(path)})
+    else:
+        typer.echo(f"{path}: {'intact' if report.ok else 'damaged'}, {len(report.files)} weight files")
+        typer.echo(f"written by {', '.join(f'{package} {version}' for package, version in report.versions.items())}")
+    foreign = [f"{path / name}: was not saved with the model" for name in report.foreign]
+    exit_with([*(f"{path / name}: {problem}" for name, problem in report.problems.items()), *foreign])
+
+
+def diff(
+    first: Annotated[Path, typer.Argument(metavar="A", exists=True, help="A model, a checkpoint, or one weight file.")],
+    second: Annotated[Path, typer.Argument(metavar="B", exists=True, help="What it is compared with.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Compare two models tensor by tensor, float or quantized, or two weight files.
+
+    Exits with 1 if one has keys, shapes or dtypes that the other has not.
+    """
+    from hf_trainweights.checkpoint.difference import compare_checkpoints
+    from hf_trainweights.model_difference import compare_models
+
+    are_models = all((path / "config.json").is_file() for path in (first, second))
+    with errors_in_one_line(debug), status("comparing"):
+        comparison = (compare_models if are_models else compare_checkpoints)(first, second)
+    if as_json:
+        print_json(comparison.to_dict())
+    else:
+        print_comparison(comparison)
+    exit_with(comparison.problems)
+
+
+def export(
+    path: ModelDirectory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    to: Annotated[Layout, typer.Option("--to", help="The layout to write.")],
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a quantized model in a layout that is read without this package.
+
+    compressed-tensors: the same codes and scales, as stock Transformers reads them.
+    """
+    from hf_trainweights import export_compressed_tensors
+
+    loading_bars()
+    exporters = {Layout.COMPRESSED_TENSORS: export_compressed_tensors}
+    with errors_in_one_line(debug):
+        exporters[to](path, out)
+    disk_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if as_json:
+        print_json({"source": str(path), "out": str(out), "layout": to, "disk_bytes": disk_bytes})
+    else:
+        typer.echo(f"{out}: {to}, {show_size(disk_bytes)}")
+
+
+def _read_rules(file: Path) -> dict[str, Any]:
+    """Return overrides; TOML has no null, so false stands for it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        rules = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint="--rules") from error
+    if not isinstance(rules, dict):
+        raise typer.BadParameter(f"{file} holds no table of names to formats.", param_hint="--rules")
+    return {name: None if rule is False else rule for name, rule in rules.items()}
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    kept = {name: getattr(choice, name) for name in ("name", "reason", "numel", "bytes_before", "bytes_after")}
+    return {**kept, "format": choice.format and choice.format.get_config()}
+
+
+def _print_summary(summary: Summary) -> None:
+    groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
+    for choice in summary.tensors:
+        groups[str(choice.format or "float"), choice.reason].append(choice)
+    table = new_table("format", right=("tensors", "before", "after", "ratio"))
+    # The quantized ones first: what is left alone is told with its reason.
+    for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
+        totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
+        table.add_row(f"{shown}: {reason}" if reason else shown, str(len(choices)), *show_sizes(*totals))
+    table.add_section()
+    table.add_row("total", str(len(summary.tensors)), *show_sizes(summary.bytes_before, summary.bytes_after))
+    print_table(table)
+
+
+def _print_entries(entries: tuple[Entry, ...]) -> None:
+    table = new_table("tensor", "format", right=("shape", "size"))
+    for entry in entries:
+        table.add_row(
+            entry.name,
+            entry.format,
+            str(list(entry.shape)) if entry.shape is not None else "",
+            show_size(entry.stored_bytes),
+        )
+    table.add_section()
+    counts = Counter(entry.format for entry in entries)
+    for shown, count in counts.most_common():
+        table.add_row(f"{count} of", shown, "", _total(entry for entry in entries if entry.format == shown))
+    table.add_row("total", "", "", _total(entries))
+    print_table(table)
+
+
+def _total(entries: Iterable[Entry]) -> str:
+    from hf_trainweights.inspection import total_bytes
+
+    return show_size(total_bytes(entry.stored_bytes for entry in entries))
