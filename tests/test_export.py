@@ -204,7 +204,7 @@ def test_what_is_refused_writes_nothing(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"expected a directory with a config\.json"):
+    with pytest.raises(ConfigError, match="expected a model that Transformers loads"):
         export_compressed_tensors(tmp_path, tmp_path / "out")
 
 
@@ -212,7 +212,7 @@ def test_a_directory_of_an_unknown_class_is_refused(tmp_path: Path, model: PreTr
     model.save_pretrained(tmp_path / "saved")
     config = json.loads((tmp_path / "saved" / "config.json").read_text())
     (tmp_path / "saved" / "config.json").write_text(json.dumps(config | {"architectures": ["MyLlama"]}))
-    with pytest.raises(ConfigError, match="found 'MyLlama'"):
+    with pytest.raises(ConfigError, match="found MyLlama"):
         export_compressed_tensors(tmp_path / "saved", tmp_path / "out")
 
 
