@@ -35,10 +35,12 @@ class Ternary(Format):
         """Leave rows that do not fill their last byte to int8."""
         return self if shape[-1] % 4 == 0 else FORMATS["int8"]()
 
-    def quantize_rows(self, rows: Tensor, out: Mapping[str, Tensor]) -> None:
+    def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill scale and codes; the codes are chosen for the scale as it is stored."""
-        out["scale"].copy_(round_scale(rows.abs().mean(dim=-1, keepdim=True), 1, out["scale"].dtype))
-        codes = rows.mul_(reciprocal(out["scale"])).round_().clamp_(-1, 1).add_(1).to(torch.uint8)
+        del amax  # the mean serves instead
+        mean = rows.abs().mean(dim=-1, keepdim=True, dtype=torch.float32)
+        out["scale"].copy_(round_scale(mean, 1, rows.dtype))
+        codes = (rows * reciprocal(out["scale"])).round_().clamp_(-1, 1).add_(1).to(torch.uint8)
         out["qdata"].copy_(sum(codes[:, place::4] << 2 * place for place in range(4)))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:

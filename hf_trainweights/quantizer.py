@@ -17,6 +17,7 @@ from hf_trainweights.conversion import (
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
     deserialize_converters,
+    return_freed_memory,
 )
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.modules import announce, check_choice, check_not_empty, dequantize_, model_skips
@@ -202,6 +203,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)
         announce(self._summary)
+        if not self.pre_quantized:
+            return_freed_memory()
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is not None:

@@ -17,7 +17,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import Format, multiply, reciprocal, round_scale
+from hf_trainweights.formats.base import Format, float32_tiles, multiply, reciprocal, round_scale
 
 _LARGEST = 448
 
@@ -35,12 +35,12 @@ class Float8E4M3(Format):
         *lead, K = shape
         return {"qdata": ((*lead, K), torch.float8_e4m3fn), "scale": ((*lead, 1), scale_dtype)}
 
-    def quantize_rows(self, rows: Tensor, out: Mapping[str, Tensor]) -> None:
+    def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
-        amax = rows.abs().amax(dim=-1, keepdim=True)
-        out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, out["scale"].dtype))
-        # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
-        out["qdata"].copy_(rows.mul_(reciprocal(out["scale"])).clamp_(-_LARGEST, _LARGEST))
+        inverse = reciprocal(out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype)))
+        for tile, values in float32_tiles(rows):
+            # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
+            out["qdata"][tile].copy_(values.mul_(inverse[tile]).clamp_(-_LARGEST, _LARGEST))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.base import Format, multiply, reciprocal, round_scale
+from hf_trainweights.formats.base import Format, float32_tiles, multiply, reciprocal, round_scale
 
 
 @dataclass(frozen=True)
@@ -55,13 +55,13 @@ class Int8(Format):
         G = 1 if self.group_size is None else K // self.group_size
         return {"qdata": ((*lead, K), torch.int8), "scale": ((*lead, G), scale_dtype)}
 
-    def quantize_rows(self, rows: Tensor, out: Mapping[str, Tensor]) -> None:
+    def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `round(w * (1 / scale))`, the scale rounded to its dtype first."""
-        groups = rows.view(rows.shape[0], out["scale"].shape[-1], -1)
-        amax = groups.abs().amax(dim=-1)
-        out["scale"].copy_(round_scale(amax / 127, 128, out["scale"].dtype))
-        groups.mul_(reciprocal(out["scale"]).unsqueeze(-1)).round_().clamp_(-128, 127)
-        out["qdata"].copy_(rows)
+        groups = rows.view(*amax.shape, -1)
+        scale = out["scale"].copy_(round_scale(amax / 127, 128, rows.dtype))
+        inverse, codes = reciprocal(scale).unsqueeze(-1), out["qdata"].view(groups.shape)
+        for tile, values in float32_tiles(groups):
+            codes[tile].copy_(values.mul_(inverse[tile]).round_().clamp_(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""

@@ -34,10 +34,12 @@ def pack_int4(codes: Tensor) -> Tensor:
         raise QuantizationError(
             "codes", "a multiple of 8 columns to pack", f"{codes.shape[-1]}", "Pad the rows or use int8."
         )
-    nibbles = (codes + 8).to(torch.uint8)
-    octets = nibbles[..., 0::2] | (nibbles[..., 1::2] << 4)
     # Flat, because a view as wider words needs strides that even a contiguous tensor without columns does not have.
-    return octets.flatten().view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // CODES_PER_WORD)
+    nibbles = codes.to(torch.int8, copy=True).flatten().add_(8)
+    # Two nibbles a pair of bytes: the low byte of `pairs | pairs >> 4` holds both.
+    pairs = nibbles.view(torch.int16)
+    octets = (pairs >> 4).bitwise_or_(pairs).to(torch.int8)
+    return octets.view(torch.int32).view(*codes.shape[:-1], codes.shape[-1] // CODES_PER_WORD)
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
@@ -58,6 +60,5 @@ def unpack_int4(packed: Tensor) -> Tensor:
     """
     if packed.dtype != torch.int32:
         raise QuantizationError("qdata", "packed torch.int32 words", f"{packed.dtype}", "Pack them with pack_int4.")
-    octets = packed.contiguous().view(torch.uint8)
-    codes = torch.stack((octets & 15, octets >> 4), dim=-1).view(torch.int8)
-    return codes.sub_(8).flatten(-2)
+    pairs = packed.contiguous().view(torch.uint8).to(torch.int16)
+    return (pairs << 4).bitwise_or_(pairs).bitwise_and_(0x0F0F).view(torch.int8).sub_(8)

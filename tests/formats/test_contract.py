@@ -8,6 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+import format_reference
 import numpy as np
 import pytest
 import torch
@@ -181,6 +182,45 @@ def test_scales_have_the_dtype_of_the_weight(form: Format, dtype: torch.dtype) -
     assert form.quantize(random_weight(6, 256, dtype=dtype))["scale"].dtype == dtype
 
 
+WEIGHTS = {
+    "usual": lambda values: values,
+    "zeros": lambda values: values * (values > 0.05),
+    "negative zeros": lambda values: values * (values > 2),
+    "one sign": lambda values: values.abs(),
+    "other sign": lambda values: -values.abs(),
+    "even tails": lambda values: values.sign(),
+    "smallest normal": lambda values: values * 2.0**-126,
+    "denormal": lambda values: values * 2.0**-140,
+    "small of float16": lambda values: values * 2.0**-18,
+    "squares overflow": lambda values: values.clamp(-1, 1) * 2.0**100,
+    "largest": lambda values: (values * 2.0**140).clamp(-3e38, 3e38),
+}
+REFERENCE_SHAPES = [(1, 1), (1, 7), (257, 3), (5, 33), (3, 96), (2, 128), (130, 1024), (1100, 2048)]
+
+
+@each_format
+@each_dtype
+@pytest.mark.parametrize("kind", WEIGHTS)
+def test_every_bit_is_that_of_the_plain_arithmetic(form: Format, dtype: torch.dtype, kind: str) -> None:
+    for shape in REFERENCE_SHAPES if kind == "usual" else REFERENCE_SHAPES[:-1]:
+        largest = torch.finfo(dtype).max
+        weight = WEIGHTS[kind](random_weight(*shape)).clamp(-largest, largest).to(dtype)
+        chosen = form.fallback(shape)
+        assert_same(chosen.quantize(weight), format_reference.quantize(chosen, weight))
+
+
+@each_format
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_matter(form: Format, threads: int) -> None:
+    weight = random_weight(300, 1024, dtype=torch.bfloat16)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        assert_same(form.quantize(weight), format_reference.quantize(form, weight))
+    finally:
+        torch.set_num_threads(before)
+
+
 # Which tensors
 
 
@@ -292,10 +332,14 @@ def test_dequantize_changes_nothing(form: Format) -> None:
 
 @each_format
 @pytest.mark.parametrize("elements", [1, 256, 600, 3 * 256])
-def test_blocks_of_rows_give_what_the_whole_gives(form: Format, elements: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_and_tiles_of_rows_give_what_the_whole_gives(
+    form: Format, elements: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     weight = random_weight(2, 7, 256, dtype=torch.bfloat16)
     whole = form.quantize(weight)
-    monkeypatch.setattr(base, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(base, "TILE_ELEMENTS", elements)
+    assert_same(form.quantize(weight), whole)
+    monkeypatch.setattr(base, "BLOCK_ELEMENTS", 2 * elements)
     assert_same(form.quantize(weight), whole)
 
 
