@@ -46,7 +46,8 @@ def x(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 1) -> Tensor:
     return random_weight(*shape, dtype=dtype, seed=seed)
 
 
-def assert_linear(inputs: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> None:
+def assert_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
+    assert isinstance(weight, QuantizedTensor)
     with torch.no_grad():
         result = F.linear(inputs, weight, bias)
         dense = F.linear(inputs, weight.dequantize(), bias)
@@ -132,6 +133,8 @@ def test_zeros_give_zeros(dtype: torch.dtype, integer_products: bool) -> None:
 
 def test_a_scale_of_another_dtype_is_used_as_it_is() -> None:
     narrow, wide = quantized(80, 96, torch.bfloat16).float(), quantized(80, 96, torch.float32).bfloat16()
+    assert isinstance(narrow, QuantizedTensor)
+    assert isinstance(wide, QuantizedTensor)
     for rows in (1, 5, 70):
         assert_linear(x(rows, 96), narrow)
         assert_linear(x(rows, 96, dtype=torch.bfloat16), wide)
