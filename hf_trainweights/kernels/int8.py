@@ -35,6 +35,8 @@ DEVICES = {"cpu"}
 _PACK_ROWS = 4
 # It reads whole vectors of 16 columns: past the end of a matrix with another K, where it returns garbage or crashes.
 _PACK_COLUMNS = 16
+# It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
+_CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
 # Digits against cast blocks: .6-.9 and .5 at 64 rows, .4-.8 and .5-.6 at 128. Without AMX digits lead there too.
 _DIGIT_ROWS = 64
 # The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2-1.4 and .9-1.0 at 16 rows,
@@ -84,7 +86,7 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     elif not packs:
         out = _multiply_cast(rows, qdata, scale, bias)
     else:
-        out = _weight_int8pack_mm(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).squeeze(-1).contiguous())
+        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).squeeze(-1).contiguous())
         out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], qdata.shape[0])
 
@@ -110,6 +112,20 @@ def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
         torch.round(rest.sub_(digit).mul_(254.0), out=digit)
         digits[index].copy_(digit)
     return digits, top
+
+
+def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+    # What torch allocates is aligned.
+    x = x.clone() if x.data_ptr() % _X_ALIGNMENT else x
+    if qdata.data_ptr() % _CODES_ALIGNMENT == 0:
+        return _weight_int8pack_mm(x, qdata, scale)
+    rows = max(1, _RESULT_ELEMENTS // qdata.shape[1])
+    buffer = torch.empty_like(qdata[:rows])
+    parts = [
+        _weight_int8pack_mm(x, buffer[: codes.shape[0]].copy_(codes), factors)
+        for codes, factors in zip(qdata.split(rows), scale.split(rows), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
 
 
 def _multiply_integers(codes: Tensor, digits: Tensor) -> Tensor:

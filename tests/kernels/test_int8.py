@@ -126,6 +126,21 @@ def test_what_is_not_finite_shows(value: float, rows: int, dtype: torch.dtype, i
 
 
 @every_dtype
+@pytest.mark.parametrize("offset", [2, 8, 16])
+@pytest.mark.parametrize("rows", [1, 4, 5, 70])
+def test_addresses_do_not_matter(rows: int, offset: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    def moved(tensor: Tensor) -> Tensor:
+        offset_elements = max(1, offset // tensor.element_size())
+        memory = torch.empty(tensor.numel() + offset_elements, dtype=tensor.dtype)
+        return memory[offset_elements:].view(tensor.shape).copy_(tensor)
+
+    weight, inputs = quantized(80, 96, dtype), x(rows, 96, dtype=dtype)
+    expected = F.linear(inputs, weight)
+    monkeypatch.setattr(int8, "_RESULT_ELEMENTS", 96 * 33)
+    assert torch.equal(F.linear(moved(inputs), weight.map(moved)), expected)
+
+
+@every_dtype
 def test_zeros_give_zeros(dtype: torch.dtype, integer_products: bool) -> None:
     for rows in (1, 5, 70):
         assert not F.linear(x(rows, 96, dtype=dtype) * 0, quantized(80, 96, dtype)).any()
