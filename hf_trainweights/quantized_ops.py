@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.quantized_products import PRODUCTS
 from hf_trainweights.quantized_tensor import (
     ASSIGNMENTS,
     HANDLERS,
     SHOWN_DTYPES,
     QuantizedTensor,
-    compute_dequantized,
     unsupported_in_place,
 )
 
@@ -234,21 +234,9 @@ _TABLE: dict[Any, Callable[..., Any]] = {
         ),
         _like,
     ),
-    **dict.fromkeys(
-        (
-            aten.linear.default,
-            aten.matmul.default,
-            aten.mm.default,
-            aten.addmm.default,
-            aten.bmm.default,
-            aten.baddbmm.default,
-            aten._grouped_mm.default,
-        ),
-        compute_dequantized,
-    ),
 }
 
-HANDLERS.update(_TABLE)
+HANDLERS.update(_TABLE | PRODUCTS)
 
 
 def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:

@@ -36,6 +36,9 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 # What assigns to a weight without being an op, and what it does to a quantized one.
 ASSIGNMENTS: dict[Any, Callable[..., None]] = {}
 
+# What a function does without its ops where nothing but its result is asked for; NotImplemented leaves it to the ops.
+SHORTCUTS: dict[Any, Callable[..., Any]] = {}
+
 _logger = logging.getLogger(__name__)
 _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
 
@@ -242,6 +245,10 @@ class QuantizedTensor(Tensor):
             raise unsupported_by_torchscript()
         if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
             return ASSIGNMENTS[func](*args)
+        if func in SHORTCUTS and not torch.compiler.is_compiling():
+            result = SHORTCUTS[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod
