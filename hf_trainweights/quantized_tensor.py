@@ -33,6 +33,9 @@ FALLBACKS: Counter[str] = Counter()
 # What each op does with quantized arguments; a handler returns NotImplemented for a case it leaves to the fallback.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
 
+# The handlers that take a kernel's private layout as it is; all others get the weight in its canonical one.
+ANY_LAYOUT: set[Any] = set()
+
 # What assigns to a weight without being an op, and what it does to a quantized one.
 ASSIGNMENTS: dict[Any, Callable[..., None]] = {}
 
@@ -178,6 +181,24 @@ class QuantizedTensor(Tensor):
         tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         return QuantizedTensor(tensors, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
 
+    def in_layout(self, form: Format) -> QuantizedTensor:
+        """Return the same codes and scales in another memory layout.
+
+        Args:
+            form: A format with the same canonical format as this tensor's.
+
+        Returns:
+            `self` where it has that format already, else a new tensor.
+        """
+        if form == self.format:
+            return self
+        tensors = form.from_canonical(self.format.to_canonical(self.tensors))
+        return QuantizedTensor(tensors, form, self.stored_shape, self.dtype, self.transposed)
+
+    def canonical(self) -> QuantizedTensor:
+        """Return the tensor in the layout of files: `self`, unless a kernel's private layout holds it."""
+        return self.in_layout(self.format.canonical)
+
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
         """Return self: a quantized weight takes no gradient, so `load_state_dict(assign=True)` keeps it frozen.
 
@@ -217,9 +238,10 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         del protocol
         is_parameter = isinstance(self, nn.Parameter)
-        metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
+        stored = self.canonical()
+        metadata = (stored.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
         # PyTorch cannot load float8 from a plain pickle or from a file older than zip, so its bytes are pickled.
-        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
+        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in stored.tensors.items()}
         return rebuild_quantized_tensor, (tensors, *metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
@@ -230,7 +252,7 @@ class QuantizedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         del tensor_contents
-        details = f"{self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        details = f"{self.format.canonical}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"QuantizedTensor({details}{', transposed' if self.transposed else ''})"
 
     @classmethod
@@ -342,6 +364,8 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = HANDLERS.get(func)
+    if handler is not None and func not in ANY_LAYOUT:
+        args = tuple(value.canonical() if isinstance(value, QuantizedTensor) else value for value in args)
     result = handler(func, *args, **kwargs) if handler is not None else NotImplemented
     return _fall_back(func, args, kwargs) if result is NotImplemented else result
 

@@ -19,7 +19,7 @@ from hf_trainweights.conversion import (
     deserialize_converters,
 )
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.modules import announce, check_choice, check_not_empty, dequantize_, model_skips
+from hf_trainweights.modules import announce, check_choice, check_not_empty, choose_layouts_, dequantize_, model_skips
 from hf_trainweights.saving import attach_saving, flat_state_dict
 from hf_trainweights.selection import Summary, choose, survey
 from hf_trainweights.state_dict import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
@@ -202,6 +202,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)
         announce(self._summary)
+        choose_layouts_(model)
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is not None:
