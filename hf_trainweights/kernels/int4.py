@@ -16,6 +16,7 @@ from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.library import define
+from hf_trainweights.kernels.scratch import SCRATCH
 
 # The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the
 # product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms). It has no matrix product.
@@ -25,6 +26,12 @@ TILED_ROWS = 32
 # rows of weights is slower (128 rows: .63 ns a weight at M = 256, 256 rows: .53, 1024 rows: .49).
 BLOCK_ELEMENTS = 1 << 20
 BLOCK_ROWS = 256
+
+# The highest bit of each nibble, and the high nibble of each byte.
+_MASKS = {
+    dtype: tuple(int.from_bytes(bytes([byte]) * dtype.itemsize, "little", signed=True) for byte in (0x88, 0xF0))
+    for dtype in (torch.int32, torch.int64)
+}
 
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | None) -> Tensor | None:
@@ -64,8 +71,7 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
     for start in range(0, N, block):
         words = qdata[start : start + block]
         n = len(words)
-        codes = _codes(words, words.new_empty(n, 2, K // 8))
-        weight = _weight(codes.view(n, 2, G, -1), scale[start : start + n], x.dtype)
+        weight = _weight(_codes(words).view(n, 2, G, -1), scale[start : start + n], x.dtype)
         out[:, start : start + n] = torch.mm(rows, weight.view(n, K).t())
     return _add(out, bias).view(*x.shape[:-1], N)
 
@@ -83,36 +89,29 @@ def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
         words = tiles[start : start + block].transpose(0, 1)
         n = words.shape[1]
         # Columns of the block: the first half of every tile, then the second, as the nibbles of a byte are laid out.
-        codes = _codes(words.flatten(1), words.new_empty(K, 2, n * half // 8))
         factors = scales[:, :, :, start : start + n].reshape(G, 1, -1)
-        weight = _weight(codes.view(G, K // G, -1), factors, x.dtype)
+        weight = _weight(_codes(words).view(G, K // G, -1), factors, x.dtype)
         product = torch.mm(rows, weight.view(K, -1))
         out[:, start : start + n] = product.view(-1, 2, n, half).transpose(1, 2)
     return _add(out.view(-1, N), bias).view(*x.shape[:-1], N)
 
 
-def _codes(words: Tensor, out: Tensor) -> Tensor:
+def _codes(words: Tensor) -> Tensor:
     """Return 16 * code of the low and of the high nibble of every byte.
 
     Args:
-        words: Nibbles of code + 8, `[n, W]`, integers of any size, any strides.
-        out: Where to, `[n, 2, W]` of the same dtype.
+        words: Nibbles of code + 8, `[n, *]`, int32 or int64, any strides.
 
     Returns:
-        `out` as int8, `[n, 2, bytes]`.
+        int8 `[n, 2, bytes]` in scratch memory.
     """
-    ones = int.from_bytes(b"\x01" * words.dtype.itemsize, "little")
-    sign_bits, high_nibbles = (_signed(ones * byte, words.dtype) for byte in (0x88, 0xF0))
+    sign_bits, high_nibbles = _MASKS[words.dtype]
     # A nibble of code + 8 with its highest bit flipped is the code in two's complement.
-    flipped = torch.bitwise_xor(words, sign_bits, out=out.new_empty(words.shape))
-    torch.bitwise_and(flipped, high_nibbles, out=out[:, 1])
-    torch.bitwise_and(flipped.bitwise_left_shift_(4), high_nibbles, out=out[:, 0])
-    return out.view(torch.int8)
-
-
-def _signed(bits: int, dtype: torch.dtype) -> int:
-    size = 8 * dtype.itemsize
-    return bits - (1 << size) if bits >> (size - 1) else bits
+    flipped = torch.bitwise_xor(words, sign_bits, out=SCRATCH.take("flipped", words.shape, words.dtype)).flatten(1)
+    codes = SCRATCH.take("codes", (len(words), 2, flipped.shape[1]), words.dtype)
+    torch.bitwise_and(flipped, high_nibbles, out=codes[:, 1])
+    torch.bitwise_and(flipped.bitwise_left_shift_(4), high_nibbles, out=codes[:, 0])
+    return codes.view(torch.int8)
 
 
 def _sixteenth(scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +120,9 @@ def _sixteenth(scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _weight(codes: Tensor, sixteenth: Tensor, dtype: torch.dtype) -> Tensor:
-    return codes.to(_wide(dtype)).mul_(sixteenth).to(dtype)
+    """Return codes times scales in scratch memory, each product rounded once."""
+    wide = SCRATCH.take("wide", codes.shape, _wide(dtype)).copy_(codes).mul_(sixteenth)
+    return wide if wide.dtype == dtype else SCRATCH.take("weight", codes.shape, dtype).copy_(wide)
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
