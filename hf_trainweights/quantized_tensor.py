@@ -39,6 +39,9 @@ ANY_LAYOUT: set[Any] = set()
 # What assigns to a weight without being an op, and what it does to a quantized one.
 ASSIGNMENTS: dict[Any, Callable[..., None]] = {}
 
+# What a function does without its ops where nothing but its result is asked for; NotImplemented leaves it to the ops.
+SHORTCUTS: dict[Any, Callable[..., Any]] = {}
+
 _logger = logging.getLogger(__name__)
 _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
 
@@ -264,6 +267,10 @@ class QuantizedTensor(Tensor):
             raise unsupported_by_torchscript()
         if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
             return ASSIGNMENTS[func](*args)
+        if func in SHORTCUTS and not torch.compiler.is_compiling():
+            result = SHORTCUTS[func](*args, **(kwargs or {}))
+            if result is not NotImplemented:
+                return result
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod

@@ -18,6 +18,7 @@ LAYERS = [
     {"formats"},
     {"kernels"},
     {"quantized_tensor"},
+    {"quantized_products"},
     {"quantized_ops"},
     {"state_dict"},
     {"weight_files"},

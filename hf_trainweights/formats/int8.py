@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -28,18 +28,36 @@ class Int8(Format):
     Args:
         group_size: Weights that share a scale; None for one scale a row. Where it does not divide K, the whole row
             shares one.
+        activations: "int8" to round the other factor of a product to int8 too, one scale a token, for products of
+            integers; None to leave it as it is. Not with groups. It changes nothing that is stored.
 
     Raises:
-        ConfigError: `group_size` is not a positive integer.
+        ConfigError: `group_size` is not a positive integer, or `activations` is not one of these.
     """
 
     name: ClassVar[str] = "int8"
     group_size: int | None = None
+    activations: str | None = None
+
+    def __str__(self) -> str:
+        return f"{super().__str__()} with {self.activations} activations" if self.activations else super().__str__()
+
+    def get_config(self) -> dict[str, Any]:
+        """Return the JSON description, `activations` only where it is set: earlier versions do not know it."""
+        config = super().get_config()
+        return config if self.activations else {key: config[key] for key in config if key != "activations"}
 
     def __post_init__(self) -> None:
         if self.group_size is not None and (type(self.group_size) is not int or self.group_size < 1):
             raise ConfigError(
                 "group_size", "a positive integer or None for int8", repr(self.group_size), "32 to 256 are usual."
+            )
+        if self.activations not in (None, "int8") or (self.activations and self.group_size):
+            raise ConfigError(
+                "activations",
+                '"int8" or None, and None with a group_size',
+                f"{self.activations!r} with group_size {self.group_size}",
+                "Leave out one of the two.",
             )
 
     def fallback(self, shape: Sequence[int]) -> Format:

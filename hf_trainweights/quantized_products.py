@@ -1,0 +1,156 @@
+"""Products of activations with quantized weights: by a kernel where there is one, dequantizing blocks where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_trainweights import kernels
+from hf_trainweights.formats.base import Format
+from hf_trainweights.quantized_tensor import SHORTCUTS, QuantizedTensor, compute_dequantized
+
+aten = torch.ops.aten
+
+# Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache and are reused from block to
+# block, where a whole float weight of 32 MB or more is mapped, page by page, and given back at every product.
+BLOCK_ELEMENTS = 1 << 20
+
+
+# Stored tensors, format and shape `[N, K]` of one weight.
+Expert = tuple[dict[str, Tensor], Format, tuple[int, ...]]
+
+
+def multiply(
+    x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """Return `F.linear(x, weight, bias)` of the weight that stored tensors stand for.
+
+    Args:
+        x: Float `[*, K]`, of the dtype that the weight shows.
+        tensors: Its stored tensors.
+        form: Their format.
+        shape: `[N, K]`.
+        bias: `[N]` or None.
+
+    Returns:
+        A new tensor `[*, N]` of the dtype of `x`.
+    """
+    out = kernels.linear(x, tensors, form, bias)
+    if out is not None:
+        return out
+    N, K = shape
+    rows = max(1, BLOCK_ELEMENTS // max(1, K))
+    if rows >= N or not is_plain(x):
+        return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
+    blocks = [{name: tensor[i : i + rows] for name, tensor in tensors.items()} for i in range(0, N, rows)]
+    weights = (form.dequantize_rows(block, K, x.dtype) for block in blocks)
+    out = torch.cat([F.linear(x, weight) for weight in weights], dim=-1)
+    return out if bias is None else out.add_(bias)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether all tensors have values: none is one that a compiler traces with, or a subclass of another kind.
+
+    Args:
+        tensors: Tensors, or None for one that is not there.
+    """
+    return all(tensor is None or type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+
+
+def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
+    """Return whether x is a float tensor with K along its last dimension, and the weight a quantized one to match."""
+    return (
+        isinstance(weight, QuantizedTensor)
+        and not isinstance(x, QuantizedTensor)
+        and weight.transposed == transposed
+        and x.dtype == weight.dtype
+        and x.dim() > 0
+        and x.shape[-1] == weight.stored_shape[-1]
+    )
+
+
+def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    if weight.dim() == 2 and _fits(x, weight, transposed=False) and (bias is None or bias.shape == weight.shape[:1]):
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+    return compute_dequantized(func, x, weight, bias)
+
+
+def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
+    """Multiply with the transpose of a stored matrix, the form in which F.linear arrives below autograd."""
+    if weight.dim() == 2 and _fits(x, weight, transposed=True):
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape)
+    return compute_dequantized(func, x, weight)
+
+
+def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
+    if not factors and _fits(x, weight, transposed=True) and bias.shape == weight.shape[1:]:
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+    return compute_dequantized(func, bias, x, weight, **factors)
+
+
+def _bmm(func: Any, first: Any, second: Any) -> Tensor:
+    """Multiply expert by expert: no float weight of a whole layer is made."""
+    if is_plain(first) and _fits(first, second, transposed=True):
+        return torch.stack([_times(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
+    if is_plain(second) and _fits(second.mT, first, transposed=False):
+        return torch.stack([_times(x.t(), expert).t() for x, expert in zip(second, _experts(first), strict=True)])
+    return compute_dequantized(func, first, second)
+
+
+def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
+    """Multiply the rows of each expert with it; an expert without rows is not touched."""
+    fits = x.dim() == 2 and weight.dim() == 3 and _fits(x, weight, transposed=True)
+    if not fits or offs is None or others or not is_plain(x, offs):
+        return compute_dequantized(func, x, weight, offs, **others)
+    out, ends = x.new_zeros(x.shape[0], weight.shape[-1]), offs.tolist()
+    for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            out[start:end] = _times(x[start:end], _expert(weight, index))
+    return out
+
+
+def _expert(weight: QuantizedTensor, index: int) -> Expert:
+    return {name: tensor[index] for name, tensor in weight.tensors.items()}, weight.format, weight.stored_shape[1:]
+
+
+def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
+    return (_expert(weight, index) for index in range(weight.stored_shape[0]))
+
+
+def _times(x: Tensor, expert: Expert) -> Tensor:
+    return multiply(x, *expert)
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.baddbmm.default: compute_dequantized,
+}
+
+
+def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
+    """Multiply without the way through the dispatcher, which costs as much as the product of one token.
+
+    Only where nothing else wants to see the product: autograd, autocast, a transform or a mode that watches ops.
+    """
+    plain = (
+        not torch.is_grad_enabled()
+        and is_plain(x, bias)
+        and isinstance(weight, QuantizedTensor)
+        and not torch._C._is_any_autocast_enabled()
+        and torch._C._len_torch_dispatch_stack() == 0
+        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
+        and torch.autograd.forward_ad._current_level < 0
+    )
+    return _linear(F.linear, x, weight, bias) if plain else NotImplemented
+
+
+SHORTCUTS[F.linear] = _linear_at_once
