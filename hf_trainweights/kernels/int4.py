@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels import int4_tiles
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
@@ -79,7 +80,8 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
 def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, tile_rows: int) -> Tensor:
     (N, K), G, half = (qdata.shape[0], x.shape[-1]), scale.shape[0], tile_rows // 2
     rows = x.reshape(-1, K)
-    if len(rows) <= TILED_ROWS:
+    # A program that was exported on another CPU brings the tiles of that one.
+    if len(rows) <= TILED_ROWS and tile_rows == int4_tiles.tile_rows():
         return _add(multiply_tiles(rows.contiguous(), qdata, scale), bias).view(*x.shape[:-1], N)
     tiles = qdata.view(-1).view(torch.int64).view(-1, K, half // 8)
     scales = _sixteenth(scale[..., 0], x.dtype).view(G, 1, -1, 2, half).transpose(2, 3)
