@@ -13,7 +13,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.identity import Identity
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
@@ -283,34 +283,6 @@ class QuantizedTensor(Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 return _dispatch(func, args, kwargs)
         return _dispatch(func, args, kwargs)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
-
-    As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
-
-    Args:
-        address: Address of `qdata`.
-    """
-
-    address: int
-
-    def _refuse(self, *_: object) -> Any:
-        raise UnsupportedError(
-            "data_ptr",
-            "a plain tensor",
-            "a quantized weight, whose float values are nowhere in memory",
-            "Use torch.save, or save_pretrained of a model that from_pretrained quantized, or dequantize() it first.",
-        )
-
-    def __mod__(self, divisor: int) -> int:
-        # Transformers asks whether expert weights are aligned before it chooses how to multiply them.
-        return self.address % divisor
-
-    __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = _refuse
-    _as_parameter_ = property(_refuse)
 
 
 def unsupported_by_torchscript() -> UnsupportedError:
