@@ -55,14 +55,14 @@ def choose_layouts_(module: nn.Module) -> None:
     for places in _places(module).values():
         weight = getattr(*places[0])
         if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
-            slow += weight.format.name == "int4" and weight.dtype == torch.float32
+            slow += weight.format.name == "int4" and weight.dtype != torch.bfloat16
             form = kernels.layout(weight.format, weight.stored_shape, weight.scale.dtype, weight.device)
             if form != weight.format and weight.dtype == weight.scale.dtype:
                 _put(places, nn.Parameter(weight.in_layout(form), requires_grad=False))
     if slow:
         _logger.warning(
-            "%d int4 weights with float32 activations: on the CPU a few tokens at a time take longer than with float "
-            "weights. dtype=torch.bfloat16, or int8, is fast.",
+            "%d int4 weights without bfloat16 activations: on the CPU they take longer than float weights. "
+            "dtype=torch.bfloat16, or int8, is fast.",
             slow,
         )
 

@@ -1,7 +1,7 @@
 """int4 weights: a few rows of activations by PyTorch's own op on tiles, many by products with dequantized blocks.
 
-On a CPU the weight lies in memory in tiles (`int4_tiles`) where that op takes them; elsewhere, and for float32
-activations, as it is on disk. A block of either is dequantized in whole words: eight nibbles at a time become bytes of
+On a CPU a bfloat16 weight lies in memory in tiles (`int4_tiles`) where that op takes them; otherwise, and for float16
+and float32, as it is on disk. A block of either is dequantized in whole words: eight nibbles at a time become bytes of
 16 * code, which one conversion and one product with scale / 16 make weights.
 """
 
@@ -20,7 +20,7 @@ from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
 # The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the
-# product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms). It has no matrix product.
+# product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms).
 TILED_ROWS = 32
 
 # Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16. A product with fewer than 256

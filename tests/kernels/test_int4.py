@@ -34,11 +34,11 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
 
 
 def weight_of(shape: tuple[int, int, int], dtype: torch.dtype, where: str = "tiled") -> QuantizedTensor:
-    """Return a weight with scales of both signs, in the layout `where`; tiles only in 16 bits."""
+    """Return a weight with scales of both signs, in the layout `where`; tiles hold bfloat16 alone."""
     N, K, group_size = shape
     weight = QuantizedTensor.quantize(random(N, K, dtype=dtype, seed=1), Int4(group_size))
     assert {-1.0, 1.0} <= set(weight.scale.sign().unique().tolist())
-    if where == "canonical" or dtype == torch.float32:
+    if where == "canonical" or dtype != torch.bfloat16:
         return weight
     return weight.in_layout(Int4Tiles(group_size, tile_rows() or 64))
 
@@ -77,9 +77,8 @@ def test_weights_of_many_blocks_are_put_together_in_order(where: str, monkeypatc
     torch.testing.assert_close(int4.linear(x, weight.tensors, weight.format, None), whole)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tiles_of_another_cpu_give_the_same_product(dtype: torch.dtype) -> None:
-    weight, x = weight_of((192, 192, 64), dtype, "canonical"), random(3, 192, dtype=dtype)
+def test_tiles_of_another_cpu_give_the_same_product() -> None:
+    weight, x = weight_of((192, 192, 64), torch.bfloat16, "canonical"), random(3, 192)
     exact = x.double() @ weight.dequantize(torch.float64).t()
     for rows in (32, 64):
         tiles = weight.in_layout(Int4Tiles(64, rows))
