@@ -45,7 +45,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     Example:
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
         >>> config.format_for(["model.layers.0.mlp.down_proj"])
-        (Int8(group_size=None), True)
+        (Int8(group_size=None, activations=None), True)
     """
 
     def __init__(

@@ -16,6 +16,21 @@ def snr_db(reference: Tensor, approximation: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(reference.square().sum().item() / noise)
 
 
+def assert_close_product(result: Tensor, dense: Tensor, exact: Tensor) -> None:
+    """Check the bound that every fast path keeps: 1.5 times the rounding floor, and in float32 1e-6 of the norm.
+
+    Args:
+        result: What a quantized weight gave.
+        dense: What the dequantized weight gave, in the same dtype; its error is the floor, at least half a unit.
+        exact: What the dequantized weight gave in float64.
+    """
+    assert (result.shape, result.dtype) == (dense.shape, dense.dtype)
+    size = exact.norm().item()
+    floor = max((dense.double() - exact).norm().item(), torch.finfo(result.dtype).eps / 2 * size)
+    bound = max(1.5 * floor, 1e-6 * size)
+    assert (result.double() - exact).norm().item() <= bound
+
+
 def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:
     """Round float64 values to `dtype` in one step; torch goes through float32 on the way to 16 bits."""
     values = exact.double().numpy()

@@ -31,6 +31,7 @@ EVERYTHING = {
     "format": "int4",
     "group_size": 32,
     "modules_to_not_convert": ["lm_head", r"layers\.\d+\.mlp"],
+    "activations": None,
     "overrides": {"re:.*down_proj": "int8", "lm_head": None, "a.b": {"format": "int8", "group_size": 64}},
     "include_embeddings": True,
 }
@@ -134,6 +135,7 @@ def test_an_unknown_key_must_not_hide_a_method(key: str) -> None:
         ({}, Int8()),
         ({"format": "int8"}, Int8()),
         ({"format": "int8", "group_size": 64}, Int8(group_size=64)),
+        ({"format": "int8", "activations": "int8"}, Int8(activations="int8")),
         ({"format": "int4"}, Int4(group_size=128)),
         ({"format": "int4", "group_size": 32}, Int4(group_size=32)),
         ({"format": "float8_e4m3"}, Float8E4M3()),
@@ -159,6 +161,12 @@ BAD = {
     "group size float": ({"format": "int4", "group_size": 64.0}, "expected one of 32, 64, 128 for int4, found 64.0"),
     "group size true": ({"format": "int8", "group_size": True}, "expected a positive integer or None for int8"),
     "group size zero": ({"format": "int8", "group_size": 0}, "expected a positive integer or None for int8, found 0"),
+    "activations of groups": (
+        {"format": "int8", "group_size": 32, "activations": "int8"},
+        "activations: expected .* None with a group_size, found 'int8' with group_size 32",
+    ),
+    "activations": ({"format": "int8", "activations": "int4"}, 'activations: expected "int8" or None'),
+    "activations of int4": ({"format": "int4", "activations": "int8"}, "format int4: expected group_size, found activ"),
     "no group size": ({"format": "float8_e4m3", "group_size": 32}, "format float8_e4m3: expected no parameters"),
     "include": ({"include_embeddings": 1}, "include_embeddings: expected True or False, found 1"),
     "skip text": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list of module names"),

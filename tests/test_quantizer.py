@@ -16,6 +16,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, Architecture, generate, outputs
+from helpers import assert_close_product
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
@@ -608,14 +609,16 @@ def test_a_dequantized_model_is_a_plain_model(
     assert not hasattr(model.config, "quantization_config")
     assert "weight=int8" not in str(model)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
-    assert computes(model, expected)
+    dense, exact = (outputs(each, LLAMA.make_inputs()) for each in (model, copy.deepcopy(model).double()))
+    for result, plain, reference in zip(expected, dense, exact, strict=True):
+        assert_close_product(result, plain, reference)
     for options in ({}, {"safe_serialization": False}):
         directory = tmp_path / f"plain{len(options)}"
         model.save_pretrained(directory, **options)
         assert "quantization_config" not in json.loads((directory / "config.json").read_text())
         reloaded, info = load(directory, output_loading_info=True)
         assert {problem: keys for problem, keys in info.items() if keys} == {}
-        assert computes(reloaded, expected)
+        assert computes(reloaded, dense)
 
 
 def test_a_dequantized_model_saves_the_state_dict_it_is_given(quantized: PreTrainedModel, tmp_path: Path) -> None:
@@ -630,3 +633,15 @@ def test_dequantize_takes_a_dtype(quantized: PreTrainedModel) -> None:
     model = copy.deepcopy(quantized)
     model.dequantize(dtype=torch.bfloat16)
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_int8_activations_survive_saving(dtype: torch.dtype, tmp_path: Path) -> None:
+    LLAMA.make().to(dtype).save_pretrained(tmp_path / "float")
+    config = TrainWeightsConfig("int8", activations="int8")
+    model = load(tmp_path / "float", quantization_config=config)
+    assert "int8 with int8 activations" in str(model.hf_quantizer.summary())
+    model.save_pretrained(tmp_path / "quantized")
+    reloaded = load(tmp_path / "quantized")
+    assert {weight.format for weight in quantized_weights(reloaded)} == {config.default_format}
+    assert computes(reloaded, outputs(model, LLAMA.make_inputs()))

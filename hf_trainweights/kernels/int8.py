@@ -6,7 +6,7 @@ Three ways, by the number of rows M of x and the instructions of the CPU:
 - Integer products. Each row of x is written as `top / 127 * (d0 + d1 / 254 + d2 / 254**2)` with integers d in
   [-127, 127], and one `torch._int_mm` multiplies all of them with the codes, exactly. Two digits hold a 16-bit x below
   its own rounding, three a float32 x to 2e-8 of the largest value of the row; one digit is `activations="int8"`.
-- Blocks of codes cast to the dtype of x and multiplied there, for many rows of 16-bit x and for CPUs without VNNI.
+- Blocks of codes cast to the dtype of x and multiplied there, for many rows of bfloat16 and for CPUs without VNNI.
 
 A row of x can therefore give a result that differs in its rounding when it comes alone and when it comes among others.
 NaN or infinity in a row of x makes its whole result NaN where the product is one of integers.
@@ -33,6 +33,10 @@ DEVICES = {"cpu"}
 # Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 to 4096x4096, as speed over bfloat16
 # F.linear. _weight_int8pack_mm against digits: 1.2-1.5 and 1.2-1.5 at 4 rows, .7-.9 and 1.2-1.4 at 8.
 _PACK_ROWS = 4
+# It reads whole vectors of 16 columns: past the end of a matrix with another K, where it returns garbage or crashes.
+_PACK_COLUMNS = 16
+# It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
+_CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
 # Digits against cast blocks: .6-.9 and .5 at 64 rows, .4-.8 and .5-.6 at 128. Without AMX digits lead there too.
 _DIGIT_ROWS = 64
 # The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2-1.4 and .9-1.0 at 16 rows,
@@ -71,23 +75,19 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
 
 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
+    if x.numel() == 0 or qdata.numel() == 0:
+        return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
     rows = x.reshape(-1, qdata.shape[1])
-    M, is_float32 = rows.shape[0], x.dtype == torch.float32
-    if rows.numel() == 0 or qdata.numel() == 0:
-        out = rows.new_zeros(M, qdata.shape[0])
-    elif quantize_x and _has_integer_products():
-        out = _multiply_digits(rows, qdata, scale, 1)
-    elif quantize_x:
-        digits, top = _digits(rows, 1)
-        out = _multiply_cast(digits[0].float(), qdata, scale.float()).mul_(top).to(x.dtype)
-    elif M <= _PACK_ROWS and not is_float32:
-        out = _weight_int8pack_mm(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).view(-1))
-    elif (M <= _DIGIT_ROWS or is_float32) and _has_integer_products():
-        out = _multiply_digits(rows, qdata, scale, 3 if is_float32 else 2)
+    (M, K), is_float32 = rows.shape, x.dtype == torch.float32
+    packs = M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32
+    many = x.dtype == torch.bfloat16 and M > _DIGIT_ROWS
+    if quantize_x or (not packs and not many and _has_integer_products()):
+        out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
+    elif not packs:
+        out = _multiply_cast(rows, qdata, scale, bias)
     else:
-        out = _multiply_cast(rows, qdata, scale)
-    if bias is not None:
-        out.add_(bias)
+        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).squeeze(-1).contiguous())
+        out = out if bias is None else out.add_(bias)
     return out.view(*x.shape[:-1], qdata.shape[0])
 
 
@@ -114,27 +114,50 @@ def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return digits, top
 
 
-def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, count: int) -> Tensor:
-    scale = scale.float()
+def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+    # What torch allocates is aligned.
+    x = x.clone() if x.data_ptr() % _X_ALIGNMENT else x
+    if qdata.data_ptr() % _CODES_ALIGNMENT == 0:
+        return _weight_int8pack_mm(x, qdata, scale)
+    rows = max(1, _RESULT_ELEMENTS // qdata.shape[1])
+    buffer = torch.empty_like(qdata[:rows])
+    parts = [
+        _weight_int8pack_mm(x, buffer[: codes.shape[0]].copy_(codes), factors)
+        for codes, factors in zip(qdata.split(rows), scale.split(rows), strict=True)
+    ]
+    return torch.cat(parts, dim=1)
+
+
+def _multiply_integers(codes: Tensor, digits: Tensor) -> Tensor:
+    """Return float32 `codes @ digits.T` of int8 matrices."""
+    # With one column PyTorch takes the transpose's strides for those of a plain matrix, and its result is wrong.
+    if _has_integer_products() and codes.shape[1] > 1:
+        return _int_mm(codes, digits.t()).float()
+    return torch.mm(codes.float(), digits.float().t())
+
+
+def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    scale, bias = scale.float(), None if bias is None else bias.float()
+    out = x.new_empty(x.shape[0], qdata.shape[0])
     if x.shape[0] <= _LEFT_ROWS:
         digits, top = _digits(x, count)
-        products = _int_mm(qdata, digits.flatten(0, 1).t()).float().view(-1, count, x.shape[0])
-        out = _combine(products.unbind(1)).mul_(top.t()).mul_(scale).t()
-        return out.to(x.dtype, memory_format=torch.contiguous_format)
-    out = x.new_empty(x.shape[0], qdata.shape[0])
+        products = _multiply_integers(qdata, digits.flatten(0, 1)).view(-1, count, x.shape[0])
+        result = _combine(products.unbind(1)).mul_(top.t()).mul_(scale)
+        return out.copy_((result if bias is None else result.add_(bias.unsqueeze(1))).t())
     for rows, block in zip(x.split(_ROW_BLOCK), out.split(_ROW_BLOCK), strict=True):
-        _multiply_many_rows(rows, qdata, scale, count, block)
+        _multiply_many_rows(rows, qdata, scale.view(-1), bias, count, block)
     return out
 
 
-def _multiply_many_rows(x: Tensor, qdata: Tensor, scale: Tensor, count: int, out: Tensor) -> None:
+def _multiply_many_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int, out: Tensor) -> None:
     digits, top = _digits(x, count)
-    columns = max(64, _RESULT_ELEMENTS // (count * x.shape[0]) // 64 * 64)
-    for codes, factors, block in zip(
-        qdata.split(columns), scale.view(-1).split(columns), out.split(columns, dim=1), strict=True
-    ):
-        products = _int_mm(digits.flatten(0, 1), codes.t()).float().view(count, x.shape[0], -1)
-        block.copy_(_combine(products.unbind(0)).mul_(top).mul_(factors))
+    digits = digits.flatten(0, 1)
+    columns = max(64, _RESULT_ELEMENTS // len(digits) // 64 * 64)
+    for start in range(0, len(qdata), columns):
+        part = slice(start, start + columns)
+        products = _multiply_integers(digits, qdata[part]).view(count, x.shape[0], -1)
+        result = _combine(products.unbind(0)).mul_(top).mul_(scale[part])
+        out[:, part] = result if bias is None else result.add_(bias[part])
 
 
 def _combine(products: tuple[Tensor, ...]) -> Tensor:
@@ -145,14 +168,20 @@ def _combine(products: tuple[Tensor, ...]) -> Tensor:
     return out
 
 
-def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     N, K = qdata.shape
     rows = max(64, _CAST_ELEMENTS // K // 64 * 64)
     out, buffer = x.new_empty(x.shape[0], N), x.new_empty(min(rows, N), K)
-    for codes, block in zip(qdata.split(rows), out.split(rows, dim=1), strict=True):
+    scale = scale.to(x.dtype)
+    # Sums of codes can overflow in float16, so there the weight is scaled and not the result.
+    first = x.dtype == torch.float16
+    for codes, factors, block in zip(qdata.split(rows), scale.split(rows), out.split(rows, dim=1), strict=True):
         weight = buffer[: codes.shape[0]].copy_(codes)
-        torch.mm(x, weight.t(), out=block)
-    return out.mul_(scale.to(x.dtype).view(-1))
+        torch.mm(x, (weight.mul_(factors) if first else weight).t(), out=block)
+    if first:
+        return out if bias is None else out.add_(bias)
+    scale = scale.squeeze(-1)
+    return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale)
 
 
 LINEAR = define(
