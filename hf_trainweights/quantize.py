@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.config import TrainWeightsConfig
-from hf_trainweights.modules import announce, check_choice, model_skips, quantize_chosen
+from hf_trainweights.modules import announce, check_choice, choose_layouts_, model_skips, quantize_chosen
 from hf_trainweights.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.selection import Summary, choose
 
@@ -38,6 +38,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
     summary = choose(module, config, model_skips(module, config))
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
+    choose_layouts_(module)
     quantizer = getattr(module, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
     if isinstance(module, PreTrainedModel) and isinstance(quantizer, TrainWeightsHfQuantizer):
         return quantizer.adopt(module)

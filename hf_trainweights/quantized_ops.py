@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.quantized_products import PRODUCTS
 from hf_trainweights.quantized_tensor import (
+    ANY_LAYOUT,
     ASSIGNMENTS,
     HANDLERS,
     SHOWN_DTYPES,
@@ -69,7 +70,7 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     same = (
         isinstance(target, QuantizedTensor)
         and isinstance(source, QuantizedTensor)
-        and (target.format, target.stored_shape) == (source.format, source.stored_shape)
+        and (target.format.canonical, target.stored_shape) == (source.format.canonical, source.stored_shape)
         and target.transposed == source.transposed
         and target.scale.dtype == source.scale.dtype
     )
@@ -82,6 +83,7 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
         )
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
+    source = source.in_layout(target.format)
     for name, stored in target.tensors.items():
         stored.copy_(source.tensors[name], non_blocking=non_blocking)
     return target
@@ -167,17 +169,8 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
-    # Indexing would take a negative number for a row counted from the end; index_select refuses it as F.embedding does.
-    rows = {name: _select_rows(stored, indices.flatten()) for name, stored in tensor.tensors.items()}
-    K = tensor.stored_shape[-1]
-    return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
-
-
-def _select_rows(stored: Tensor, indices: Tensor) -> Tensor:
-    # Bytes: torch 2.8 has no index_select for float8 on the CPU.
-    if stored.dtype.itemsize == 1:
-        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
-    return stored.index_select(0, indices)
+    rows, K = tensor.format.take_rows(tensor.tensors, indices.flatten()), tensor.stored_shape[-1]
+    return tensor.format.canonical.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
 
 
 def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
@@ -237,6 +230,10 @@ _TABLE: dict[Any, Callable[..., Any]] = {
 }
 
 HANDLERS.update(_TABLE | PRODUCTS)
+ANY_LAYOUT.update(PRODUCTS)
+ANY_LAYOUT.update(
+    func for func, handler in _TABLE.items() if handler in (_alias, _clone, _copy, _embedding, _transpose, _like)
+)
 
 
 def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:

@@ -13,7 +13,6 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.identity import Identity
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
@@ -32,6 +32,9 @@ FALLBACKS: Counter[str] = Counter()
 
 # What each op does with quantized arguments; a handler returns NotImplemented for a case it leaves to the fallback.
 HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+# The handlers that take a kernel's private layout as it is; all others get the weight in its canonical one.
+ANY_LAYOUT: set[Any] = set()
 
 # What assigns to a weight without being an op, and what it does to a quantized one.
 ASSIGNMENTS: dict[Any, Callable[..., None]] = {}
@@ -181,6 +184,24 @@ class QuantizedTensor(Tensor):
         tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
         return QuantizedTensor(tensors, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
 
+    def in_layout(self, form: Format) -> QuantizedTensor:
+        """Return the same codes and scales in another memory layout.
+
+        Args:
+            form: A format with the same canonical format as this tensor's.
+
+        Returns:
+            `self` where it has that format already, else a new tensor.
+        """
+        if form == self.format:
+            return self
+        tensors = form.from_canonical(self.format.to_canonical(self.tensors))
+        return QuantizedTensor(tensors, form, self.stored_shape, self.dtype, self.transposed)
+
+    def canonical(self) -> QuantizedTensor:
+        """Return the tensor in the layout of files: `self`, unless a kernel's private layout holds it."""
+        return self.in_layout(self.format.canonical)
+
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
         """Return self: a quantized weight takes no gradient, so `load_state_dict(assign=True)` keeps it frozen.
 
@@ -220,9 +241,10 @@ class QuantizedTensor(Tensor):
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         del protocol
         is_parameter = isinstance(self, nn.Parameter)
-        metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
+        stored = self.canonical()
+        metadata = (stored.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
         # PyTorch cannot load float8 from a plain pickle or from a file older than zip, so its bytes are pickled.
-        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
+        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in stored.tensors.items()}
         return rebuild_quantized_tensor, (tensors, *metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
@@ -233,7 +255,7 @@ class QuantizedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         del tensor_contents
-        details = f"{self.format}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
+        details = f"{self.format.canonical}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
         return f"QuantizedTensor({details}{', transposed' if self.transposed else ''})"
 
     @classmethod
@@ -261,34 +283,6 @@ class QuantizedTensor(Tensor):
             with torch.inference_mode(False), torch.no_grad():
                 return _dispatch(func, args, kwargs)
         return _dispatch(func, args, kwargs)
-
-
-@dataclass(frozen=True)
-class Identity:
-    """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
-
-    As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
-
-    Args:
-        address: Address of `qdata`.
-    """
-
-    address: int
-
-    def _refuse(self, *_: object) -> Any:
-        raise UnsupportedError(
-            "data_ptr",
-            "a plain tensor",
-            "a quantized weight, whose float values are nowhere in memory",
-            "Use torch.save, or save_pretrained of a model that from_pretrained quantized, or dequantize() it first.",
-        )
-
-    def __mod__(self, divisor: int) -> int:
-        # Transformers asks whether expert weights are aligned before it chooses how to multiply them.
-        return self.address % divisor
-
-    __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = _refuse
-    _as_parameter_ = property(_refuse)
 
 
 def unsupported_by_torchscript() -> UnsupportedError:
@@ -349,6 +343,8 @@ def _is_float8(dtype: torch.dtype) -> bool:
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     handler = HANDLERS.get(func)
+    if handler is not None and func not in ANY_LAYOUT:
+        args = tuple(value.canonical() if isinstance(value, QuantizedTensor) else value for value in args)
     result = handler(func, *args, **kwargs) if handler is not None else NotImplemented
     return _fall_back(func, args, kwargs) if result is NotImplemented else result
 

@@ -20,7 +20,7 @@ from hf_trainweights.conversion import (
     return_freed_memory,
 )
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.modules import announce, check_choice, check_not_empty, dequantize_, model_skips
+from hf_trainweights.modules import announce, check_choice, check_not_empty, choose_layouts_, dequantize_, model_skips
 from hf_trainweights.saving import attach_saving, flat_state_dict
 from hf_trainweights.selection import Summary, choose, survey
 from hf_trainweights.state_dict import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
@@ -203,8 +203,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)
         announce(self._summary)
-        if not self.pre_quantized:
-            return_freed_memory()
+        choose_layouts_(model)
+        return_freed_memory()
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
         conversions = getattr(model, "_weight_conversions", None)
         if conversions is not None:

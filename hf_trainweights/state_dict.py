@@ -67,8 +67,10 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
         default: The format that the model's configuration names.
 
     Returns:
-        The weight's own stored tensors, not copies, by their names in a file.
+        The weight's stored tensors in its canonical format by their names in a file: its own, or copies where a
+        kernel's private layout holds it.
     """
+    weight = weight.canonical()
     flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
     if weight.format != default or weight.transposed:
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})

@@ -26,7 +26,7 @@ from weights import same_stored
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.modules import model_skips
+from hf_trainweights.modules import choose_layouts_, model_skips
 from hf_trainweights.quantized_tensor import FALLBACKS
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
@@ -120,8 +120,8 @@ def test_what_is_quantized_is_what_the_summary_says(caplog: pytest.LogCaptureFix
         "first.weight",
         "conv.weight",
     }
-    assert caplog.messages == [str(summary)]
-    assert caplog.messages[0].startswith("quantized: 2 int4 g32; left alone: 1 embedding (include_embeddings=True")
+    assert caplog.messages[-1:] == [str(summary)]
+    assert caplog.messages[-1].startswith("quantized: 2 int4 g32; left alone: 1 embedding (include_embeddings=True")
 
 
 def test_tied_weights_and_shared_modules_stay_so() -> None:
@@ -320,7 +320,12 @@ def test_a_state_dict_is_loaded_into_a_skeleton(form: str, load: str, zipped: bo
         assert type(found) is type(weight)
         assert not found.is_meta
         assert found.dtype == weight.dtype
-        assert same_stored(found, weight) if isinstance(weight, QuantizedTensor) else torch.equal(found, weight)
+        assert (
+            same_stored(found, weight.canonical())
+            if isinstance(weight, QuantizedTensor)
+            else torch.equal(found, weight)
+        )
+    choose_layouts_(loaded)
     with torch.no_grad():
         assert torch.equal(loaded(INDICES), module(INDICES))
     assert repr(loaded) == repr(module)
@@ -333,7 +338,8 @@ def test_the_main_flow_with_two_layers_of_1024(tmp_path: Path) -> None:
     module = net(make=make, dtype=torch.bfloat16)
     assert get_model_size_in_bytes(module) / 2**20 == 4.0
     quantize_(module, TrainWeightsConfig("int4", group_size=128))
-    assert f"{get_model_size_in_bytes(module) / 2**20:.2f}" == "1.03"
+    # 1.06 in the layout that PyTorch's product on some CPUs wants: it keeps a zero point beside each scale.
+    assert 1.03 < get_model_size_in_bytes(module) / 2**20 < 1.07
     torch.save(module.state_dict(), tmp_path / "model.pt")
     assert (tmp_path / "model.pt").stat().st_size < get_model_size_in_bytes(module) + 4096
     loaded = skeleton(make)
@@ -348,6 +354,7 @@ def test_the_main_flow_with_two_layers_of_1024(tmp_path: Path) -> None:
     assert max(allocations(lambda: loaded[0].weight.dequantize())) == 1024 * 1024 * 2
     # A mapped file is one block of the file's size.
     assert sum(allocations(functools.partial(load, mmap=True))) < (tmp_path / "model.pt").stat().st_size + 4096
+    choose_layouts_(loaded)
     assert get_model_size_in_bytes(loaded) == get_model_size_in_bytes(module)
     x = torch.ones(3, 1024, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -745,4 +752,14 @@ def test_a_transformers_model_is_quantized_in_place(tie: bool, include: bool) ->
     dense = copy.deepcopy(model)
     dequantize_(dense)
     with torch.no_grad():
-        assert torch.equal(model(INDICES).logits, dense(INDICES).logits)
+        torch.testing.assert_close(model(INDICES).logits, dense(INDICES).logits)
+
+
+def test_a_model_that_is_not_bfloat16_is_told_that_int4_is_slow_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+    config = TrainWeightsConfig("int4", group_size=32)
+    for dtype, told in ((torch.float32, 1), (torch.float16, 1), (torch.bfloat16, 0)):
+        caplog.clear()
+        quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype), config)
+        assert [record.message.startswith("2 int4 weights without bfloat16") for record in caplog.records] == [
+            True
+        ] * told

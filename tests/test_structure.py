@@ -17,6 +17,7 @@ LAYERS = [
     {"errors"},
     {"formats"},
     {"kernels"},
+    {"identity"},
     {"quantized_tensor"},
     {"quantized_products"},
     {"quantized_ops"},

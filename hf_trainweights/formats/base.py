@@ -49,6 +49,48 @@ class Format(ABC):
         group_size = getattr(self, "group_size", None)
         return f"{self.name} g{group_size}" if group_size else self.name
 
+    @property
+    def canonical(self) -> Format:
+        """The format of files; another one only where this is a memory layout that is private to a kernel."""
+        return self
+
+    def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return stored tensors in the canonical format, exactly.
+
+        Args:
+            tensors: Stored tensors in this format.
+
+        Returns:
+            The tensors themselves where this format is the canonical one, else new ones.
+        """
+        return dict(tensors)
+
+    def from_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return stored tensors of the canonical format in this one: the inverse of `to_canonical`.
+
+        Args:
+            tensors: Stored tensors in the canonical format.
+
+        Returns:
+            The tensors themselves where this format is the canonical one, else new ones.
+        """
+        return dict(tensors)
+
+    def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
+        """Return the tensors of some rows, in the canonical format.
+
+        Args:
+            tensors: Stored tensors of a weight `[N, K]`.
+            indices: Integers `[n]`.
+
+        Returns:
+            New tensors of a weight `[n, K]`.
+
+        Raises:
+            IndexError: An index is negative or not below N, as for `F.embedding`.
+        """
+        return {name: _take(stored, indices) for name, stored in tensors.items()}
+
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
 
@@ -330,3 +372,11 @@ def multiply(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.promote_types(scale.dtype, dtype) == dtype:
         return codes.to(dtype).mul_(scale.to(dtype))
     return codes.to(torch.float32).mul_(scale.float()).to(dtype)
+
+
+def _take(stored: Tensor, indices: Tensor) -> Tensor:
+    # Indexing would take a negative number for a row counted from the end; index_select refuses it. Bytes: torch 2.8
+    # has no index_select for float8 on the CPU.
+    if stored.dtype.itemsize == 1:
+        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
+    return stored.index_select(0, indices)

@@ -7,17 +7,25 @@ is dequantized and multiplied.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
-from hf_trainweights.kernels import int8
+from hf_trainweights.kernels import int4, int4_tiles, int8
 
 # By the format's name: a function with the arguments of `linear`.
 KERNELS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Any, Tensor | None], Tensor | None]] = {
     "int8": int8.linear,
+    "int4": int4.linear,
+    "int4_tiles": int4.linear,
+}
+
+# By the canonical format's name: a function with the arguments of `layout`.
+LAYOUTS: dict[str, Callable[[Any, Sequence[int], torch.dtype, torch.device], Format]] = {
+    "int4": int4_tiles.layout,
 }
 
 
@@ -40,3 +48,16 @@ def linear(
     """
     kernel = KERNELS.get(form.name)
     return None if kernel is None else kernel(x, tensors, form, bias)
+
+
+def layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Format:
+    """Return the format in whose memory layout a weight is multiplied fastest: `form`, or one private to a kernel.
+
+    Args:
+        form: A canonical format.
+        shape: Shape of the stored weight, `[*, N, K]`.
+        dtype: Dtype of its scales, which is that of the activations.
+        device: Where the weight is.
+    """
+    choose = LAYOUTS.get(form.name)
+    return form if choose is None else choose(form, shape, dtype, device)

@@ -1,0 +1,146 @@
+"""int4 weights: a few rows of activations by PyTorch's own op on tiles, many by products with dequantized blocks.
+
+On a CPU a bfloat16 weight lies in memory in tiles (`int4_tiles`) where that op takes them; otherwise, and for float16
+and float32, as it is on disk. A block of either is dequantized in whole words: eight nibbles at a time become bytes of
+16 * code, which one conversion and one product with scale / 16 make weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels import int4_tiles
+from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
+from hf_trainweights.kernels.library import define
+from hf_trainweights.kernels.scratch import SCRATCH
+
+# The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the
+# product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms).
+TILED_ROWS = 32
+
+# Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16. A product with fewer than 256
+# rows of weights is slower (128 rows: .63 ns a weight at M = 256, 256 rows: .53, 1024 rows: .49).
+BLOCK_ELEMENTS = 1 << 20
+BLOCK_ROWS = 256
+
+# The highest bit of each nibble, and the high nibble of each byte.
+_MASKS = {
+    dtype: tuple(int.from_bytes(bytes([byte]) * dtype.itemsize, "little", signed=True) for byte in (0x88, 0xF0))
+    for dtype in (torch.int32, torch.int64)
+}
+
+
+def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | None) -> Tensor | None:
+    """As `hf_trainweights.kernels.linear`.
+
+    Args:
+        x: `[*, K]`.
+        tensors: `qdata` and `scale` in the format `form`.
+        form: `Int4` or `Int4Tiles`.
+        bias: `[N]` or None.
+    """
+    qdata, scale = tensors["qdata"], tensors["scale"]
+    if x.device.type != "cpu" or x.dtype not in FLOAT_DTYPES or torch.promote_types(scale.dtype, x.dtype) != x.dtype:
+        return None
+    if not isinstance(form, Int4Tiles):
+        return LINEAR(x, qdata, scale, bias)
+    return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if x.dtype == scale.dtype else None
+
+
+def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    del scale, bias
+    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+
+
+def _empty_tiled_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, tile_rows: int) -> Tensor:
+    del tile_rows
+    return _empty_linear(x, qdata, scale, bias)
+
+
+def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    (N, K), G = (qdata.shape[0], x.shape[-1]), scale.shape[1]
+    # Even columns, then odd ones, as the nibbles of a block are laid out.
+    rows = x.reshape(-1, K // 2, 2).transpose(1, 2).reshape(-1, K)
+    scale = _sixteenth(scale, x.dtype).view(N, 1, G, 1)
+    out = x.new_empty(len(rows), N)
+    block = max(BLOCK_ROWS, BLOCK_ELEMENTS // K)
+    for start in range(0, N, block):
+        words = qdata[start : start + block]
+        n = len(words)
+        weight = _weight(_codes(words).view(n, 2, G, -1), scale[start : start + n], x.dtype)
+        out[:, start : start + n] = torch.mm(rows, weight.view(n, K).t())
+    return _add(out, bias).view(*x.shape[:-1], N)
+
+
+def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, tile_rows: int) -> Tensor:
+    (N, K), G, half = (qdata.shape[0], x.shape[-1]), scale.shape[0], tile_rows // 2
+    rows = x.reshape(-1, K)
+    # A program that was exported on another CPU brings the tiles of that one.
+    if len(rows) <= TILED_ROWS and tile_rows == int4_tiles.tile_rows():
+        return _add(multiply_tiles(rows.contiguous(), qdata, scale), bias).view(*x.shape[:-1], N)
+    tiles = qdata.view(-1).view(torch.int64).view(-1, K, half // 8)
+    scales = _sixteenth(scale[..., 0], x.dtype).view(G, 1, -1, 2, half).transpose(2, 3)
+    out = x.new_empty(len(rows), len(tiles), 2, half)
+    block = max(BLOCK_ROWS, BLOCK_ELEMENTS // K) // tile_rows
+    for start in range(0, len(tiles), block):
+        words = tiles[start : start + block].transpose(0, 1)
+        n = words.shape[1]
+        # Columns of the block: the first half of every tile, then the second, as the nibbles of a byte are laid out.
+        factors = scales[:, :, :, start : start + n].reshape(G, 1, -1)
+        weight = _weight(_codes(words).view(G, K // G, -1), factors, x.dtype)
+        product = torch.mm(rows, weight.view(K, -1))
+        out[:, start : start + n] = product.view(-1, 2, n, half).transpose(1, 2)
+    return _add(out.view(-1, N), bias).view(*x.shape[:-1], N)
+
+
+def _codes(words: Tensor) -> Tensor:
+    """Return 16 * code of the low and of the high nibble of every byte.
+
+    Args:
+        words: Nibbles of code + 8, `[n, *]`, int32 or int64, any strides.
+
+    Returns:
+        int8 `[n, 2, bytes]` in scratch memory.
+    """
+    sign_bits, high_nibbles = _MASKS[words.dtype]
+    # A nibble of code + 8 with its highest bit flipped is the code in two's complement.
+    flipped = torch.bitwise_xor(words, sign_bits, out=SCRATCH.take("flipped", words.shape, words.dtype)).flatten(1)
+    codes = SCRATCH.take("codes", (len(words), 2, flipped.shape[1]), words.dtype)
+    torch.bitwise_and(flipped, high_nibbles, out=codes[:, 1])
+    torch.bitwise_and(flipped.bitwise_left_shift_(4), high_nibbles, out=codes[:, 0])
+    return codes.view(torch.int8)
+
+
+def _sixteenth(scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return scale / 16 in the dtype in which `_weight` multiplies; exact but for bfloat16 scales below 2**-122."""
+    return scale.to(_wide(dtype)) / 16
+
+
+def _weight(codes: Tensor, sixteenth: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return codes times scales in scratch memory, each product rounded once."""
+    wide = SCRATCH.take("wide", codes.shape, _wide(dtype)).copy_(codes).mul_(sixteenth)
+    return wide if wide.dtype == dtype else SCRATCH.take("weight", codes.shape, dtype).copy_(wide)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    # PyTorch converts int8 to float16 one by one: .77 ns, and .15 ns by way of float32.
+    return torch.float32 if dtype == torch.float16 else dtype
+
+
+def _add(out: Tensor, bias: Tensor | None) -> Tensor:
+    return out if bias is None else out.add_(bias)
+
+
+LINEAR = define(
+    "int4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor", _empty_linear, CPU=_linear_cpu
+)
+TILED_LINEAR = define(
+    "int4_tiled_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, int tile_rows) -> Tensor",
+    _empty_tiled_linear,
+    CPU=_tiled_linear_cpu,
+)

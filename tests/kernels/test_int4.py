@@ -1,0 +1,157 @@
+"""Products with int4 weights: as close to the exact result as dequantizing is, on every path."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels import int4
+from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
+from hf_trainweights.quantized_tensor import FALLBACKS, QuantizedTensor
+
+# Few rows and many, for PyTorch's op and for blocks.
+M_VALUES = (1, 5, int4.TILED_ROWS, int4.TILED_ROWS + 1, 70)
+SHAPES = [(64, 32, 32), (192, 192, 64), (320, 256, 128)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+LAYOUTS = ("canonical", "tiled")
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def weight_of(shape: tuple[int, int, int], dtype: torch.dtype, where: str = "tiled") -> QuantizedTensor:
+    """Return a weight with scales of both signs, in the layout `where`; tiles hold bfloat16 alone."""
+    N, K, group_size = shape
+    weight = QuantizedTensor.quantize(random(N, K, dtype=dtype, seed=1), Int4(group_size))
+    assert {-1.0, 1.0} <= set(weight.scale.sign().unique().tolist())
+    if where == "canonical" or dtype != torch.bfloat16:
+        return weight
+    return weight.in_layout(Int4Tiles(group_size, tile_rows() or 64))
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+def floor(x: Tensor, weight: QuantizedTensor, exact: Tensor, bias: Tensor | None = None) -> float:
+    """Return the error of the product with the dequantized weight, in which all is rounded once."""
+    return error(F.linear(x, weight.dequantize(), bias), exact)
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtype: torch.dtype, where: str) -> None:
+    weight, bias = weight_of(shape, dtype, where), random(shape[0], dtype=dtype)
+    for M in M_VALUES:
+        x = random(M, shape[1], dtype=dtype, seed=100 + M)
+        for added in (None, bias):
+            exact = F.linear(x.double(), weight.dequantize(torch.float64), None if added is None else added.double())
+            result = int4.linear(x, weight.tensors, weight.format, added)
+            assert result is not None
+            assert (result.dtype, result.shape) == (dtype, exact.shape)
+            assert error(result, exact) <= 1.5 * floor(x, weight, exact, added), M
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_weights_of_many_blocks_are_put_together_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of((320, 256, 128), torch.bfloat16, where), random(40, 256)
+    whole = int4.linear(x, weight.tensors, weight.format, None)
+    monkeypatch.setattr(int4, "BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(int4, "BLOCK_ROWS", 128)
+    torch.testing.assert_close(int4.linear(x, weight.tensors, weight.format, None), whole)
+
+
+def test_tiles_of_another_cpu_give_the_same_product() -> None:
+    weight, x = weight_of((192, 192, 64), torch.bfloat16, "canonical"), random(3, 192)
+    exact = x.double() @ weight.dequantize(torch.float64).t()
+    for rows in (32, 64):
+        tiles = weight.in_layout(Int4Tiles(64, rows))
+        assert error(F.linear(x, tiles), exact) <= 1.5 * floor(x, weight, exact)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("M", [6, 60])
+def test_strides_and_batch_dimensions_change_nothing(M: int, where: str) -> None:
+    weight = weight_of((192, 192, 64), torch.bfloat16, where)
+    x = random(M, 192)
+    expected = F.linear(x, weight)
+    wide = random(M, 400)
+    wide[:, 7:391:2] = x
+    for same in (x.t().contiguous().t(), wide[:, 7:391:2], x.flip(0).flip(0)):
+        assert torch.equal(F.linear(same, weight), expected)
+    assert torch.equal(F.linear(x.view(2, -1, 1, 192), weight), expected.view(2, -1, 1, 192))
+    one = F.linear(x[0], weight)
+    assert one.shape == (192,)
+    torch.testing.assert_close(one, expected[0], rtol=0.02, atol=0.05)
+    for empty in ((0, 192), (2, 0, 192)):
+        assert F.linear(x.new_empty(empty), weight).shape == (*empty[:-1], 192)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+@pytest.mark.parametrize("M", [3, 60])
+def test_the_gradient_of_x_is_that_of_the_dequantized_weight(M: int, where: str) -> None:
+    weight = weight_of((192, 192, 64), torch.bfloat16, where)
+    x, other = (random(M, 192).requires_grad_() for _ in range(2))
+    upstream = random(M, 192, seed=2)
+    F.linear(x, weight).backward(upstream)
+    F.linear(other, weight.dequantize()).backward(upstream)
+    assert torch.equal(x.grad, other.grad)
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_linear_takes_the_op_and_does_not_dequantize(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of((64, 32, 32), torch.bfloat16, where), random(2, 32)
+    monkeypatch.setattr(Int4, "dequantize", None)
+    monkeypatch.setattr(Int4, "dequantize_rows", None)
+    FALLBACKS.clear()
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            assert F.linear(x, weight).shape == (2, 64)
+    assert not FALLBACKS
+
+
+def test_a_scale_that_x_cannot_hold_has_no_fast_path() -> None:
+    weight = weight_of((64, 32, 32), torch.float32)
+    assert int4.linear(random(2, 32), weight.tensors, weight.format, None) is None
+    assert int4.linear(random(2, 32).double(), weight.tensors, weight.format, None) is None
+    assert int4.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None) is None
+
+
+@pytest.mark.parametrize("M", [2, 40])
+def test_the_ops_are_well_behaved(M: int) -> None:
+    weight, tiles = (weight_of((64, 64, 32), torch.bfloat16, where) for where in LAYOUTS)
+    assert isinstance(tiles.format, Int4Tiles)
+    for bias in (None, random(64)):
+        torch.library.opcheck(int4.LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
+        torch.library.opcheck(
+            int4.TILED_LINEAR, (random(M, 64), tiles.qdata, tiles.scale, bias, tiles.format.tile_rows)
+        )
+
+
+@pytest.mark.parametrize("where", LAYOUTS)
+def test_products_compile_whole(where: str) -> None:
+    weight, bias = weight_of((64, 64, 32), torch.bfloat16, where), random(64)
+
+    def model(x: Tensor) -> Tensor:
+        return F.linear(F.linear(x, weight, bias).relu(), weight)
+
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    for M in (3, 40):
+        with torch.no_grad():
+            assert torch.equal(compiled(random(M, 64)), model(random(M, 64)))

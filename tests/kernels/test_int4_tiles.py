@@ -1,0 +1,314 @@
+"""The tiled layout of int4: exact both ways, the layout of PyTorch's op, and never in a file."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import PreTrainedModel, Trainer, TrainingArguments
+
+from hf_trainweights import TrainWeightsConfig, kernels, quantize_
+from hf_trainweights.errors import ConfigError, QuantizationError
+from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import int4_tiles
+from hf_trainweights.kernels.int4_tiles import Int4Tiles, layout, tile_rows
+from hf_trainweights.quantized_tensor import QuantizedTensor
+
+has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
+CONFIG = TrainWeightsConfig("int4", group_size=32)
+
+
+def random_tensors(N: int, K: int, group_size: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+    """Return canonical tensors of every code, with scales of both signs and zero."""
+    generator = torch.Generator().manual_seed(N * K)
+    words = torch.randint(-(2**31), 2**31, (N, K // 8), generator=generator).to(torch.int32)
+    scale = torch.randn(N, K // group_size, generator=generator).to(dtype)
+    scale[0, 0] = 0
+    return {"qdata": words, "scale": scale}
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)
+    assert all(tensor.is_contiguous() for tensor in actual.values())
+
+
+def tiled_model(name: str = "llama") -> PreTrainedModel:
+    """Return a quantized bfloat16 model, some of whose weights are in tiles."""
+    model = ARCHITECTURES[name].build(torch.bfloat16)
+    quantize_(model, CONFIG)
+    assert any(isinstance(weight.format, Int4Tiles) for weight in quantized(model).values())
+    return model
+
+
+def quantized(module: nn.Module) -> dict[str, QuantizedTensor]:
+    return {name: weight for name, weight in module.named_parameters() if isinstance(weight, QuantizedTensor)}
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+@pytest.mark.parametrize(("N", "K", "group_size"), [(64, 32, 32), (128, 192, 64), (320, 1152, 128), (64, 65536, 128)])
+def test_tiles_and_back_are_exact(N: int, K: int, group_size: int, rows: int) -> None:
+    form, tensors = Int4Tiles(group_size, rows), random_tensors(N, K, group_size)
+    tiles = form.from_canonical(tensors)
+    form.check(tiles, (N, K))
+    assert form.shape_of(tiles["qdata"]) == (N, K)
+    assert_same(form.to_canonical(tiles), tensors)
+    for dtype in (torch.bfloat16, torch.float32):
+        dense = Int4(group_size).dequantize(tensors, (N, K), dtype)
+        assert torch.equal(form.dequantize(tiles, (N, K), dtype), dense)
+
+
+def test_weights_of_many_blocks_convert_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int4_tiles, "BLOCK_ELEMENTS", 64 * 64)
+    form, tensors = Int4Tiles(32, 64), random_tensors(64 * 7, 64, 32)
+    assert_same(form.to_canonical(form.from_canonical(tensors)), tensors)
+
+
+@has_tiles
+def test_tiles_are_what_torch_s_own_conversion_makes() -> None:
+    codes = torch.randint(0, 16, (192, 96), generator=torch.Generator().manual_seed(0), dtype=torch.int32)
+    octets = (codes[:, 0::2] | (codes[:, 1::2] << 4)).to(torch.uint8)
+    tensors = {"qdata": octets.view(torch.int32), "scale": torch.ones(192, 3)}
+    tiles = Int4Tiles(32, tile_rows() or 0).from_canonical(tensors)
+    assert torch.equal(tiles["qdata"], torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1))
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_rows_are_taken_without_the_rest(rows: int) -> None:
+    form, tensors = Int4Tiles(32, rows), random_tensors(192, 64, 32)
+    tiles, indices = form.from_canonical(tensors), torch.tensor([0, 191, 33, 64, 33, 31, 32, 63])
+    assert_same(form.take_rows(tiles, indices), {name: tensor[indices] for name, tensor in tensors.items()})
+    for wrong in (-1, 192):
+        with pytest.raises(IndexError, match="out of range"):
+            form.take_rows(tiles, torch.tensor([wrong]))
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((128, 64), Int4Tiles(32, 64)),
+        ((96, 64), Int4(32)),
+        ((2, 128, 64), Int4(32)),
+        ((128, 48), Int8()),
+        ((0, 64), Int8()),
+    ],
+)
+def test_shapes_that_tiles_cannot_hold_stay_canonical(shape: tuple[int, ...], expected: object) -> None:
+    assert Int4Tiles(32, 64).fallback(shape) == expected
+
+
+@has_tiles
+@pytest.mark.parametrize(
+    ("shape", "dtype", "device", "tiled"),
+    [
+        ((64, 32), torch.bfloat16, "cpu", True),
+        ((64, 32), torch.float16, "cpu", False),
+        ((64, 32), torch.float32, "cpu", False),
+        ((64, 32), torch.bfloat16, "meta", False),
+        ((16, 32), torch.bfloat16, "cpu", False),
+    ],
+)
+def test_only_what_the_op_takes_is_tiled(shape: tuple[int, int], dtype: torch.dtype, device: str, tiled: bool) -> None:
+    assert isinstance(layout(Int4(32), shape, dtype, torch.device(device)), Int4Tiles) == tiled
+    assert kernels.layout(Int8(), shape, dtype, torch.device(device)) == Int8()
+
+
+@pytest.mark.parametrize("wrong", ["another layout", "no op"])
+def test_an_unknown_cpu_keeps_the_canonical_layout(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def product(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
+        if wrong == "no op":
+            raise NotImplementedError("no kernel for this CPU")
+        return x.new_zeros(len(x), len(qdata))
+
+    monkeypatch.setattr(int4_tiles, "multiply_tiles", product)
+    assert tile_rows.__wrapped__() is None
+    monkeypatch.setattr(int4_tiles, "tile_rows", lambda: None)
+    assert layout(Int4(32), (64, 32), torch.bfloat16, torch.device("cpu")) == Int4(32)
+
+
+def test_the_layout_is_no_format_of_files() -> None:
+    form = Int4Tiles(64, 32)
+    assert form.name not in FORMATS
+    assert form.canonical == Int4(64)
+    assert form != Int4(64)
+    with pytest.raises(ConfigError, match="int4_tiles"):
+        get_format(form.get_config())
+
+
+def test_quantizing_to_tiles_gives_the_canonical_codes() -> None:
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0))
+    assert_same(Int4Tiles(32, 64).to_canonical(Int4Tiles(32, 64).quantize(weight)), Int4(32).quantize(weight))
+    with pytest.raises(QuantizationError, match="NaN"):
+        Int4Tiles(32, 64).quantize(torch.full((128, 64), torch.nan))
+
+
+@pytest.fixture
+def tensor() -> QuantizedTensor:
+    """A weight in tiles; ops on it are compared with the same ops on its canonical twin."""
+    weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    return QuantizedTensor.quantize(weight, Int4(32)).in_layout(Int4Tiles(32, tile_rows() or 64))
+
+
+KEEP_THE_LAYOUT: dict[str, Callable[[Tensor], Tensor]] = {
+    "detach": lambda w: w.detach(),
+    "clone": lambda w: w.clone(),
+    "transpose": lambda w: w.t(),
+    "twice transposed": lambda w: w.mT.transpose(0, 1),
+    "deepcopy": copy.deepcopy,
+}
+MAKE_IT_CANONICAL: dict[str, Callable[[Tensor], Tensor]] = {
+    "to float32": lambda w: w.to(torch.float32),
+    "to float16": lambda w: w.half(),
+    "to meta": lambda w: w.to("meta"),
+    "rows": lambda w: w[3:70],
+    "one row": lambda w: w[5],
+    "chosen rows": lambda w: w[torch.tensor([3, 100])],
+    "split": lambda w: w.split(32)[1],
+    "columns": lambda w: w[:, 2:7],
+    "empty_like": torch.empty_like,
+    "arithmetic": lambda w: w * 2,
+}
+
+
+@pytest.mark.parametrize("name", KEEP_THE_LAYOUT)
+def test_ops_that_move_no_row_keep_the_layout(name: str, tensor: QuantizedTensor) -> None:
+    result = KEEP_THE_LAYOUT[name](tensor)
+    assert isinstance(result, QuantizedTensor)
+    assert result.format == tensor.format
+    assert torch.equal(result.dequantize(), KEEP_THE_LAYOUT[name](tensor.canonical()).dequantize())
+
+
+@pytest.mark.parametrize("name", MAKE_IT_CANONICAL)
+def test_every_other_op_sees_the_canonical_layout(name: str, tensor: QuantizedTensor) -> None:
+    result, expected = MAKE_IT_CANONICAL[name](tensor), MAKE_IT_CANONICAL[name](tensor.canonical())
+    assert (type(result), result.shape, result.dtype, result.device) == (
+        type(expected),
+        expected.shape,
+        expected.dtype,
+        expected.device,
+    )
+    if isinstance(result, QuantizedTensor):
+        assert result.format == Int4(32)
+    if name not in ("to meta", "empty_like"):
+        assert torch.equal(*(t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (result, expected)))
+
+
+def test_rows_are_looked_up_in_tiles(tensor: QuantizedTensor) -> None:
+    indices = torch.tensor([[0, 127, 64], [33, 1, 0]])
+    assert torch.equal(F.embedding(indices, tensor), F.embedding(indices, tensor.dequantize()))
+
+
+def test_copying_goes_into_the_layout_of_the_target(tensor: QuantizedTensor) -> None:
+    canonical, target = tensor.canonical(), tensor.clone()
+    other = QuantizedTensor.quantize(torch.ones(128, 64, dtype=torch.bfloat16), Int4(32))
+    target.copy_(other)
+    assert target.format == tensor.format
+    assert torch.equal(target.dequantize(), other.dequantize())
+    other.copy_(tensor)
+    assert_same(other.tensors, canonical.tensors)
+
+
+@has_tiles
+def test_tied_weights_stay_tied_and_embeddings_alone_stay_canonical() -> None:
+    config = TrainWeightsConfig("int4", group_size=32, include_embeddings=True)
+    tied = nn.Sequential(nn.Embedding(128, 64), nn.Linear(64, 128, bias=False)).bfloat16()
+    tied[1].weight = tied[0].weight
+    quantize_(tied, config)
+    assert tied[0].weight is tied[1].weight
+    assert isinstance(tied[0].weight.format, Int4Tiles)
+    alone = nn.Sequential(nn.Embedding(128, 64)).bfloat16()
+    quantize_(alone, config)
+    assert alone[0].weight.format == Int4(32)
+
+
+@has_tiles
+def test_a_model_that_is_not_all_on_the_cpu_is_left_alone() -> None:
+    layers = nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 64, device="meta")]).bfloat16()
+    quantize_(layers, TrainWeightsConfig("int4", group_size=32, modules_to_not_convert=["1"]))
+    assert layers[0].weight.format == Int4(32)
+
+
+WRITERS: dict[str, Callable[[PreTrainedModel, Path], object]] = {
+    "torch.save of the state dict": lambda model, path: save(model.state_dict(), path),
+    "safetensors": lambda model, path: model.save_pretrained(path),
+    "bin": lambda model, path: model.save_pretrained(path, safe_serialization=False),
+    "Trainer": lambda model, path: save_by_trainer(model, path),
+}
+
+
+def save(value: object, path: Path) -> None:
+    path.mkdir()
+    with (path / "file").open("wb") as stream:
+        torch.save(value, stream)
+
+
+def save_by_trainer(model: PreTrainedModel, path: Path) -> None:
+    # Trainer refuses to train a quantized model without adapters, but what it saves of one is this.
+    arguments = TrainingArguments(str(path), use_cpu=True, report_to=[])
+    trainer = Trainer.__new__(Trainer)
+    trainer.args, trainer.model, trainer.processing_class, trainer.data_collator = arguments, model, None, None
+    trainer.accelerator = type("Accelerator", (), {"unwrap_model": lambda _, m, **__: m})()
+    trainer._save(str(path))
+    (path / "training_args.bin").unlink()
+
+
+@has_tiles
+@pytest.mark.parametrize("name", WRITERS)
+def test_no_file_depends_on_the_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    WRITERS[name](tiled_model(), tmp_path / "tiled")
+    monkeypatch.setattr(kernels, "LAYOUTS", {})
+    canonical = ARCHITECTURES["llama"].build(torch.bfloat16)
+    quantize_(canonical, CONFIG)
+    WRITERS[name](canonical, tmp_path / "canonical")
+    files = sorted(path.name for path in (tmp_path / "tiled").iterdir())
+    assert files == sorted(path.name for path in (tmp_path / "canonical").iterdir())
+    for file in files:
+        assert (tmp_path / "tiled" / file).read_bytes() == (tmp_path / "canonical" / file).read_bytes(), file
+
+
+@has_tiles
+def test_a_pickled_model_is_canonical(tmp_path: Path) -> None:
+    model = tiled_model()
+    save(model, tmp_path / "pickled")
+    loaded = quantized(torch.load(tmp_path / "pickled" / "file", weights_only=False))
+    for name, weight in quantized(model).items():
+        assert loaded[name].format == Int4(32)
+        assert_same(loaded[name].tensors, weight.canonical().tensors)
+
+
+@has_tiles
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+def test_an_exported_program_is_saved_in_the_canonical_layout(tmp_path: Path) -> None:
+    layer = nn.Linear(64, 64).bfloat16()
+    quantize_(layer, CONFIG)
+    assert isinstance(layer.weight.format, Int4Tiles)
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    exported = torch.export.export(layer, (x,))
+    torch.export.save(exported, tmp_path / "layer.pt2")
+    assert b"int4_tiles" not in (tmp_path / "layer.pt2").read_bytes()
+    loaded = torch.export.load(tmp_path / "layer.pt2")
+    assert loaded.state_dict["weight"].format == Int4(32)
+    torch.testing.assert_close(loaded.module()(x), layer(x), rtol=0.02, atol=0.02)
+    # Decomposed, the program is one of plain tensors, whose op takes the tiles of any CPU.
+    assert torch.equal(exported.run_decompositions().module()(x), layer(x))
+
+
+@has_tiles
+def test_loading_tiles_a_model_and_a_reload_gives_equal_weights(tmp_path: Path) -> None:
+    model = tiled_model()
+    model.save_pretrained(tmp_path)
+    reloaded = ARCHITECTURES["llama"].auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    weights = quantized(reloaded)
+    assert weights.keys() == quantized(model).keys()
+    for name, weight in quantized(model).items():
+        assert weights[name].format == weight.format
+        assert_same(weights[name].tensors, weight.tensors)
+    assert str(reloaded.hf_quantizer.summary()) == str(model.hf_quantizer.summary())
