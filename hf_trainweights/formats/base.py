@@ -24,7 +24,7 @@ BLOCK_ELEMENTS = 1 << 21
 
 # Their values are read in tiles of about this many elements for each thread, 512 kB of float32, which with a scratch
 # tile stay in the second-level cache through a dozen operations. Half as many are 10 % slower, for the calls; with
-# twice as many int4 is 10 % slower, for misses.
+# twice as many int4 is 6 % slower, for misses.
 TILE_ELEMENTS = 1 << 17
 
 _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
