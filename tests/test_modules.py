@@ -273,7 +273,7 @@ def test_attention_layers_equal_their_dequantized_copies(name: str, padded: bool
             torch.backends.mha.set_fastpath_enabled(True)
         torch.testing.assert_close(module(x, src_key_padding_mask=mask), expected)
     with torch.enable_grad():
-        assert torch.equal(module.train(False)(x.clone().requires_grad_()), dense(x.clone().requires_grad_()))
+        torch.testing.assert_close(module.train(False)(x.clone().requires_grad_()), dense(x.clone().requires_grad_()))
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
