@@ -271,9 +271,9 @@ def test_attention_layers_equal_their_dequantized_copies(name: str, padded: bool
             expected = dense(x, src_key_padding_mask=mask)
         finally:
             torch.backends.mha.set_fastpath_enabled(True)
-        assert torch.equal(module(x, src_key_padding_mask=mask), expected)
+        torch.testing.assert_close(module(x, src_key_padding_mask=mask), expected)
     with torch.enable_grad():
-        assert torch.equal(module.train(False)(x.clone().requires_grad_()), dense(x.clone().requires_grad_()))
+        torch.testing.assert_close(module.train(False)(x.clone().requires_grad_()), dense(x.clone().requires_grad_()))
 
 
 @pytest.mark.parametrize("batch_first", [False, True])
@@ -284,7 +284,9 @@ def test_multihead_attention_equals_its_dequantized_copy(batch_first: bool, need
     dense = copy.deepcopy(module)
     dequantize_(dense)
     x = torch.randn(3, 4, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
-    assert torch.equal(module(x, x, x, need_weights=need_weights)[0], dense(x, x, x, need_weights=need_weights)[0])
+    torch.testing.assert_close(
+        module(x, x, x, need_weights=need_weights)[0], dense(x, x, x, need_weights=need_weights)[0]
+    )
 
 
 # Save and load
