@@ -1,8 +1,8 @@
 """Speed and memory, measured side by side, with `--peers` beside other quantizers that run on a CPU.
 
 Run `python -m benchmarks.run --peers` on a machine that does nothing else; it takes about ten minutes, `--quick`
-three. Peers come with the `bench` extra. It writes `benchmarks/results/speed-<machine>-<date>.json`; then run
-`python -m benchmarks.tables`, which writes the tables of the documents and draws their plots.
+three. It needs the `bench` extra, writes `benchmarks/results/speed-<machine>-<date>.json` and draws `docs/speed.svg`
+from it; then `python -m benchmarks.tables` writes the tables of the documents.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from transformers.utils import logging
 from benchmarks.speed import generate, linear, loading
 from benchmarks.speed.methods import FLOATS, OURS, methods
 from benchmarks.speed.models import save_models
+from benchmarks.speed.plot import DRAWING, draw
 
 RESULTS = Path(__file__).parent / "results"
 PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes", "optimum-quanto")
@@ -111,6 +112,7 @@ def main() -> None:
     short = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)|processor|cpu|core", "", machine.lower())).strip("-")
     path = RESULTS / f"speed-{short}-{today}.json"
     path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    draw(report, DRAWING)
     print(path)
 
 
