@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.quantized_tensor import (
     ASSIGNMENTS,
@@ -199,6 +200,42 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
     return _alias(func, tensor) if same else NotImplemented
 
 
+def _linear(func: Any, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+    return _product(x, weight, bias) if _is_product(x, weight, 1) else compute_dequantized(func, x, weight, bias)
+
+
+def _matmul(func: Any, x: Tensor, weight: Tensor) -> Any:
+    """Multiply with the transpose of a matrix, the form in which F.linear arrives below autograd."""
+    return _product(x, weight) if _is_product(x, weight, 0) else compute_dequantized(func, x, weight)
+
+
+def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Tensor, **factors: Any) -> Any:
+    plain = bias.dim() == 1 and not any(factor != 1 for factor in factors.values())
+    if plain and _is_product(x, weight, 0) and bias.shape == weight.shape[1:]:
+        return _product(x, weight, bias)
+    return compute_dequantized(func, bias, x, weight, **factors)
+
+
+def _is_product(x: Tensor, weight: Tensor, dim: int) -> bool:
+    """Return whether x times the weight, reduced along dimension `dim` of the weight, is a product for a kernel."""
+    return (
+        isinstance(weight, QuantizedTensor)
+        and not isinstance(x, QuantizedTensor)
+        and weight.dim() == 2
+        and weight.transposed == (dim == 0)
+        and x.dtype == weight.dtype
+        and x.dim() > 0
+        and x.shape[-1] == weight.shape[dim]
+    )
+
+
+def _product(x: Tensor, weight: QuantizedTensor, bias: Tensor | None = None) -> Tensor:
+    out = kernels.linear(x, weight.tensors, weight.format, bias)
+    if out is not None:
+        return out
+    return torch.nn.functional.linear(x, weight.format.dequantize(weight.tensors, weight.stored_shape, x.dtype), bias)
+
+
 _TABLE: dict[Any, Callable[..., Any]] = {
     aten.detach.default: _alias,
     aten.alias.default: _alias,
@@ -220,6 +257,10 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     aten.expand.default: _view,
     aten.view.default: _view,
     aten._unsafe_view.default: _view,
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.addmm.default: _addmm,
     **dict.fromkeys(
         (
             aten.zeros_like.default,
@@ -236,10 +277,6 @@ _TABLE: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys(
         (
-            aten.linear.default,
-            aten.matmul.default,
-            aten.mm.default,
-            aten.addmm.default,
             aten.bmm.default,
             aten.baddbmm.default,
             aten._grouped_mm.default,
