@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,19 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from benchmarks.speed.methods import Method, guarded
 from benchmarks.speed.models import load
-from benchmarks.speed.rounds import Run, clock, interleave, significant
+from benchmarks.speed.rounds import Run, clock, interleave
 
 PROMPT_TOKENS = 16
 PREFILL_TOKENS = 256
 GENERATED_TOKENS = 16
+# What torch.compile is given.
+COMPILATIONS: dict[str, dict[str, Any] | None] = {
+    "eager": None,
+    "default": {},
+    "max-autotune": {"mode": "max-autotune"},
+    "freezing": {"options": {"freezing": True}},
+    "cpp_wrapper": {"options": {"cpp_wrapper": True}},
+}
 
 
 def speed(
@@ -91,26 +99,31 @@ def generate(path: Path, methods: Sequence[Method], compiled: bool, failures: di
     """Time `generate` the way users do: 5 warm-ups, then the mean of `torch.utils.benchmark`'s blocked_autorange.
 
     Args:
-        path: The saved float model.
-        methods: The float model, and formats of this package.
-        compiled: Whether also under `torch.compile(mode="max-autotune")`, which takes minutes.
+        path: The saved float model, which is the baseline.
+        methods: The float model first, and formats of this package.
+        compiled: Whether also under `torch.compile`, in several settings, which takes minutes.
         failures: Filled with what could not run, and why.
 
     Returns:
-        One row per method, whether it was reloaded from disk, and whether it was compiled.
+        One row per method, whether it was reloaded from disk, and setting.
     """
-    rows = []
-    for method in methods:
-        for model, reloaded in _fresh_and_reloaded(path, method, failures):
-            for is_compiled in (False, True) if compiled else (False,):
-                seconds = guarded(failures, f"{method.name}, generate", _generate, model, is_compiled)
-                if seconds is not None:
-                    about = {"name": method.name, "reloaded": reloaded, "compiled": is_compiled}
-                    rows.append({**about, "seconds": significant(seconds)})
-    return rows
+    runs: dict[str, Run] = {}
+    about: dict[str, dict[str, Any]] = {}
+    # Each model and setting is one more version of the same compiled function.
+    with torch._dynamo.config.patch(recompile_limit=64):
+        for method in methods:
+            for model, reloaded in _fresh_and_reloaded(path, method, failures):
+                for setting, options in COMPILATIONS.items() if compiled else [("eager", None)]:
+                    name = f"{method.name}{', reloaded' * reloaded}, {setting}"
+                    run = guarded(failures, name, _generate, model, options)
+                    if run is not None:
+                        runs[name] = run
+                        about[name] = {"method": method.name, "reloaded": reloaded, "setting": setting}
+        rows = interleave(runs, 3, next(iter(runs)))
+    return [{**about[row["name"]], **row} for row in rows]
 
 
-def _fresh_and_reloaded(path: Path, method: Method, failures: dict[str, str]) -> Sequence[tuple[PreTrainedModel, bool]]:
+def _fresh_and_reloaded(path: Path, method: Method, failures: dict[str, str]) -> list[tuple[PreTrainedModel, bool]]:
     fresh = guarded(failures, method.name, load, path, method)
     if fresh is None or method.config is None:
         return [(fresh, False)] if fresh is not None else []
@@ -120,21 +133,23 @@ def _fresh_and_reloaded(path: Path, method: Method, failures: dict[str, str]) ->
     return [(fresh, False), (reloaded, True)]
 
 
-@torch.inference_mode()
-def _generate(model: PreTrainedModel, compiled: bool) -> float:
-    plain: Callable[..., Any] = model.forward
-    if compiled:
-        torch.compiler.reset()
-        model.forward = torch.compile(model.forward, mode="max-autotune")
-    try:
-        options = {"max_new_tokens": GENERATED_TOKENS, "min_new_tokens": GENERATED_TOKENS, "do_sample": False}
+def _generate(model: PreTrainedModel, compilation: dict[str, Any] | None) -> Run:
+    options: dict[str, Any] = {"max_new_tokens": GENERATED_TOKENS, "min_new_tokens": GENERATED_TOKENS}
+    forward = model.forward
+    if compilation is not None:
+        forward = torch.compile(type(model).forward.__get__(model), **compilation)
         # A static cache keeps shapes, so that one compilation serves every token.
-        options |= {"cache_implementation": "static"} if compiled else {}
-        tokens = _tokens(model, PROMPT_TOKENS)
-        timer = Timer(
-            "model.generate(tokens, **options)", globals={"model": model, "tokens": tokens, "options": options}
-        )
-        timer.timeit(5)
-        return timer.blocked_autorange(min_run_time=2).mean
-    finally:
-        model.forward = plain
+        options["cache_implementation"] = "static"
+    tokens = _tokens(model, PROMPT_TOKENS)
+
+    @torch.inference_mode()
+    def call() -> None:
+        plain, model.forward = model.forward, forward
+        try:
+            model.generate(tokens, do_sample=False, **options)
+        finally:
+            model.forward = plain
+
+    timer = Timer("call()", globals={"call": call})
+    timer.timeit(5)
+    return lambda: timer.blocked_autorange(min_run_time=0.5).mean

@@ -26,7 +26,7 @@ LLAMA: dict[str, Any] = {
     "vocab_size": 32000,
     "tie_word_embeddings": False,
 }
-SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 4}
+SMALL_LLAMA = {**LLAMA, "num_hidden_layers": 2, "vocab_size": 2048}
 MOE: dict[str, Any] = {
     "hidden_size": 512,
     "intermediate_size": 1536,
@@ -49,7 +49,7 @@ def save_models(root: Path) -> dict[str, Path]:
         root: An empty directory; takes about 1.3 GB.
 
     Returns:
-        The directories of `llama` (415M weights), `small` (its first layers), and `moe`.
+        The directories of `llama` (415M weights), `small` (two layers, few tokens), and `moe`.
     """
     torch.manual_seed(0)
     made = {

@@ -82,12 +82,14 @@ def quantization(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Return whole calls of `generate`."""
+    """Return whole calls of `generate`, as ratios to the float model in eager mode."""
+    settings = list(dict.fromkeys(row["setting"] for row in report["generate"]))
+    found = {(row["method"], row["reloaded"], row["setting"]): f"{row['ratio']:.2f}" for row in report["generate"]}
     rows = []
-    for row in report["generate"]:
-        name = f"{row['name']}{', reloaded' * row['reloaded']}"
-        rows.append([name, "max-autotune" if row["compiled"] else "eager", f"{row['seconds'] * 1e3:.0f} ms"])
-    return table(["method", "mode", "16 tokens"], rows)
+    for method, reloaded in dict.fromkeys((row["method"], row["reloaded"]) for row in report["generate"]):
+        cells = [found.get((method, reloaded, setting), "") for setting in settings]
+        rows.append([f"{method}{', reloaded' * reloaded}", *cells])
+    return table(["method", *settings], rows)
 
 
 def machine(report: Report) -> str:
