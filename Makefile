@@ -12,4 +12,7 @@ test:
 	pytest -n 2
 
 bench:
-	set -e; for file in benchmarks/[a-z]*.py; do python -m benchmarks.$$(basename $$file .py); done
+	python -m benchmarks.quality
+	trainweights demo --json > benchmarks/results/demo.json
+	python -m benchmarks.run --peers
+	python -m benchmarks.tables

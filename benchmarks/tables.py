@@ -9,18 +9,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.markdown import table
+from benchmarks.speed import tables as speed_tables
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-
-
-def table(header: list[str], rows: list[list[str]]) -> str:
-    """Return a Markdown table, its first column to the left and the others to the right."""
-    lines = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def quality() -> str:
@@ -69,7 +67,13 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
+def speed(make: Callable[[dict[str, Any]], str]) -> str:
+    """Return a table of the newest result of `benchmarks.run`."""
+    return make(json.loads(speed_tables.newest().read_text(encoding="utf-8")))
+
+
 TABLES: dict[str, Callable[[], str]] = {"quality": quality, "demo": demo}
+TABLES |= {name: partial(speed, make) for name, make in speed_tables.TABLES.items()}
 
 
 def filled(text: str) -> str:

@@ -1,0 +1,134 @@
+"""One Linear alone: speed over shapes and rows, distance from the exact product, and quantization speed."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from benchmarks.speed.methods import Method, guarded
+from benchmarks.speed.rounds import Run, interleave, repeats_for, significant, timed
+from hf_trainweights import QuantizedTensor
+
+# N, K: square and not, in the caches of no CPU and in those of some.
+SHAPES = [(1024, 1024), (4864, 896), (4096, 4096)]
+ROWS = [1, 4, 32, 256]
+# One weight is used after the other, so that a product reads its weight from memory as a model does.
+_ROTATED_BYTES = 64_000_000
+
+
+def speed(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Time products.
+
+    Args:
+        methods: What is compared.
+        rounds: Interleaved rounds.
+        seconds: Roughly how long one method takes in one round.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per shape, number of activation rows M, and method.
+    """
+    rows: list[dict[str, Any]] = []
+    for N, K in SHAPES:
+        layers = {method: guarded(failures, method.name, _layers, method, N, K) for method in methods}
+        for M in ROWS:
+            runs: dict[str, Run] = {}
+            for method, rotated in layers.items():
+                x = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).to(method.dtype)
+                if rotated is not None:
+                    run = guarded(failures, method.name, _run, rotated, x, seconds)
+                    runs |= {method.name: run} if run else {}
+            for versus in ("bf16", "fp32"):
+                chosen = {m.name: runs[m.name] for m in layers if m.versus == versus and m.name in runs}
+                rows += [{"N": N, "K": K, "M": M, **row} for row in interleave(chosen, rounds, versus)]
+    return rows
+
+
+def _weight(N: int, K: int, dtype: torch.dtype) -> Tensor:
+    return (torch.randn(N, K, generator=torch.Generator().manual_seed(1)) / K**0.5).to(dtype)
+
+
+def _layer(method: Method, weight: Tensor) -> nn.Module:
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    holder = nn.Sequential(layer)
+    method.apply(holder)
+    return holder[0]
+
+
+def _layers(method: Method, N: int, K: int) -> list[nn.Module]:
+    weight = _weight(N, K, method.dtype)
+    first = _layer(method, weight)
+    others = range(max(1, _ROTATED_BYTES * 8 // (N * K * method.bits) - 1))
+    try:
+        return [first, *(copy.deepcopy(first) for _ in others)]
+    except RuntimeError:  # quanto's weights refuse deepcopy
+        return [first, *(_layer(method, weight.clone()) for _ in others)]
+
+
+@torch.no_grad()
+def _run(layers: list[nn.Module], x: Tensor, seconds: float) -> Run:
+    @torch.no_grad()
+    def call(index: int) -> Tensor:
+        return layers[index % len(layers)](x)
+
+    return timed(call, repeats_for(call, seconds, at_most=2000))
+
+
+@torch.no_grad()
+def errors(methods: Sequence[Method], failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Measure how far products are from those of the dequantized weight in float64.
+
+    Args:
+        methods: What is measured; those of this package.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per method, shape and M: the relative L2 error, and `floor`, that of F.linear with the
+        dequantized weight in the activations' dtype.
+    """
+    rows = []
+    for method in methods:
+        for N, K in SHAPES:
+            layer = guarded(failures, method.name, _layer, method, _weight(N, K, method.dtype))
+            if layer is None:
+                continue
+            weight = layer.weight
+            assert isinstance(weight, QuantizedTensor)
+            for M in ROWS:
+                x = torch.randn(M, K, generator=torch.Generator().manual_seed(2)).to(method.dtype)
+                exact = x.double() @ weight.dequantize(torch.float64).t()
+                products = {"error": layer(x), "floor": F.linear(x, weight.dequantize())}
+                relative = {name: ((y.double() - exact).norm() / exact.norm()).item() for name, y in products.items()}
+                rounded = {name: significant(value) for name, value in relative.items()}
+                rows.append({"name": method.name, "N": N, "K": K, "M": M, **rounded})
+    return rows
+
+
+def quantization(methods: Sequence[Method], rounds: int, failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Time how long it takes to quantize one Linear of 4096 x 4096.
+
+    Args:
+        methods: What is compared.
+        rounds: Interleaved rounds.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per method: seconds, and gigabytes of float weight a second.
+    """
+    N = K = 4096
+    runs: dict[str, Run] = {}
+    for method in methods:
+        if method.config is None or method.dtype != torch.bfloat16:
+            continue
+        weight = _weight(N, K, method.dtype)
+        if guarded(failures, f"{method.name}, quantization", _layer, method, weight) is not None:
+            runs[method.name] = timed(lambda _, m=method, w=weight: _layer(m, w), 1)
+    rows = interleave(runs, rounds, next(iter(runs)))
+    gigabytes = N * K * 2 / 1e9
+    return [{**row, "gigabytes_per_second": significant(gigabytes / row["seconds"])} for row in rows]

@@ -1,0 +1,116 @@
+"""What the newest result of `benchmarks.run` says, as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.markdown import table
+
+Report = dict[str, Any]
+_RESULTS = Path(__file__).parent.parent / "results"
+
+
+def newest() -> Path:
+    """Return the newest result file."""
+    return max(_RESULTS.glob("speed-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
+
+
+def model_speed(report: Report) -> str:
+    """Return decoding and prefill of the Llama, as ratios to the float model."""
+    threads = sorted({row["threads"] for row in report["llama"]})
+    columns = [(phase, count) for phase in ("decode", "prefill") for count in threads]
+    header = ["method", *(f"{phase}, {count} thread{'s' * (count > 1)}" for phase, count in columns)]
+    return table(header, _ratios(report["llama"], ("phase", "threads"), columns))
+
+
+def moe_speed(report: Report) -> str:
+    """Return decoding and prefill of the mixture of experts."""
+    return table(["method", "decode", "prefill"], _ratios(report["moe"], ("phase",), [("decode",), ("prefill",)]))
+
+
+def linear_speed(report: Report) -> str:
+    """Return one Linear alone, by shape and rows of the activation."""
+    cells = list(dict.fromkeys((row["N"], row["K"], row["M"]) for row in report["linear"]))
+    header = ["method", *(f"{N}x{K}, M={M}" for N, K, M in cells)]
+    return table(header, _ratios(report["linear"], ("N", "K", "M"), cells))
+
+
+def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:
+    found = {(row["name"], *(row[name] for name in key)): row for row in rows}
+    lines = []
+    for name in dict.fromkeys(row["name"] for row in rows):
+        cells = [found.get((name, *column)) for column in columns]
+        lines.append([name, *(f"{cell['ratio']:.2f}" if cell else "" for cell in cells)])
+    return lines
+
+
+def loading(report: Report) -> str:
+    """Return what loads and saves take."""
+    header = ["method", "payload", "load: CPU s", "load: peak", "after it", "save: CPU s", "reload: CPU s", "on disk"]
+    rows = []
+    for row in report["loading"]:
+        keys = ("payload_bytes", "load_seconds", "load_peak_bytes", "load_resident_bytes", "save_seconds")
+        cells = [_cell(key, row.get(key)) for key in (*keys, "reload_seconds", "disk_bytes")]
+        rows.append([row["name"], *cells])
+    return table(header, rows)
+
+
+def _cell(key: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value / 1e6:.0f} MB" if key.endswith("_bytes") else f"{value:.2f}"
+
+
+def errors(report: Report) -> str:
+    """Return the largest error of each method over all shapes and rows, beside the rounding floor there."""
+    rows = []
+    for name in dict.fromkeys(row["name"] for row in report["errors"]):
+        worst = max(
+            (row for row in report["errors"] if row["name"] == name), key=lambda row: row["error"] / row["floor"]
+        )
+        figures = (f"{worst['error']:.1e}", f"{worst['floor']:.1e}", f"{worst['error'] / worst['floor']:.2f}")
+        rows.append([name, *figures])
+    return table(["method", "error", "floor", "ratio"], rows)
+
+
+def quantization(report: Report) -> str:
+    """Return how fast weights are quantized."""
+    rows = [[row["name"], f"{row['gigabytes_per_second']:.2f}"] for row in report["quantization"]]
+    return table(["method", "GB of bf16 a second"], rows)
+
+
+def generation(report: Report) -> str:
+    """Return whole calls of `generate`, as ratios to the float model in eager mode."""
+    settings = list(dict.fromkeys(row["setting"] for row in report["generate"]))
+    found = {(row["method"], row["reloaded"], row["setting"]): f"{row['ratio']:.2f}" for row in report["generate"]}
+    rows = []
+    for method, reloaded in dict.fromkeys((row["method"], row["reloaded"]) for row in report["generate"]):
+        cells = [found.get((method, reloaded, setting), "") for setting in settings]
+        rows.append([f"{method}{', reloaded' * reloaded}", *cells])
+    return table(["method", *settings], rows)
+
+
+def machine(report: Report) -> str:
+    """Return where and with what the figures were taken."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    return f"{report['machine']} ({report['capability']}), {report['date']}; {versions}."
+
+
+def failures(report: Report) -> str:
+    """Return what could not run."""
+    return table(["what", "error"], [[name, f"`{text}`"] for name, text in report["failures"].items()])
+
+
+TABLES: dict[str, Callable[[Report], str]] = {
+    "speed-model": model_speed,
+    "speed-moe": moe_speed,
+    "speed-linear": linear_speed,
+    "speed-loading": loading,
+    "speed-errors": errors,
+    "speed-quantization": quantization,
+    "speed-generation": generation,
+    "speed-machine": machine,
+    "speed-failures": failures,
+}
