@@ -9,8 +9,11 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
+
+from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
@@ -58,6 +61,12 @@ def demo() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def of_checkpoints(make: Callable[[dict[str, Any]], CheckpointTable]) -> str:
+    """Return one of the tables about checkpoints."""
+    header, rows, caption = make(read("checkpoints"))
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def name_of(row: dict[str, Any]) -> str:
     """Return what a row of the quality report is called."""
     group = f", groups of {row['group_size']}" if row.get("group_size") else ""
@@ -69,7 +78,11 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-TABLES: dict[str, Callable[[], str]] = {"quality": quality, "demo": demo}
+TABLES: dict[str, Callable[[], str]] = {
+    "quality": quality,
+    "demo": demo,
+    **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
+}
 
 
 def filled(text: str) -> str:

@@ -1,10 +1,10 @@
-"""Measures small checkpoints on two real runs that it trains itself: ratio, fidelity, speed, stall and memory.
+"""Measures small checkpoints on two real runs that it trains itself: ratio, fidelity, speed, memory and stall.
 
 Run `python -m benchmarks.checkpoints`; it needs the `test` and `bench` extras and no network. It writes
-`benchmarks/results/checkpoints.json`, and draws its curves into `docs/`. The full protocol has three seeds and takes
-about half an hour on two cores; `--quick` has one, takes minutes and prints its results without writing them there.
-`--only PART` measures one part again and leaves the others as they are; several processes may measure different
-parts at once. Timings want an idle machine.
+`benchmarks/results/checkpoints.json`, draws `docs/checkpoint_curves.svg` and says which targets are met. The full
+protocol has three seeds and takes about half an hour on two cores; `--quick` has one, takes minutes and leaves the
+committed files alone. `--only PART` measures one part again; the others keep their results, and several processes may
+measure different parts at once. Timings want OMP_NUM_THREADS=1 and an idle machine.
 """
 
 from __future__ import annotations
@@ -14,59 +14,76 @@ import fcntl
 import json
 import re
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from benchmarks.checkpoints import protocol, runs
+from benchmarks.checkpoints.curves import draw
+from benchmarks.checkpoints.protocol import Experiment, discard, measure
+from benchmarks.checkpoints.runs import RUNS
+from benchmarks.checkpoints.speeds import measure_memory, measure_speeds
+from benchmarks.checkpoints.stall import measure_stall
+from benchmarks.checkpoints.targets import judge
 
-RESULTS = Path(__file__).parent.parent / "results" / "checkpoints.json"
+ROOT = Path(__file__).parent.parent.parent
+RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
+CURVES = ROOT / "docs" / "checkpoint_curves.svg"
 # Runs of an earlier call are used again.
 WORK = Path(tempfile.gettempdir()) / "trainweights-checkpoints"
 SEEDS = (0, 1, 2)
-QUICK_SEEDS = SEEDS[:1]
 
-Part = Callable[[tuple[int, ...]], dict[str, Any]]
+# What a part finds, each piece with the keys that lead to it.
+Found = Iterator[tuple[tuple[str, ...], Any]]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="one seed; results are printed only")
+    parser.add_argument("--quick", action="store_true", help="one seed; the committed results stay")
     parser.add_argument("--only", choices=PARTS, help="the part to measure; the others keep their results")
     arguments = parser.parse_args()
-    results = WORK / "quick.json" if arguments.quick else RESULTS
     WORK.mkdir(exist_ok=True)
+    results, seeds = (WORK / "quick.json", SEEDS[:1]) if arguments.quick else (RESULTS, SEEDS)
     for part in [arguments.only] if arguments.only else PARTS:
-        PARTS[part](QUICK_SEEDS if arguments.quick else SEEDS, results)
-    print(results.read_text(encoding="utf-8"))
+        for key, found in PARTS[part](seeds):
+            merge(results, (part, *key), found)
+    report = json.loads(results.read_text(encoding="utf-8"))
+    if all(part in report for part in RUNS):
+        draw(report, CURVES if results == RESULTS else WORK / "quick.svg")
+    for target in judge(report):
+        print(target)
 
 
-def measure_run(part: str, seeds: tuple[int, ...], results: Path) -> None:
+def measure_run(name: str, seeds: Sequence[int]) -> Found:
+    yield ("title",), RUNS[name].title
     for seed in seeds:
-        found = protocol.measure(part, seed, WORK)
-        write(results, part, {"title": runs.RUNS[part].title, "seeds": {str(seed): found}})
-        protocol.discard(part, seed, WORK, keep=protocol.Experiment(part, seed, WORK).steps[:2] if seed == 0 else ())
+        experiment = Experiment(name, seed, WORK)
+        yield ("seeds", str(seed)), measure(experiment)
+        discard(experiment)
 
 
-def write(path: Path, part: str, found: dict[str, Any]) -> None:
-    """Merge a part into the results; other processes may be doing the same."""
+def merge(path: Path, keys: Sequence[str], found: Any) -> None:
+    """Put one finding in its place among the results; other processes may be doing the same."""
     with (WORK / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
         report["versions"] = {name: version(name) for name in ("torch", "transformers", "zstandard")}
-        if "seeds" in found:
-            found["seeds"] = {**report.get(part, {}).get("seeds", {}), **found["seeds"]}
-        report[part] = found
+        place = report
+        for key in keys[:-1]:
+            place = place.setdefault(key, {})
+        place[keys[-1]] = found
         text = json.dumps(report, indent=2, sort_keys=True)
         # A list of numbers stays on one line.
-        text = re.sub(r"\[[-\d.e,\s]+\]", lambda match: re.sub(r"\s+", " ", match[0]), text)
+        text = re.sub(r"\[[-\d.e,\s]+\]", lambda match: " ".join(match[0].split()), text)
         path.write_text(text + "\n", encoding="utf-8")
 
 
-PARTS: dict[str, Any] = {
-    "lm": lambda seeds, results: measure_run("lm", seeds, results),
-    "ft": lambda seeds, results: measure_run("ft", seeds, results),
+PARTS: dict[str, Callable[[Sequence[int]], Found]] = {
+    "lm": lambda seeds: measure_run("lm", seeds),
+    "ft": lambda seeds: measure_run("ft", seeds),
+    "speeds": lambda _: measure_speeds(WORK),
+    "memory": lambda _: measure_memory(WORK),
+    "stall": lambda _: measure_stall(WORK),
 }
 
 if __name__ == "__main__":

@@ -33,7 +33,6 @@ LOSSY_MODES = MODES[1:]
 INT8 = {"format": "int8", "group_size": 64}
 INT8_RULES = {"weight": INT8, "exp_avg": INT8}
 
-RUN_SAVES = 6
 CHAIN_RESUMES = 5
 CHAIN_STEPS = 10
 # The last link is followed further than to its own save.
@@ -82,18 +81,27 @@ class Experiment:
         """The step of the first checkpoint that has an anchor."""
         return self.steps[1]
 
+    def require(self, steps: Collection[int]) -> None:
+        """Train the uninterrupted run unless its losses and these checkpoints are there from an earlier call."""
+        if self._course_file.exists() and all(self.checkpoint(step).exists() for step in steps):
+            return
+        shutil.rmtree(self.directory, ignore_errors=True)
+        evaluate_at = {step + after for step in self.steps for after in (0, STEPS_AFTER)}
+        evaluate_at |= {self.first + (CHAIN_RESUMES - 1) * CHAIN_STEPS}
+        course = in_new_process(
+            train, RUNS[self.name], self.seed, self.plain, save_steps=self.save_steps, evaluate_at=evaluate_at
+        )
+        content = [list(course.losses.items()), list(course.held_out.items())]
+        self._course_file.write_text(json.dumps(content), encoding="utf-8")
+
+    @property
+    def _course_file(self) -> Path:
+        return self.directory / "course.json"
+
     @cached_property
     def course(self) -> Course:
-        """The losses of the uninterrupted run, which is trained when it is first asked for."""
-        file = self.directory / "course.json"
-        if not file.exists():
-            evaluate_at = {step + after for step in self.steps for after in (0, STEPS_AFTER)}
-            evaluate_at |= {self.first + (CHAIN_RESUMES - 1) * CHAIN_STEPS}
-            course = in_new_process(
-                train, RUNS[self.name], self.seed, self.plain, save_steps=self.save_steps, evaluate_at=evaluate_at
-            )
-            file.write_text(json.dumps([list(course.losses.items()), list(course.held_out.items())]), encoding="utf-8")
-        losses, held_out = json.loads(file.read_text(encoding="utf-8"))
+        """What was measured on the uninterrupted run."""
+        losses, held_out = json.loads(self._course_file.read_text(encoding="utf-8"))
         return Course(dict(losses), dict(held_out))
 
     def checkpoint(self, step: int, directory: str = "plain") -> Path:
@@ -121,19 +129,10 @@ def in_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return pool.submit(function, *args, **kwargs).result()
 
 
-def measure(name: str, seed: int, root: Path) -> dict[str, Any]:
-    """Measure ratios and fidelity of one run with one seed.
-
-    Args:
-        name: A name in `RUNS`.
-        seed: The seed.
-        root: Where the run and its checkpoints go.
-
-    Returns:
-        The results, as JSON.
-    """
+def measure(experiment: Experiment) -> dict[str, Any]:
+    """Return ratios and fidelity of one run with one seed, as JSON."""
     torch.set_num_threads(1)
-    experiment = Experiment(name, seed, root)
+    experiment.require(experiment.steps)
     course = experiment.course
     sizes = {mode: compress_run(experiment, mode) for mode in MODES}
     last = {mode: last_delta(sizes[mode]) for mode in MODES}
@@ -153,7 +152,7 @@ def measure(name: str, seed: int, root: Path) -> dict[str, Any]:
         result["fidelity"].append({"mode": mode, "point": "chain", "step": experiment.first, **found})
     found = follow(experiment, experiment.checkpoint(experiment.first, "int8"))
     result["fidelity"].append({"mode": "int8 groups", "point": "first", "step": experiment.first, **found})
-    if name == "lm":
+    if experiment.name == "lm":
         result["bf16"] = measure_bf16(experiment)
     return result
 
@@ -323,11 +322,12 @@ def measure_bf16(experiment: Experiment) -> dict[str, Any]:
     return {"alone": rows[0], "with_anchor": rows[1]}
 
 
-def discard(name: str, seed: int, root: Path, keep: Collection[int] = ()) -> None:
-    """Remove what an experiment wrote but some of its plain checkpoints."""
-    experiment = Experiment(name, seed, root)
+def discard(experiment: Experiment) -> None:
+    """Remove what an experiment wrote; of the first seed stays what the other parts need."""
+    kept = experiment.steps[:2] if experiment.seed == 0 else []
     for path in experiment.directory.iterdir():
         if path.is_dir() and path != experiment.plain:
             shutil.rmtree(path)
-    for step in set(experiment.steps) - set(keep):
-        shutil.rmtree(experiment.checkpoint(step), ignore_errors=True)
+    for path in experiment.plain.glob("checkpoint-*"):
+        if path not in map(experiment.checkpoint, kept):
+            shutil.rmtree(path)

