@@ -13,3 +13,5 @@ test:
 
 bench:
 	set -e; for file in benchmarks/[a-z]*.py; do python -m benchmarks.$$(basename $$file .py); done
+	python -m benchmarks.checkpoints
+	python -m benchmarks.tables

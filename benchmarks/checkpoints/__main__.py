@@ -58,7 +58,8 @@ def measure_run(name: str, seeds: Sequence[int]) -> Found:
     yield ("title",), RUNS[name].title
     for seed in seeds:
         experiment = Experiment(name, seed, WORK)
-        yield ("seeds", str(seed)), measure(experiment)
+        for keys, found in measure(experiment):
+            yield ("seeds", str(seed), *keys), found
         discard(experiment)
 
 

@@ -43,12 +43,10 @@ def _draw_ratios(axes: Axes, result: dict[str, Any]) -> None:
 
 def _draw_differences(axes: Axes, result: dict[str, Any]) -> None:
     """Draw the mean absolute difference up to each step, which single steps scatter around."""
-    for row in result["fidelity"]:
-        if row["point"] != "first":
-            continue
-        sums = accumulate(map(abs, row["differences"]))
+    for mode, points in result["fidelity"].items():
+        sums = accumulate(map(abs, points["first"]["differences"]))
         means = [total / count for count, total in enumerate(sums, start=1)]
-        axes.plot(range(1, len(means) + 1), means, color=COLORS[row["mode"]], label=row["mode"])
+        axes.plot(range(1, len(means) + 1), means, color=COLORS[mode], label=mode)
     axes.set(xlabel="steps after resuming at the first delta", ylabel="mean |loss difference| so far", yscale="log")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)

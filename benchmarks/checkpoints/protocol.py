@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +38,7 @@ CHAIN_STEPS = 10
 # The last link is followed further than to its own save.
 CHAIN_STEPS_AFTER = 20
 
-_BF16_FROM_SAVE = 3
+_BF16_FROM_SAVE = 4
 _BF16_STEPS = 20
 
 
@@ -129,36 +129,29 @@ def in_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return pool.submit(function, *args, **kwargs).result()
 
 
-def measure(experiment: Experiment) -> dict[str, Any]:
-    """Return ratios and fidelity of one run with one seed, as JSON."""
+def measure(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield ratios and fidelity of one run with one seed, each piece as JSON and with the keys that lead to it."""
     torch.set_num_threads(1)
     experiment.require(experiment.steps)
-    course = experiment.course
+    yield ("held_out",), {step: experiment.course.held_out[step] for step in sorted(experiment.course.held_out)}
     sizes = {mode: compress_run(experiment, mode) for mode in MODES}
-    last = {mode: last_delta(sizes[mode]) for mode in MODES}
-    result: dict[str, Any] = {
-        "held_out": {step: course.held_out[step] for step in sorted(course.held_out)},
-        "checkpoints": sizes,
-        "lossless_alone": compress_alone(experiment, "alone", "lossless"),
-        "int8_groups": compress_alone(experiment, "int8", "lossless", INT8_RULES),
-        "exact": is_exact_after_lossless(experiment),
-        "fidelity": [],
-    }
-    for mode in LOSSY_MODES:
-        for point, step in (("first", experiment.first), ("last", last[mode])):
-            found = follow(experiment, experiment.checkpoint(step, mode))
-            result["fidelity"].append({"mode": mode, "point": point, "step": step, **found})
-        found = follow_chain(experiment, mode)
-        result["fidelity"].append({"mode": mode, "point": "chain", "step": experiment.first, **found})
-    found = follow(experiment, experiment.checkpoint(experiment.first, "int8"))
-    result["fidelity"].append({"mode": "int8 groups", "point": "first", "step": experiment.first, **found})
+    yield ("checkpoints",), sizes
+    yield ("lossless_alone",), compress_alone(experiment, "alone", "lossless")
+    yield ("int8_groups",), compress_alone(experiment, "int8", "lossless", INT8_RULES)
     if experiment.name == "lm":
-        result["bf16"] = measure_bf16(experiment)
-    return result
+        yield ("bf16",), measure_bf16(experiment)
+    yield ("exact",), is_exact_after_lossless(experiment)
+    for mode in LOSSY_MODES:
+        for point, step in (("first", experiment.first), ("last", last_delta(sizes[mode]))):
+            yield ("fidelity", mode, point), follow(experiment, experiment.checkpoint(step, mode))
+        yield ("fidelity", mode, "chain"), follow_chain(experiment, mode)
+    yield ("fidelity", "int8 groups", "first"), follow(experiment, experiment.checkpoint(experiment.first, "int8"))
 
 
 def compress_run(experiment: Experiment, mode: str) -> list[dict[str, Any]]:
     """Make every checkpoint of the run small, one after the other, and return the sizes."""
+    # A checkpoint of an earlier call would be an anchor.
+    shutil.rmtree(experiment.directory / mode, ignore_errors=True)
     rows = []
     for step in experiment.steps:
         path = experiment.copy(step, mode)
@@ -287,6 +280,7 @@ def compare(course: Course, exact: Course, step: int, stop: int) -> dict[str, An
     """Return how far losses are from those of the uninterrupted run."""
     differences = [course.losses[at] - exact.losses[at] for at in range(step + 1, stop + 1)]
     found: dict[str, Any] = {
+        "step": step,
         "mean_absolute_difference": math.fsum(map(abs, differences)) / len(differences),
         "max_absolute_difference": max(map(abs, differences)),
         "bias": math.fsum(differences) / len(differences),

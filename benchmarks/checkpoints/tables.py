@@ -141,8 +141,7 @@ def mode_ratios(report: dict[str, Any], run: str, mode: str) -> list[float]:
 
 def fidelity(report: dict[str, Any], run: str, mode: str, point: str) -> list[dict[str, Any]]:
     """Return a row of each seed."""
-    rows = [row for seed in report[run]["seeds"].values() for row in seed["fidelity"]]
-    return [row for row in rows if (row["mode"], row["point"]) == (mode, point)]
+    return [seed["fidelity"][mode][point] for seed in report[run]["seeds"].values()]
 
 
 def over_seeds(report: dict[str, Any], run: str, value: Callable[[dict[str, Any]], float]) -> float:

@@ -122,7 +122,7 @@ def _judge_fidelity(run: str, seeds: list[dict[str, Any]]) -> Iterator[Target]:
     yield Target(f"{run} lossless resumes bit for bit", 1, float(all(seed["exact"] for seed in seeds)))
     for mode, (mean, bias, held_out) in FIDELITY.items():
         for point in ("first", "last", "chain"):
-            rows = [row for seed in seeds for row in seed["fidelity"] if (row["mode"], row["point"]) == (mode, point)]
+            rows = [seed["fidelity"][mode][point] for seed in seeds]
             name = f"{run} {mode} {point}"
             yield _ceiling(f"{name} mean difference", mean, [row["mean_absolute_difference"] for row in rows])
             if bias:
