@@ -32,6 +32,7 @@ CURVES = ROOT / "docs" / "checkpoint_curves.svg"
 # Runs of an earlier call are used again.
 WORK = Path(tempfile.gettempdir()) / "trainweights-checkpoints"
 SEEDS = (0, 1, 2)
+FULL = (RESULTS, SEEDS, CURVES)
 
 # What a part finds, each piece with the keys that lead to it.
 Found = Iterator[tuple[tuple[str, ...], Any]]
@@ -40,18 +41,18 @@ Found = Iterator[tuple[tuple[str, ...], Any]]
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.checkpoints", description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed; the committed results stay")
-    parser.add_argument("--only", choices=PARTS, help="the part to measure; the others keep their results")
+    parser.add_argument("--only", choices=[*PARTS, "curves"], help="the part to measure; the others keep their results")
     arguments = parser.parse_args()
     WORK.mkdir(exist_ok=True)
-    results, seeds = (WORK / "quick.json", SEEDS[:1]) if arguments.quick else (RESULTS, SEEDS)
-    for part in [arguments.only] if arguments.only else PARTS:
-        for key, found in PARTS[part](seeds):
-            merge(results, (part, *key), found)
-    report = json.loads(results.read_text(encoding="utf-8"))
-    if all(part in report for part in RUNS):
-        draw(report, CURVES if results == RESULTS else WORK / "quick.svg")
-    for target in judge(report):
-        print(target)
+    results, seeds, curves = (WORK / "quick.json", SEEDS[:1], WORK / "quick.svg") if arguments.quick else FULL
+    for part in [arguments.only] if arguments.only else [*PARTS, "curves"]:
+        if part == "curves":
+            draw(read(results), curves)
+            continue
+        for keys, found in PARTS[part](seeds):
+            merge(results, (part, *keys), found)
+        for target in judge({part: read(results)[part]}):
+            print(target)
 
 
 def measure_run(name: str, seeds: Sequence[int]) -> Found:
@@ -67,7 +68,7 @@ def merge(path: Path, keys: Sequence[str], found: Any) -> None:
     """Put one finding in its place among the results; other processes may be doing the same."""
     with (WORK / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        report = read(path) if path.exists() else {}
         report["versions"] = {name: version(name) for name in ("torch", "transformers", "zstandard")}
         place = report
         for key in keys[:-1]:
@@ -77,6 +78,11 @@ def merge(path: Path, keys: Sequence[str], found: Any) -> None:
         # A list of numbers stays on one line.
         text = re.sub(r"\[[-\d.e,\s]+\]", lambda match: " ".join(match[0].split()), text)
         path.write_text(text + "\n", encoding="utf-8")
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return the results so far."""
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 PARTS: dict[str, Callable[[Sequence[int]], Found]] = {

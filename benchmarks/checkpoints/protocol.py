@@ -117,8 +117,12 @@ class Experiment:
 
     def compress(self, path: Path, **options: Any) -> Manifest:
         """Make a checkpoint small as the callback would."""
+        return compress_directory(path, optimizer_names=self.parameter_names(), **options)
+
+    def parameter_names(self) -> dict[int, str]:
+        """Return the names of the optimizer's parameters by their index."""
         names = json.loads((self.plain / NAMES_FILE).read_text(encoding="utf-8"))
-        return compress_directory(path, optimizer_names={int(index): name for index, name in names.items()}, **options)
+        return {int(index): name for index, name in names.items()}
 
 
 def in_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

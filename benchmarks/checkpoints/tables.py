@@ -100,7 +100,7 @@ def checkpoint_speeds(report: dict[str, Any]) -> CheckpointTable:
         for label, memory in zip(("LM", "FT"), (report["memory"][run] for run in RUN_NAMES), strict=True)
     ]
     caption = (
-        "Plain bytes over CPU time at the first delta: files read, encoded, digested and written; and loaded, digests "
+        "Plain bytes over CPU time at the first delta: from tensors to files, digests included; and back, checksums "
         "checked. zstd and ZipNN work in memory and check nothing. Training stands still per save, against a plain "
         f"Trainer: {'; '.join(standstill)}. Making a checkpoint small takes at most {' and '.join(peaks)}."
     )
