@@ -10,7 +10,13 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-COLORS = {"lossless": "#4c72b0", "near-lossless": "#55a868", "compact": "#c44e52", "int8 groups": "#8c8c8c"}
+COLORS = {
+    "lossless": "#4c72b0",
+    "near-lossless": "#55a868",
+    "compact": "#c44e52",
+    "int8 groups": "#8c8c8c",
+    "1 ulp": "#000000",
+}
 
 
 def draw(report: dict[str, Any], path: Path) -> None:

@@ -1,7 +1,9 @@
 """How small the checkpoints of a run become, and how a run goes on from them.
 
-A plain run is the yardstick. Its checkpoints are made small in their order, as the callback would have done; from some
-of them a new process resumes and is compared with the run that was not interrupted.
+A plain run is the yardstick. Its checkpoints are made small in their order, as the callback would have done. From the
+one at `resume_at` new processes resume: stored as the first delta to an anchor, as a late delta to the run's first
+anchor, and five times in a row. They are compared with the run that was not interrupted; so is one that resumes from
+weights that are off by one unit in the last place, because what training makes of that no coder can avoid.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save_file as save_safetensors
 
 from benchmarks.checkpoints.runs import NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
 from hf_trainweights import TrainWeightsCheckpointCallback
@@ -38,8 +41,9 @@ CHAIN_STEPS = 10
 # The last link is followed further than to its own save.
 CHAIN_STEPS_AFTER = 20
 
-_BF16_FROM_SAVE = 4
 _BF16_STEPS = 20
+# Measured with the first seed only.
+_ONE_SEED = 0
 
 
 @dataclass(frozen=True)
@@ -81,13 +85,18 @@ class Experiment:
         """The step of the first checkpoint that has an anchor."""
         return self.steps[1]
 
+    @property
+    def resume_at(self) -> int:
+        """The step of the checkpoint that others resume from."""
+        return RUNS[self.name].resume_at
+
     def require(self, steps: Collection[int]) -> None:
         """Train the uninterrupted run unless its losses and these checkpoints are there from an earlier call."""
         if self._course_file.exists() and all(self.checkpoint(step).exists() for step in steps):
             return
         shutil.rmtree(self.directory, ignore_errors=True)
-        evaluate_at = {step + after for step in self.steps for after in (0, STEPS_AFTER)}
-        evaluate_at |= {self.first + (CHAIN_RESUMES - 1) * CHAIN_STEPS}
+        evaluate_at = {step + after for step in (self.first, self.resume_at) for after in (0, STEPS_AFTER)}
+        evaluate_at |= {self.resume_at + (CHAIN_RESUMES - 1) * CHAIN_STEPS}
         course = in_new_process(
             train, RUNS[self.name], self.seed, self.plain, save_steps=self.save_steps, evaluate_at=evaluate_at
         )
@@ -138,18 +147,23 @@ def measure(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
     torch.set_num_threads(1)
     experiment.require(experiment.steps)
     yield ("held_out",), {step: experiment.course.held_out[step] for step in sorted(experiment.course.held_out)}
-    sizes = {mode: compress_run(experiment, mode) for mode in MODES}
-    yield ("checkpoints",), sizes
+    yield ("checkpoints",), {mode: compress_run(experiment, mode) for mode in MODES}
     yield ("lossless_alone",), compress_alone(experiment, "alone", "lossless")
     yield ("int8_groups",), compress_alone(experiment, "int8", "lossless", INT8_RULES)
     if experiment.name == "lm":
         yield ("bf16",), measure_bf16(experiment)
     yield ("exact",), is_exact_after_lossless(experiment)
+    step = experiment.resume_at
+    yield ("fidelity", "1 ulp", "first"), follow(experiment, perturb(experiment, step))
     for mode in LOSSY_MODES:
-        for point, step in (("first", experiment.first), ("last", last_delta(sizes[mode]))):
-            yield ("fidelity", mode, point), follow(experiment, experiment.checkpoint(step, mode))
+        yield ("fidelity", mode, "first"), follow(experiment, begin_anchor(experiment, mode))
+        yield ("fidelity", mode, "late"), follow(experiment, experiment.checkpoint(step, mode))
         yield ("fidelity", mode, "chain"), follow_chain(experiment, mode)
-    yield ("fidelity", "int8 groups", "first"), follow(experiment, experiment.checkpoint(experiment.first, "int8"))
+    if experiment.seed == _ONE_SEED:
+        yield ("fidelity", "int8 groups", "first"), follow(experiment, experiment.checkpoint(step, "int8"))
+        early = experiment.checkpoint(experiment.first, LOSSY_MODES[0])
+        yield ("fidelity", LOSSY_MODES[0], "early"), follow(experiment, early)
+        yield ("fidelity", "1 ulp", "early"), follow(experiment, perturb(experiment, experiment.first))
 
 
 def compress_run(experiment: Experiment, mode: str) -> list[dict[str, Any]]:
@@ -169,12 +183,12 @@ def compress_run(experiment: Experiment, mode: str) -> list[dict[str, Any]]:
 def compress_alone(
     experiment: Experiment, directory: str, mode: str, rules: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """Make the checkpoint of the first delta small without an anchor, and return its size."""
+    """Make the checkpoint at `resume_at` small without an anchor, and return its size."""
     shutil.rmtree(experiment.directory / directory, ignore_errors=True)
-    path = experiment.copy(experiment.first, directory)
+    path = experiment.copy(experiment.resume_at, directory)
     plain_bytes = size_bytes(path)
     manifest = experiment.compress(path, mode=mode, rules=rules)
-    return {"step": experiment.first, **sizes_of(path, plain_bytes, manifest)}
+    return {"step": experiment.resume_at, **sizes_of(path, plain_bytes, manifest)}
 
 
 def sizes_of(path: Path, plain_bytes: int, manifest: Manifest) -> dict[str, Any]:
@@ -194,19 +208,30 @@ def size_bytes(path: Path) -> int:
     return sum(file.stat().st_size for file in files if file.exists())
 
 
-def last_delta(rows: list[dict[str, Any]]) -> int:
-    """Return the step of the last checkpoint that refers to the first one."""
-    last = 0
-    for row in rows[1:]:
-        if row["is_anchor"]:
-            break
-        last = row["step"]
-    return last
+def begin_anchor(experiment: Experiment, mode: str) -> Path:
+    """Make the checkpoint at `resume_at` small as the first delta to the one before it, and return where it is."""
+    directory = f"first-{mode}"
+    shutil.rmtree(experiment.directory / directory, ignore_errors=True)
+    for step in (experiment.resume_at - experiment.save_steps, experiment.resume_at):
+        experiment.compress(experiment.copy(step, directory), mode=mode)
+    return experiment.checkpoint(experiment.resume_at, directory)
+
+
+def perturb(experiment: Experiment, step: int) -> Path:
+    """Copy a plain checkpoint, each weight to a neighbouring number, and return where it is."""
+    path = experiment.copy(step, "ulp")
+    generator = torch.Generator().manual_seed(experiment.seed)
+    weights = load_safetensors(path / PLAIN_WEIGHTS_NAME)
+    for name, weight in weights.items():
+        upwards = torch.rand(weight.shape, generator=generator) < 0.5
+        weights[name] = torch.nextafter(weight, torch.where(upwards, torch.inf, -torch.inf))
+    save_safetensors(weights, path / PLAIN_WEIGHTS_NAME, metadata={"format": "pt"})
+    return path
 
 
 def is_exact_after_lossless(experiment: Experiment) -> bool:
     """Resume from a lossless checkpoint and tell whether the next one is that of the uninterrupted run, bit for bit."""
-    step, after = experiment.first, experiment.first + experiment.save_steps
+    step, after = experiment.resume_at, experiment.resume_at + experiment.save_steps
     directory = experiment.directory / "resumed"
     course = in_new_process(
         train,
@@ -252,11 +277,8 @@ def follow(experiment: Experiment, checkpoint: Path) -> dict[str, Any]:
 
 def follow_chain(experiment: Experiment, mode: str) -> dict[str, Any]:
     """Resume several times, each time from what the last resumed run saved through the callback; compare the end."""
-    directory = experiment.directory / f"chain-{mode}"
-    shutil.rmtree(directory, ignore_errors=True)
-    for step in experiment.steps[:2]:
-        experiment.compress(experiment.copy(step, directory.name), mode=mode)
-    step = experiment.first
+    step = experiment.resume_at
+    directory = begin_anchor(experiment, mode).parent
     for _ in range(CHAIN_RESUMES - 1):
         in_new_process(
             train,
@@ -298,7 +320,7 @@ def compare(course: Course, exact: Course, step: int, stop: int) -> dict[str, An
 
 def measure_bf16(experiment: Experiment) -> dict[str, Any]:
     """Go on in pure bfloat16 from the middle of the run and make two checkpoints of that small, exactly."""
-    start = experiment.steps[_BF16_FROM_SAVE - 1]
+    start = experiment.resume_at
     directory = experiment.directory / "bf16"
     stop = start + 3 * _BF16_STEPS
     shutil.rmtree(directory, ignore_errors=True)

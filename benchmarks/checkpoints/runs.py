@@ -45,7 +45,7 @@ set_verbosity_error()
 
 Batch = dict[str, Tensor]
 
-SAVES = 8
+SAVES = 6
 # How far a resumed run is followed.
 STEPS_AFTER = 100
 NAMES_FILE = "parameter_names.json"
@@ -70,6 +70,7 @@ class Run:
         data: Makes the examples to train on from their number, and those that are held out.
         loss: The loss of a batch.
         save_steps: Steps between two checkpoints.
+        resume_at: The checkpoint that other processes resume from.
         options: What its `TrainingArguments` have of their own.
     """
 
@@ -78,12 +79,13 @@ class Run:
     data: Callable[[int], tuple[list[Batch], list[Batch]]]
     loss: Callable[[PreTrainedModel, Batch], Tensor]
     save_steps: int
+    resume_at: int
     options: dict[str, Any]
 
     @property
     def steps(self) -> int:
-        """The whole run: every checkpoint can be followed as far as the others."""
-        return SAVES * self.save_steps + STEPS_AFTER
+        """The length of the run."""
+        return self.resume_at + STEPS_AFTER
 
 
 @dataclass
@@ -301,13 +303,15 @@ RUNS = {
         _windows,
         _next_token_loss,
         save_steps=50,
+        resume_at=200,
         options={
             "per_device_train_batch_size": 2,
             "learning_rate": 1e-3,
             "adam_beta2": 0.95,
             "weight_decay": 0.1,
             "warmup_steps": 40,
-            "lr_scheduler_type": "cosine",
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr": 1e-5},
         },
     ),
     "ft": Run(
@@ -316,6 +320,7 @@ RUNS = {
         _pairs,
         _contrastive_loss,
         save_steps=20,
+        resume_at=120,
         options={"per_device_train_batch_size": 16, "learning_rate": 2e-5, "lr_scheduler_type": "linear"},
     ),
 }

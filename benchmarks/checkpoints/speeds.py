@@ -7,6 +7,7 @@ files that are not forced to disk, every digest included; and from these to tens
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 import statistics
 import threading
@@ -45,6 +46,7 @@ ROWS: dict[str, tuple[dict[str, Any], bool]] = {
 def measure_speeds(root: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
     """Yield speed and size of each way to store the checkpoint of the first delta, by run."""
     torch.set_num_threads(1)
+    yield ("sha256_gb_per_second",), _sha256_gb_per_second()
     for name in RUNS:
         experiment = Experiment(name, 0, root)
         experiment.require(experiment.steps[:2])
@@ -113,6 +115,15 @@ def _measure_others(experiment: Experiment) -> dict[str, dict[str, float]]:
         "zstd -3": _measure_bytes(plain, files, *_zstandard()),
         "ZipNN": _measure_bytes(plain, [tensor.numpy().tobytes() for tensor in tensors], *_zipnn()),
     }
+
+
+def _sha256_gb_per_second() -> float:
+    """Return how fast this machine digests: the share of it in all other speeds."""
+    data, seconds = bytes(100_000_000), []
+    for _ in range(REPEATS):
+        with _timed(seconds):
+            hashlib.sha256(data)
+    return round(len(data) / 1e9 / statistics.median(seconds), 3)
 
 
 def _tensors(optimizer: dict[str, Any]) -> Iterator[Tensor]:
