@@ -33,8 +33,7 @@ def test_without_a_new_anchor_the_last_delta_is_the_last_save() -> None:
 
 
 @pytest.mark.parametrize("run", RUN_NAMES)
-def test_three_seeds_keep_the_promised_ratios_and_fidelity(run: str, report: dict[str, Any]) -> None:
-    assert len(report[run]["seeds"]) == 3
+def test_the_runs_keep_the_promised_ratios_and_fidelity(run: str, report: dict[str, Any]) -> None:
     targets = list(judge({run: report[run]}))
     assert len(targets) > 20
     assert [str(target) for target in targets if not target.is_met] == []

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import NullFormatter
 
 COLORS = {
     "lossless": "#4c72b0",
@@ -41,9 +42,9 @@ def _draw_ratios(axes: Axes, result: dict[str, Any]) -> None:
         ratios = [row["plain_bytes"] / row["stored_bytes"] for row in rows]
         axes.plot([row["step"] for row in rows], ratios, "o-", markersize=3, color=COLORS[mode], label=mode)
     axes.set(xlabel="step of the checkpoint", ylabel="plain bytes / stored bytes", yscale="log")
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.yaxis.set_minor_formatter("{x:g}")
-    axes.grid(visible=True, alpha=0.3, which="both")
+    axes.set_yticks([1, 2, 5, 10, 20, 30], labels=["1", "2", "5", "10", "20", "30"])
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)
 
 
@@ -53,6 +54,6 @@ def _draw_differences(axes: Axes, result: dict[str, Any]) -> None:
         sums = accumulate(map(abs, points["first"]["differences"]))
         means = [total / count for count, total in enumerate(sums, start=1)]
         axes.plot(range(1, len(means) + 1), means, color=COLORS[mode], label=mode)
-    axes.set(xlabel="steps after resuming at the first delta", ylabel="mean |loss difference| so far", yscale="log")
+    axes.set(xlabel="steps after resuming", ylabel="mean |loss difference| so far", yscale="log")
     axes.grid(visible=True, alpha=0.3)
     axes.legend(frameon=False)

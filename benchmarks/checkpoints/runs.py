@@ -189,7 +189,7 @@ class _Recorder(TrainerCallback):
         model.eval()
         size = self._run.options["per_device_train_batch_size"]
         batches = [self._held_out[start : start + size] for start in range(0, len(self._held_out), size)]
-        # In float32: an ulp shifts the rounding of autocast, and the held-out loss by more than a lossy mode does.
+        # The Trainer has wrapped the model's forward in autocast; the loss of its output is taken in float32.
         losses = [self._run.loss(model, _collate(batch)).double() for batch in batches]
         self.course.held_out[step] = torch.stack(losses).mean().item()
         model.train(was_training)

@@ -12,6 +12,8 @@ from benchmarks.checkpoints.targets import BF16, RUN_NAMES, RUN_SAVES, ratio, ra
 CheckpointTable = tuple[list[str], list[list[str]], str]
 
 _MODES = ("lossless", "near-lossless", "compact")
+_OTHERS = ("torch.save", "zstd -3", "ZipNN")
+_SPEED_ROWS = (*_OTHERS, "int8 groups", "lossless, no anchor", *_MODES)
 _FIDELITY_ROWS = (
     ("1 ulp", "first", "weights off by 1 ulp"),
     ("near-lossless", "first", "near-lossless, first delta"),
@@ -29,7 +31,7 @@ _FIDELITY_ROWS = (
 def checkpoint_sizes(report: dict[str, Any]) -> CheckpointTable:
     """Return how many times smaller checkpoints become, beside what others reach."""
     rows = []
-    for name in ("torch.save", "zstd -3", "ZipNN"):
+    for name in _OTHERS:
         rows.append(
             [name, *(cell for run in RUN_NAMES for cell in (f"{report['speeds'][run][name]['ratio']:.2f}", "", ""))]
         )
@@ -91,7 +93,7 @@ def checkpoint_speeds(report: dict[str, Any]) -> CheckpointTable:
                 for verb in ("encode", "decode")
             ),
         ]
-        for name in speeds["lm"]
+        for name in _SPEED_ROWS
     ]
     header = ["GB/s on one core", "LM, encode", "LM, decode", "FT, encode", "FT, decode"]
     standstill = [
@@ -171,8 +173,8 @@ def over_seeds(report: dict[str, Any], run: str, value: Callable[[dict[str, Any]
 
 def seeds_of(report: dict[str, Any]) -> str:
     """Return how many seeds stand behind a figure."""
-    counts = {len(report[run]["seeds"]) for run in RUN_NAMES}
-    return f"mean of {min(counts)} seeds"
+    count = min(len(report[run]["seeds"]) for run in RUN_NAMES)
+    return f"mean of {count} seeds" if count > 1 else "one seed"
 
 
 CHECKPOINT_TABLES: dict[str, Callable[[dict[str, Any]], CheckpointTable]] = {
