@@ -6,7 +6,7 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from benchmarks.checkpoints.targets import BF16, RUN_NAMES, RUN_SAVES, ratio, ratios
+from benchmarks.checkpoints.targets import BF16, RUN_NAMES, RUN_SAVES, finished_seeds, ratio, ratios
 
 # Header, rows, and what stands below.
 CheckpointTable = tuple[list[str], list[list[str]], str]
@@ -56,10 +56,12 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
     """Return how far resumed training strays from training that was not interrupted."""
     rows = []
     for run, label in zip(RUN_NAMES, ("LM", "FT"), strict=True):
-        exact = all(seed["exact"] for seed in report[run]["seeds"].values())
+        exact = all(seed["exact"] for seed in finished_seeds(report, run))
         rows.append([f"{label}, lossless", *(["0"] * 5 if exact else ["not exact"] * 5)])
         for mode, point, text in _FIDELITY_ROWS:
             found = fidelity(report, run, mode, point)
+            if not found:
+                continue
             after = [row["held_out_after"] for row in found if "held_out_after" in row]
             cells = [
                 f"{mean(row['mean_absolute_difference'] for row in found):.4f}",
@@ -144,20 +146,20 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
 
 def mode_ratios(report: dict[str, Any], run: str, mode: str) -> list[float]:
     """Return the mode's ratio at the first delta, the last one and over the run."""
-    found = [ratios(seed["checkpoints"][mode]) for seed in report[run]["seeds"].values()]
+    found = [ratios(seed["checkpoints"][mode]) for seed in finished_seeds(report, run)]
     return [mean(values) for values in zip(*found, strict=True)]
 
 
 def fidelity(report: dict[str, Any], run: str, mode: str, point: str) -> list[dict[str, Any]]:
     """Return a row of each seed."""
-    found = (seed["fidelity"].get(mode, {}).get(point) for seed in report[run]["seeds"].values())
+    found = (seed["fidelity"].get(mode, {}).get(point) for seed in finished_seeds(report, run))
     return [row for row in found if row]
 
 
 def anchor_age_steps(report: dict[str, Any], run: str) -> int:
     """Return how much older the anchor of the late delta is; the same for every seed and mode, or it raises."""
     ages = set()
-    for seed in report[run]["seeds"].values():
+    for seed in finished_seeds(report, run):
         for mode in _MODES[1:]:
             step = seed["fidelity"][mode]["late"]["step"]
             rows = [row for row in seed["checkpoints"][mode] if row["step"] <= step and row["is_anchor"]]
@@ -168,12 +170,12 @@ def anchor_age_steps(report: dict[str, Any], run: str) -> int:
 
 def over_seeds(report: dict[str, Any], run: str, value: Callable[[dict[str, Any]], float]) -> float:
     """Return the mean of something over a run's seeds."""
-    return mean(value(seed) for seed in report[run]["seeds"].values())
+    return mean(value(seed) for seed in finished_seeds(report, run))
 
 
 def seeds_of(report: dict[str, Any]) -> str:
     """Return how many seeds stand behind a figure."""
-    count = min(len(report[run]["seeds"]) for run in RUN_NAMES)
+    count = min(len(finished_seeds(report, run)) for run in RUN_NAMES)
     return f"mean of {count} seeds" if count > 1 else "one seed"
 
 
