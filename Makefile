@@ -15,4 +15,5 @@ bench:
 	python -m benchmarks.quality
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
+	python -m benchmarks.checkpoints
 	python -m benchmarks.tables

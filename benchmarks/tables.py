@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from benchmarks.checkpoints.tables import CHECKPOINT_TABLES, CheckpointTable
 from benchmarks.markdown import table
 from benchmarks.speed import tables as speed_tables
 
@@ -56,6 +57,12 @@ def demo() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def of_checkpoints(make: Callable[[dict[str, Any]], CheckpointTable]) -> str:
+    """Return one of the tables about checkpoints."""
+    header, rows, caption = make(read("checkpoints"))
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def name_of(row: dict[str, Any]) -> str:
     """Return what a row of the quality report is called."""
     group = f", groups of {row['group_size']}" if row.get("group_size") else ""
@@ -72,8 +79,12 @@ def speed(make: Callable[[dict[str, Any]], str]) -> str:
     return make(json.loads(speed_tables.newest().read_text(encoding="utf-8")))
 
 
-TABLES: dict[str, Callable[[], str]] = {"quality": quality, "demo": demo}
-TABLES |= {name: partial(speed, make) for name, make in speed_tables.TABLES.items()}
+TABLES: dict[str, Callable[[], str]] = {
+    "quality": quality,
+    "demo": demo,
+    **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
+    **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
+}
 
 
 def filled(text: str) -> str:

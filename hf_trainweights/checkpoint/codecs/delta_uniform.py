@@ -1,6 +1,6 @@
 """`delta-uniform`: weights as whole multiples of one step away from the anchor, within a stated bound.
 
-With element x at row-major position i, its anchor a (0 without one) and dither d = DITHER[i mod 4093], all
+With element x at row-major position i, its anchor a (0 without one) and dither d = DITHER[(i + shift) mod 4093], all
 float32, each operation rounded once, no fused multiply-add:
 
 | | |
@@ -13,6 +13,8 @@ An element that would miss the bound, is not finite or too far away is stored as
 Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training and
 biases the loss upwards; with dither the error is uniform in +-step/2 and independent of the change. The table is a
 fixed permutation, so it costs nothing and decodes the same on every machine. An unchanged element is not dithered.
+Training that resumes starts on exact levels, and with the same dither small changes would round back to these: the
+next checkpoint would undo them. So each checkpoint shifts the table, by the sum of the tensor's bit patterns.
 
 The payloads are those of `levels`.
 
@@ -20,6 +22,7 @@ The payloads are those of `levels`.
 |---|---|
 | step | float, exact in float32 |
 | anchor | bool, whether the difference is to the reference `anchor` |
+| shift | int from 0 to 4092; 0 if it is missing |
 """
 
 from __future__ import annotations
@@ -106,6 +109,7 @@ class DeltaUniform(Codec):
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         anchor = references["anchor"].view(shape) if "anchor" in references else None
+        shift = _shift(tensor)
         writer = LevelWriter(*shape)
         bound = 0.0
         for tile in tiles(*shape):
@@ -113,13 +117,13 @@ class DeltaUniform(Codec):
             x, a = elements.to(torch.float32), _anchor_of(anchor, tile, elements)
             delta = x - a
             moved = moved_from(delta)
-            dither = _dither(tile, shape[1])
+            dither = _dither(tile, shape[1], shift)
             levels = clip_(delta.mul_(1 / step).add_(dither).round_())
             decoded = _reconstruct(levels, moved, a, dither, step).to(tensor.dtype)
             misfit, worst = split_misfits(decoded.to(torch.float32).sub_(x).abs_(), limit)
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit, moved)
-        params: dict[str, Json] = {"step": step, "anchor": anchor is not None}
+        params: dict[str, Json] = {"step": step, "anchor": anchor is not None, "shift": shift}
         return Encoded(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
 
     @classmethod
@@ -135,6 +139,9 @@ class DeltaUniform(Codec):
         if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
             raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
         has_anchor = cls.param(params, "anchor", bool)
+        shift = cls.param(params, "shift", int) if "shift" in params else 0
+        if not 0 <= shift < _PRIME:
+            raise cls.corrupt("parameter shift", f"0 to {_PRIME - 1}", repr(shift))
         matrix = matrix_shape(shape)
         anchor = cls.needed(references, "anchor").view(matrix) if has_anchor else None
         cls.check_count(payloads, 2)
@@ -142,7 +149,7 @@ class DeltaUniform(Codec):
         out = empty(matrix, dtype)
         for tile, levels in tile_levels:
             a = _anchor_of(anchor, tile, out[tile])
-            dither = _dither(tile, matrix[1])
+            dither = _dither(tile, matrix[1], shift)
             levels.put(_reconstruct(levels.values, levels.moved, a, dither, step), out[tile])
         return out.view(shape)
 
@@ -188,11 +195,17 @@ def _reconstruct(levels: Tensor, moved: Tensor | None, anchor: Tensor, dither: T
     return deltas.add_(anchor)
 
 
-def _dither(tile: Tile, C: int) -> Tensor:
+def _shift(tensor: Tensor) -> int:
+    """Returns where the table of dither begins: another place for every other tensor, the same for an equal one."""
+    bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
+    return int(bits.sum()) % _PRIME
+
+
+def _dither(tile: Tile, C: int, shift: int) -> Tensor:
     """Returns the dither of a tile of a matrix of C columns."""
     rows, columns = tile
     shape = rows.stop - rows.start, columns.stop - columns.start
-    first = (rows.start * C + columns.start) % _PRIME
+    first = (rows.start * C + columns.start + shift) % _PRIME
     return _dither_table()[first : first + shape[0] * shape[1]].view(shape)
 
 

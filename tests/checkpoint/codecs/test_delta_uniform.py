@@ -5,7 +5,7 @@ import torch
 from checkpoint.codecs.cases import bits_equal, decode, error
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 
 
 def normal(*shape, seed=0, scale=1.0):
@@ -35,6 +35,36 @@ def test_errors_have_no_mean_and_do_not_depend_on_the_change(steps_per_rms):
     assert errors.square().mean() == pytest.approx(1 / 12, rel=0.02)
     assert abs((errors * change).mean() / change.square().mean().sqrt()) < 2e-3
     assert errors.abs().max() < 0.502
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_small_steps_after_a_resume_are_not_undone_by_the_next_save(dtype):
+    anchor = torch.zeros(500, 500)
+    codec = DeltaUniform(2.0**-4)
+    weight = normal(500, 500)
+    for _ in range(5):
+        encoded = codec.encode(weight.to(dtype), {"anchor": anchor.to(dtype)})
+        resumed = decode(codec, encoded, weight.to(dtype), {"anchor": anchor.to(dtype)}).float()
+        weight = resumed + codec.step / 4
+    # With the dither of the save before, every one of these would round back.
+    moved = (resumed - normal(500, 500)).mean().item() / codec.step
+    assert moved == pytest.approx(4 / 4, rel=0.05)
+
+
+def test_equal_tensors_have_equal_dither_and_others_another():
+    weight = normal(64, 64)
+    changed = weight.clone()
+    changed[-1, -1] = torch.nextafter(changed[-1, -1], torch.tensor(torch.inf))
+    shifts = [DeltaUniform(0.1).encode(each).params["shift"] for each in (weight, weight.clone(), changed)]
+    assert shifts[0] == shifts[1] != shifts[2]
+
+
+@pytest.mark.parametrize("shift", [-1, 4093])
+def test_a_shift_outside_the_table_is_an_error(shift):
+    weight = normal(64, 64)
+    encoded = DeltaUniform(0.1).encode(weight)
+    with pytest.raises(CorruptFileError, match=r"parameter shift: expected 0 to 4092, found"):
+        DeltaUniform.decode(encoded.payloads, {**encoded.params, "shift": shift}, weight.shape, weight.dtype, {})
 
 
 def test_unchanged_elements_are_exact_and_free():
@@ -79,7 +109,7 @@ def test_a_stated_bound_without_anchor_costs_what_it_must():
 
 def test_step_is_rounded_to_float32_before_it_is_used_and_kept():
     encoded = DeltaUniform(0.1).encode(normal(5))
-    assert encoded.params == {"step": float(torch.tensor(0.1)), "anchor": False}
+    assert encoded.params["step"] == float(torch.tensor(0.1))
 
 
 def test_dither_takes_each_of_4093_values_once_and_is_the_documented_one():

@@ -1,0 +1,221 @@
+"""How fast checkpoints are made small and read again, beside what else people use, and the memory that it takes.
+
+Speeds are plain bytes over the CPU time of the whole process, which works with one thread: from tensors in memory to
+files that are not forced to disk, every digest included; and from these to tensors again, checksums checked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import statistics
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+import zstandard
+from safetensors.torch import load_file as load_safetensors
+from safetensors.torch import save_file as save_safetensors
+from torch import Tensor
+
+from benchmarks.checkpoints.protocol import INT8_RULES, PLAIN_WEIGHTS_NAME, Experiment, in_new_process, size_bytes
+from benchmarks.checkpoints.runs import RUNS
+from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.encode import encode_file
+from hf_trainweights.checkpoint.encoded import load_file
+from hf_trainweights.checkpoint.inplace import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.store import WEIGHTS_NAME, Weights, write_encoded, write_weights
+
+REPEATS = 3
+_SAMPLE_SECONDS = 0.002
+# Row of the report: the options of compress_directory, and whether there is an anchor.
+ROWS: dict[str, tuple[dict[str, Any], bool]] = {
+    "int8 groups": ({"mode": "lossless", "rules": INT8_RULES}, False),
+    "lossless, no anchor": ({"mode": "lossless"}, False),
+    "lossless": ({"mode": "lossless"}, True),
+    "near-lossless": ({"mode": "near-lossless"}, True),
+    "compact": ({"mode": "compact"}, True),
+}
+
+
+def measure_speeds(root: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield speed and size of each way to store the checkpoint of the first delta, by run."""
+    torch.set_num_threads(1)
+    yield ("sha256_gb_per_second",), _sha256_gb_per_second()
+    for name in RUNS:
+        experiment = Experiment(name, 0, root)
+        experiment.require(experiment.steps[:2])
+        rows = {row: _measure_ours(experiment, *options) for row, options in ROWS.items()}
+        yield (name,), {**_measure_others(experiment), **rows}
+
+
+def measure_memory(root: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield the memory that making a run's first delta small takes beyond what the process had, by run."""
+    for name in RUNS:
+        experiment = Experiment(name, 0, root)
+        experiment.require(experiment.steps[:2])
+        weights = load_safetensors(experiment.checkpoint(experiment.first) / PLAIN_WEIGHTS_NAME)
+        largest = max(weight.nbytes for weight in weights.values())
+        peaks = {row: in_new_process(_peak_bytes, experiment, *options) for row, options in ROWS.items()}
+        yield (name,), {"largest_tensor_bytes": largest, "peak_bytes": peaks}
+
+
+def _measure_ours(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> dict[str, float]:
+    path = _prepare(experiment, options, has_anchor)
+    plain_bytes = size_bytes(path)
+    state = load_safetensors(path / PLAIN_WEIGHTS_NAME)
+    optimizer = torch.load(path / OPTIMIZER_NAME, weights_only=True)
+    policy, names = Policy(**options), experiment.parameter_names()
+    anchor = find_anchor_source(path.parent, WEIGHTS_NAME, exclude=path)
+    encode_seconds, decode_seconds = [], []
+    for _ in range(REPEATS):
+        with _timed(encode_seconds):
+            weights = Weights(state, optimizer=optimizer, optimizer_names=names)
+            write_weights(
+                path, policy, weights, anchor=anchor, anchor_every=ANCHOR_EVERY_SAVES, final=path, open_file=_open
+            )
+            encoded = encode_file(optimizer, policy.plan_optimizer(optimizer, names=names), spool_directory=path)
+            write_encoded(path / OPTIMIZER_NAME, encoded, _open)
+        with _timed(decode_seconds):
+            load_file(path / WEIGHTS_NAME)
+            load_file(path / OPTIMIZER_NAME)
+    (path / PLAIN_WEIGHTS_NAME).unlink()
+    stored_bytes = size_bytes(path)
+    shutil.rmtree(path.parent)
+    return _row(plain_bytes, stored_bytes, encode_seconds, decode_seconds)
+
+
+def _open(path: Path) -> BinaryIO:
+    """Open a file that is not forced to disk, as for torch.save."""
+    return path.open("wb")
+
+
+def _prepare(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> Path:
+    """Return a plain copy of the checkpoint, beside it the one that it may be stored against."""
+    directory = experiment.directory / "speed"
+    shutil.rmtree(directory, ignore_errors=True)
+    if has_anchor:
+        experiment.compress(experiment.copy(experiment.steps[0], directory.name), **options)
+    return experiment.copy(experiment.first, directory.name)
+
+
+def _measure_others(experiment: Experiment) -> dict[str, dict[str, float]]:
+    plain = experiment.checkpoint(experiment.first)
+    weights = load_safetensors(plain / PLAIN_WEIGHTS_NAME)
+    optimizer = torch.load(plain / OPTIMIZER_NAME, weights_only=True)
+    tensors = [*weights.values(), *_tensors(optimizer)]
+    files = [(plain / name).read_bytes() for name in (PLAIN_WEIGHTS_NAME, OPTIMIZER_NAME)]
+    return {
+        "torch.save": _measure_torch(plain, weights, optimizer),
+        "zstd -3": _measure_bytes(plain, files, *_zstandard()),
+        "ZipNN": _measure_bytes(plain, [tensor.numpy().tobytes() for tensor in tensors], *_zipnn()),
+    }
+
+
+def _sha256_gb_per_second() -> float:
+    """Return how fast this machine digests: the share of it in all other speeds."""
+    data, seconds = bytes(100_000_000), []
+    for _ in range(REPEATS):
+        with _timed(seconds):
+            hashlib.sha256(data)
+    return round(len(data) / 1e9 / statistics.median(seconds), 3)
+
+
+def _tensors(optimizer: dict[str, Any]) -> Iterator[Tensor]:
+    for state in optimizer["state"].values():
+        yield from (value for value in state.values() if value.dim())
+
+
+def _measure_torch(plain: Path, weights: dict[str, Tensor], optimizer: dict[str, Any]) -> dict[str, float]:
+    """Measure what a Trainer does, to files."""
+    encode_seconds, decode_seconds = [], []
+    directory = plain.parent.parent / "torch"
+    directory.mkdir(exist_ok=True)
+    for _ in range(REPEATS):
+        with _timed(encode_seconds):
+            save_safetensors(weights, directory / PLAIN_WEIGHTS_NAME)
+            torch.save(optimizer, directory / OPTIMIZER_NAME)
+        with _timed(decode_seconds):
+            # Cloned, because safetensors maps the file and reads nothing yet.
+            _ = [weight.clone() for weight in load_safetensors(directory / PLAIN_WEIGHTS_NAME).values()]
+            torch.load(directory / OPTIMIZER_NAME, weights_only=True)
+    row = _row(size_bytes(plain), size_bytes(directory), encode_seconds, decode_seconds)
+    shutil.rmtree(directory)
+    return row
+
+
+def _zstandard() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
+    return zstandard.ZstdCompressor(level=3).compress, zstandard.ZstdDecompressor().decompress
+
+
+def _zipnn() -> tuple[Callable[[bytes], bytes], Callable[[bytes], bytes]]:
+    from zipnn import ZipNN  # of the bench extra
+
+    coder = ZipNN(bytearray_dtype="float32", threads=1)
+    return lambda data: bytes(coder.compress(data)), coder.decompress
+
+
+def _measure_bytes(
+    plain: Path, pieces: list[bytes], encode: Callable[[bytes], bytes], decode: Callable[[bytes], bytes]
+) -> dict[str, float]:
+    """Measure a coder of bytes, in memory and without digests."""
+    encode_seconds, decode_seconds = [], []
+    encoded: list[bytes] = []
+    for _ in range(REPEATS):
+        # Copies: ZipNN writes into what it is given.
+        copies = [bytes(bytearray(piece)) for piece in pieces]
+        with _timed(encode_seconds):
+            encoded = [encode(piece) for piece in copies]
+        with _timed(decode_seconds):
+            decoded = [decode(piece) for piece in encoded]
+        if any(bytes(piece) != original for piece, original in zip(decoded, pieces, strict=True)):
+            raise ValueError(f"{encode}: what was decoded is not what was encoded")
+    return _row(size_bytes(plain), sum(map(len, encoded)), encode_seconds, decode_seconds)
+
+
+@contextlib.contextmanager
+def _timed(seconds: list[float]) -> Iterator[None]:
+    start = time.process_time()
+    yield
+    seconds.append(time.process_time() - start)
+
+
+def _row(plain_bytes: int, stored_bytes: int, encode: list[float], decode: list[float]) -> dict[str, float]:
+    return {
+        "ratio": round(plain_bytes / stored_bytes, 4),
+        "encode_gb_per_second": round(plain_bytes / 1e9 / statistics.median(encode), 3),
+        "decode_gb_per_second": round(plain_bytes / 1e9 / statistics.median(decode), 3),
+    }
+
+
+def _peak_bytes(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> int:
+    """Return the most anonymous memory in use meanwhile; pages of mapped files are the kernel's to drop."""
+    torch.set_num_threads(1)
+    path = _prepare(experiment, options, has_anchor)
+    before, peak = _anonymous_bytes(), 0
+    done = threading.Event()
+
+    def sample() -> None:
+        nonlocal peak
+        while not done.wait(_SAMPLE_SECONDS):
+            peak = max(peak, _anonymous_bytes())
+
+    sampler = threading.Thread(target=sample)
+    sampler.start()
+    try:
+        experiment.compress(path, **options)
+    finally:
+        done.set()
+        sampler.join()
+    shutil.rmtree(path.parent)
+    return peak - before
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
