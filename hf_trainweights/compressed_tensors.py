@@ -47,15 +47,15 @@ def lay_out(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> tuple[d
         state_dict: All its tensors, a tied one once, none on the meta device.
 
     Returns:
-        Name in the checkpoint to a view of the model's own tensor, each to be passed through `pack` when it is
-        written; and JSON values.
+        Name in the checkpoint to a view of the model's own tensor, or of a copy where a kernel holds the weight in
+        a layout of its own, each to be passed through `pack` when it is written; and JSON values.
 
     Raises:
         ConfigError: Nothing is quantized.
         UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
             model has adapters.
     """
-    quantized = {name: tensor for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)}
+    quantized = {name: each.canonical() for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
     if not quantized:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
     if getattr(model, "_hf_peft_config_loaded", False):

@@ -28,7 +28,7 @@ def export_compressed_tensors(
     """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
 
     Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
-    bit. Beside the model itself, one shard is in memory at most.
+    bit. Beside the model itself, one shard is in memory at most, and a copy of int4 weights in the CPU's layout.
 
     Args:
         model_or_directory: A quantized model, or the directory that one was saved to; of a directory the tokenizer
