@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import json
 import os
 import platform
@@ -68,9 +69,9 @@ def measure(peers: bool, quick: bool) -> dict[str, Any]:
         paths = _part(report, "models", lambda: save_models(Path(directory)))
         del report["models"]
         # First, while this process holds no model: its parts run in forks of it.
-        _part(report, "loading", lambda: loading.loading(paths["llama"], bf16, 1 if quick else 3, failures))
+        _part(report, "loading", lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures))
         threads = [1] if quick else sorted({1, min(2, os.cpu_count() or 1)})
-        rounds = 3 if quick else 5
+        rounds = 3
         _part(report, "linear", lambda: linear.speed(micro, rounds, 0.02 if quick else 0.04, failures))
         _part(report, "errors", lambda: linear.errors(OURS, failures))
         _part(report, "quantization", lambda: linear.quantization(micro, rounds, failures))
@@ -85,6 +86,7 @@ def measure(peers: bool, quick: bool) -> dict[str, Any]:
 def _part(report: dict[str, Any], name: str, function: Any) -> Any:
     start = time.perf_counter()
     report[name] = function()
+    gc.collect()
     print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
     return report[name]
 

@@ -54,6 +54,9 @@ def quantize(
     include_embeddings: Annotated[
         bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
     ] = False,
+    activations: Annotated[
+        str | None, typer.Option(metavar="NAME", help="int8: products of integers; with --format int8 and no groups.")
+    ] = None,
     rules: Annotated[
         Path | None,
         typer.Option(
@@ -77,7 +80,8 @@ def quantize(
     from hf_trainweights.model_directory import quantize_directory
 
     try:
-        config = TrainWeightsConfig(name, group_size, overrides=overrides, include_embeddings=include_embeddings)
+        options: dict[str, Any] = {"overrides": overrides, "include_embeddings": include_embeddings}
+        config = TrainWeightsConfig(name, group_size, activations=activations, **options)
     except ConfigError as error:
         hint = "--rules" if error.where.startswith("overrides") else f"--{error.where.replace('_', '-')}"
         raise typer.BadParameter(str(error), param_hint=hint) from error

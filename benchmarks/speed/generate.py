@@ -19,6 +19,8 @@ from benchmarks.speed.rounds import Run, clock, interleave
 PROMPT_TOKENS = 16
 PREFILL_TOKENS = 256
 GENERATED_TOKENS = 16
+# Models beside the float one; all at once would not fit into memory.
+LOADED_AT_ONCE = 4
 # What torch.compile is given.
 COMPILATIONS: dict[str, dict[str, Any] | None] = {
     "eager": None,
@@ -27,12 +29,14 @@ COMPILATIONS: dict[str, dict[str, Any] | None] = {
     "freezing": {"options": {"freezing": True}},
     "cpp_wrapper": {"options": {"cpp_wrapper": True}},
 }
+EAGER = {"eager": None}
+RELOADED_COMPILATIONS = {name: COMPILATIONS[name] for name in ("eager", "max-autotune")}
 
 
 def speed(
     path: Path, methods: Sequence[Method], threads: Sequence[int], rounds: int, failures: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Time decoding and prefill of a model, all methods loaded at once.
+    """Time decoding and prefill of a model, a few methods and the float model loaded at once.
 
     Args:
         path: The saved float model.
@@ -44,18 +48,29 @@ def speed(
     Returns:
         One row per number of threads, phase and method.
     """
-    loaded = {method: guarded(failures, method.name, load, path, method) for method in methods}
-    models = {method: model for method, model in loaded.items() if model is not None}
+    rows: list[dict[str, Any]] = []
+    for versus in dict.fromkeys(method.versus for method in methods):
+        baseline, *others = (method for method in methods if method.versus == versus)
+        for start in range(0, len(others), LOADED_AT_ONCE):
+            group = [baseline, *others[start : start + LOADED_AT_ONCE]]
+            taken = _speed_of_group(path, group, threads, rounds, failures)
+            rows += [row for row in taken if start == 0 or row["name"] != baseline.name]
+    return rows
+
+
+def _speed_of_group(
+    path: Path, group: Sequence[Method], threads: Sequence[int], rounds: int, failures: dict[str, str]
+) -> list[dict[str, Any]]:
+    loaded = {method.name: guarded(failures, method.name, load, path, method) for method in group}
+    models = {name: model for name, model in loaded.items() if model is not None}
     rows: list[dict[str, Any]] = []
     for count in threads:
         torch.set_num_threads(count)
         for phase, make in (("decode", _decode), ("prefill", _prefill)):
-            made = {method: guarded(failures, method.name, make, model) for method, model in models.items()}
-            for versus in ("bf16", "fp32"):
-                runs = {m.name: run for m, run in made.items() if run is not None and m.versus == versus}
-                if versus in runs:
-                    taken = interleave(runs, rounds, versus)
-                    rows += [{"threads": count, "phase": phase, **row} for row in taken]
+            made = {name: guarded(failures, name, make, model) for name, model in models.items()}
+            runs = {name: run for name, run in made.items() if run is not None}
+            taken = interleave(runs, rounds, group[0].name)
+            rows += [{"threads": count, "phase": phase, **row} for row in taken]
     torch.set_num_threads(1)
     return rows
 
@@ -113,7 +128,8 @@ def generate(path: Path, methods: Sequence[Method], compiled: bool, failures: di
     with torch._dynamo.config.patch(recompile_limit=64):
         for method in methods:
             for model, reloaded in _fresh_and_reloaded(path, method, failures):
-                for setting, options in COMPILATIONS.items() if compiled else [("eager", None)]:
+                settings = COMPILATIONS if compiled and not reloaded else RELOADED_COMPILATIONS if compiled else EAGER
+                for setting, options in settings.items():
                     name = f"{method.name}{', reloaded' * reloaded}, {setting}"
                     run = guarded(failures, name, _generate, model, options)
                     if run is not None:

@@ -68,6 +68,11 @@ def test_quantize_follows_options_and_rules(suffix: str, text: str, llama: Path,
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -> None:
+    run_json("quantize", llama, tmp_path / "out", "--format", "int8", "--activations", "int8")
+    assert load_saved(tmp_path / "out").config.quantization_config.activations == "int8"
+
+
 def test_quantize_prints_sizes_within_80_columns(llama: Path, tmp_path: Path) -> None:
     result = run("quantize", llama, tmp_path / "out", "--format", "int8")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -82,6 +87,7 @@ def test_quantize_prints_sizes_within_80_columns(llama: Path, tmp_path: Path) ->
     [
         ((), "Missing option '--format'"),
         (("--format", "int3"), "--format: format: expected one of int8, int4, float8_e4m3"),
+        (("--format", "int4", "--activations", "int8"), "--activations: "),
         (("--format", "int4", "--group-size", "7"), "--group-size: group_size: expected one of 32, 64, 128"),
         (("--format", "int4", "--rules", "{missing}"), "does not exist"),
         (("--format", "int4", "--rules", "{text}"), "cannot be read"),
