@@ -83,7 +83,9 @@ def quantize(
         options: dict[str, Any] = {"overrides": overrides, "include_embeddings": include_embeddings}
         config = TrainWeightsConfig(name, group_size, activations=activations, **options)
     except ConfigError as error:
-        hint = "--rules" if error.where.startswith("overrides") else f"--{error.where.replace('_', '-')}"
+        hint = (
+            "--rules" if error.where.startswith("overrides") else f"--{error.where.partition(' ')[0].replace('_', '-')}"
+        )
         raise typer.BadParameter(str(error), param_hint=hint) from error
     loading_bars()
     with errors_in_one_line(debug):

@@ -87,7 +87,7 @@ def test_quantize_prints_sizes_within_80_columns(llama: Path, tmp_path: Path) ->
     [
         ((), "Missing option '--format'"),
         (("--format", "int3"), "--format: format: expected one of int8, int4, float8_e4m3"),
-        (("--format", "int4", "--activations", "int8"), "--activations: "),
+        (("--format", "int4", "--activations", "int8"), "--format: format int4: expected group_size"),
         (("--format", "int4", "--group-size", "7"), "--group-size: group_size: expected one of 32, 64, 128"),
         (("--format", "int4", "--rules", "{missing}"), "does not exist"),
         (("--format", "int4", "--rules", "{text}"), "cannot be read"),
