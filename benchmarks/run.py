@@ -1,8 +1,9 @@
 """Speed and memory, measured side by side, with `--peers` beside other quantizers that run on a CPU.
 
-Run `python -m benchmarks.run --peers` on a machine that does nothing else; it takes about ten minutes, `--quick`
-three. It needs the `bench` extra, writes `benchmarks/results/speed-<machine>-<date>.json` and draws `docs/speed.svg`
-from it; then `python -m benchmarks.tables` writes the tables of the documents.
+Run `python -m benchmarks.run --peers` on a machine that does nothing else; it takes about twenty minutes, `--quick`
+five. It needs the `bench` extra, writes `benchmarks/results/speed-<machine>-<date>.json` after each part and draws
+`docs/speed.svg` from it; then `python -m benchmarks.tables` writes the tables of the documents. `--only PART...`
+measures parts again; the others keep what was measured on the same day with the same options.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import platform
 import re
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from logging import ERROR, getLogger
 from pathlib import Path
@@ -32,6 +34,9 @@ from benchmarks.speed.models import save_models
 from benchmarks.speed.plot import DRAWING, draw
 
 RESULTS = Path(__file__).parent / "results"
+# The first runs in forks of this process, while it holds no model.
+PARTS = ("loading", "linear", "errors", "quantization", "llama", "moe", "generate")
+Failures = dict[str, str]
 PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes", "optimum-quanto")
 
 
@@ -54,47 +59,41 @@ def versions() -> dict[str, str]:
     return found
 
 
-def measure(peers: bool, quick: bool) -> dict[str, Any]:
-    """Return the whole report.
+def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> tuple[list[dict[str, Any]], Failures]:
+    """Return the rows of one part and what could not run in it.
 
     Args:
+        name: One of `PARTS`.
+        paths: The saved models.
         peers: Whether other quantizers are measured too.
         quick: Fewer rounds, one thread only, no compilation.
     """
-    compared, failures = methods(peers), {}
+    compared = methods(peers)
     bf16 = [method for method in compared if method.dtype == torch.bfloat16]
     micro = [method for method in compared if not method.whole_model_only]
-    report: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as directory:
-        paths = _part(report, "models", lambda: save_models(Path(directory)))
-        del report["models"]
-        # First, while this process holds no model: its parts run in forks of it.
-        _part(report, "loading", lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures))
-        threads = [1] if quick else sorted({1, min(2, os.cpu_count() or 1)})
-        rounds = 3
-        _part(report, "linear", lambda: linear.speed(micro, rounds, 0.02 if quick else 0.04, failures))
-        _part(report, "errors", lambda: linear.errors(OURS, failures))
-        _part(report, "quantization", lambda: linear.quantization(micro, rounds, failures))
-        _part(report, "llama", lambda: generate.speed(paths["llama"], compared, threads, rounds, failures))
-        ours = [method for method in (*FLOATS, *OURS) if method.dtype == torch.bfloat16]
-        _part(report, "moe", lambda: generate.speed(paths["moe"], ours, [1], rounds, failures))
-        few = [method for method in ours if method.name in ("bf16", "int8", "int4 g128")]
-        _part(report, "generate", lambda: generate.generate(paths["small"], few, not quick, failures))
-    return {**report, "failures": failures}
-
-
-def _part(report: dict[str, Any], name: str, function: Any) -> Any:
-    start = time.perf_counter()
-    report[name] = function()
-    gc.collect()
-    print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-    return report[name]
+    ours = [method for method in (*FLOATS, *OURS) if method.dtype == torch.bfloat16]
+    few = [method for method in ours if method.name in ("bf16", "int8", "int4 g128")]
+    threads = [1] if quick else sorted({1, min(2, os.cpu_count() or 1)})
+    rounds, failures = 3 if quick else 5, {}
+    parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
+        "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 3, failures),
+        "linear": lambda: linear.speed(micro, rounds, 0.02 if quick else 0.04, failures),
+        "errors": lambda: linear.errors(OURS, failures),
+        "quantization": lambda: linear.quantization(micro, rounds, failures),
+        "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),
+        "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures),
+        "generate": lambda: generate.generate(paths["small"], few, not quick, failures),
+    }
+    return parts[name](), failures
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="measure torchao, bitsandbytes and quanto as well")
     parser.add_argument("--quick", action="store_true", help="fewer rounds, one thread, nothing compiled")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
+    )
     options = parser.parse_args()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -102,20 +101,37 @@ def main() -> None:
     for name in ("bitsandbytes", "hf_trainweights"):
         getLogger(name).setLevel(ERROR)
     torch.set_num_threads(1)
+    path, report = begin(options.quick)
+    with tempfile.TemporaryDirectory() as directory:
+        paths = save_models(Path(directory))
+        for part in options.only:
+            start = time.perf_counter()
+            report[part], report["failures"][part] = measure(part, paths, options.peers, options.quick)
+            path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            gc.collect()
+            print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
+    if "llama" in report:
+        draw(report, DRAWING)
+    print(path)
+
+
+def begin(quick: bool) -> tuple[Path, dict[str, Any]]:
+    """Return today's result file of this machine and what it holds; parts measured anew replace theirs."""
     today, machine = datetime.datetime.now(datetime.UTC).date(), f"{cpu_name()}, {os.cpu_count()} cores"
-    report = {
-        "machine": machine,
-        "date": str(today),
-        "quick": options.quick,
-        "capability": torch.backends.cpu.get_cpu_capability(),
-        "versions": versions(),
-        **measure(options.peers, options.quick),
-    }
     short = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)|processor|cpu|core", "", machine.lower())).strip("-")
     path = RESULTS / f"speed-{short}-{today}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    draw(report, DRAWING)
-    print(path)
+    head = {
+        "machine": machine,
+        "date": str(today),
+        "quick": quick,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "versions": versions(),
+        "failures": {},
+    }
+    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    # Figures of another set of rounds or versions are not to stand beside these.
+    same = all(found.get(key) == value for key, value in head.items() if key != "failures")
+    return path, found if same else head
 
 
 if __name__ == "__main__":

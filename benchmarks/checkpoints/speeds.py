@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import shutil
 import statistics
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,6 +23,7 @@ from torch import Tensor
 
 from benchmarks.checkpoints.protocol import INT8_RULES, PLAIN_WEIGHTS_NAME, Experiment, in_new_process, size_bytes
 from benchmarks.checkpoints.runs import RUNS
+from benchmarks.memory import Peak
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.encode import encode_file
 from hf_trainweights.checkpoint.encoded import load_file
@@ -32,7 +32,6 @@ from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.store import WEIGHTS_NAME, Weights, write_encoded, write_weights
 
 REPEATS = 3
-_SAMPLE_SECONDS = 0.002
 # Row of the report: the options of compress_directory, and whether there is an anchor.
 ROWS: dict[str, tuple[dict[str, Any], bool]] = {
     "int8 groups": ({"mode": "lossless", "rules": INT8_RULES}, False),
@@ -194,28 +193,10 @@ def _row(plain_bytes: int, stored_bytes: int, encode: list[float], decode: list[
 
 
 def _peak_bytes(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> int:
-    """Return the most anonymous memory in use meanwhile; pages of mapped files are the kernel's to drop."""
+    """Return the most anonymous memory in use meanwhile."""
     torch.set_num_threads(1)
     path = _prepare(experiment, options, has_anchor)
-    before, peak = _anonymous_bytes(), 0
-    done = threading.Event()
-
-    def sample() -> None:
-        nonlocal peak
-        while not done.wait(_SAMPLE_SECONDS):
-            peak = max(peak, _anonymous_bytes())
-
-    sampler = threading.Thread(target=sample)
-    sampler.start()
-    try:
+    with Peak() as peak:
         experiment.compress(path, **options)
-    finally:
-        done.set()
-        sampler.join()
     shutil.rmtree(path.parent)
-    return peak - before
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon:", "RssShmem:")))
+    return peak.increase_bytes

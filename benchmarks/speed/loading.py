@@ -8,7 +8,6 @@ import json
 import multiprocessing
 import statistics
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
+from benchmarks.memory import Peak, anonymous_bytes
 from benchmarks.speed.methods import Method, one_line
 from benchmarks.speed.models import load
 from benchmarks.speed.rounds import significant
@@ -99,39 +99,10 @@ def _measured(function: Callable[[], Any]) -> tuple[Any, dict[str, float]]:
     gc.collect()
     # Memory that was freed but not given back would hide what the load takes.
     ctypes.CDLL("libc.so.6").malloc_trim(0)
-    peak, before, start = _Peak(), _anonymous_bytes(), time.process_time()
-    peak.start()
-    result = function()
-    seconds = time.process_time() - start - peak.stop()
+    before, start = anonymous_bytes(), time.process_time()
+    with Peak() as peak:
+        result = function()
+    seconds = time.process_time() - start - peak.own_seconds
     gc.collect()
-    resident = _anonymous_bytes() - before
-    return result, {"seconds": seconds, "peak_bytes": peak.bytes - before, "resident_bytes": resident}
-
-
-def _anonymous_bytes() -> int:
-    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
-        if line.startswith("RssAnon:"):
-            return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no RssAnon: this benchmark needs Linux")
-
-
-class _Peak(threading.Thread):
-    """Samples the memory of this process until it is stopped."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.bytes = 0
-        self._own_seconds = 0.0
-        self._stopping = threading.Event()
-
-    def run(self) -> None:
-        while not self._stopping.is_set():
-            self.bytes = max(self.bytes, _anonymous_bytes())
-            time.sleep(0.002)
-        self._own_seconds = time.thread_time()
-
-    def stop(self) -> float:
-        """Return the CPU seconds that the sampling took."""
-        self._stopping.set()
-        self.join()
-        return self._own_seconds
+    resident = anonymous_bytes() - before
+    return result, {"seconds": seconds, "peak_bytes": peak.increase_bytes, "resident_bytes": resident}

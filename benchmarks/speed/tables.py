@@ -100,7 +100,8 @@ def machine(report: Report) -> str:
 
 def failures(report: Report) -> str:
     """Return what could not run."""
-    return table(["what", "error"], [[name, f"`{text}`"] for name, text in report["failures"].items()])
+    found = [item for part in report["failures"].values() for item in part.items()]
+    return table(["what", "error"], [[name, f"`{text}`"] for name, text in found])
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
