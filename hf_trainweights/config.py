@@ -75,9 +75,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             )
         self.version = version
         self.format = format
-        self.group_size = group_size
         self.activations = activations
-        self.group_size = self.default_format.get_config().get("group_size")
+        self.group_size = _format_of(format, group_size, activations).get_config().get("group_size")
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
         self.overrides = _check_overrides(overrides)
         if type(include_embeddings) is not bool:
@@ -90,8 +89,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
-        parameters = {"group_size": self.group_size, "activations": self.activations}
-        return get_format({"format": self.format, **{k: v for k, v in parameters.items() if v is not None}})
+        return _format_of(self.format, self.group_size, self.activations)
 
     def format_for(self, names: Iterable[str]) -> tuple[Format | None, bool]:
         """Return the format for a weight and whether an override chose it.
@@ -123,6 +121,11 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         return isinstance(other, TrainWeightsConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _format_of(name: str, group_size: int | None, activations: str | None) -> Format:
+    parameters = {"group_size": group_size, "activations": activations}
+    return get_format({"format": name, **{key: value for key, value in parameters.items() if value is not None}})
 
 
 def _override_format(override: str | Mapping[str, Any] | None) -> Format | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -203,12 +204,17 @@ class QuantizedTensor(Tensor):
         return self.in_layout(self.format.canonical)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
-        """Return self: a quantized weight takes no gradient, so `load_state_dict(assign=True)` keeps it frozen.
+        """Return self, frozen as it was: a quantized weight takes no gradient.
 
         Args:
-            requires_grad: Ignored.
+            requires_grad: True for a parameter is warned of; `load_state_dict(assign=True)` passes it for a tensor.
         """
-        del requires_grad
+        if requires_grad and isinstance(self, nn.Parameter):
+            warnings.warn(
+                "A quantized weight takes no gradient and stays frozen. To train this layer in full (modules_to_save "
+                "of PEFT, for example), name it in modules_to_not_convert, or dequantize() the model first.",
+                stacklevel=2,
+            )
         return self
 
     def data_ptr(self) -> Identity:  # type: ignore[override]

@@ -213,7 +213,8 @@ def test_no_way_of_making_a_parameter_lets_it_take_a_gradient() -> None:
     assert not weight.requires_grad
     layer = nn.Linear(128, 6)
     layer.weight = nn.Parameter(weight)
-    layer.requires_grad_(True)
+    with pytest.warns(UserWarning, match=r"stays frozen.*modules_to_not_convert"):
+        layer.requires_grad_(True)
     assert not layer.weight.requires_grad
     assert layer.bias.requires_grad
 

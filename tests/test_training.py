@@ -132,6 +132,12 @@ def first_batch() -> dict[str, Tensor]:
 # ---- adapters
 
 
+def test_a_quantized_module_to_save_says_that_it_does_not_train(float_directory: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(float_directory("llama"), quantization_config=CONFIGS["int8"])
+    with pytest.warns(UserWarning, match=r"stays frozen.*modules_to_save.*modules_to_not_convert"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"]))
+
+
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_lora_trains_saves_and_resumes_in_trainer(
