@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint import atomic
 from hf_trainweights.checkpoint.anchors import anchor_file_name
 from hf_trainweights.checkpoint.atomic import link_or_copy
-from hf_trainweights.checkpoint.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.discovery import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.encode import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded import Anchor, open_anchor
 from hf_trainweights.checkpoint.manifest import read_manifest
@@ -43,8 +43,9 @@ class AnchorState:
         sha256: Digest of the anchor file.
         saves: How many checkpoints it has served, the one that it is included.
         first_bits: Stored bits per weight of the first delta against it; None before that.
-        last_bits: The same of the newest delta.
+        last_bits: The same of the newest delta, without the bits that a finer step cost (see `AnchorSource.fineness`).
         delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps.
+        interval_steps: Training steps from the save before the first delta to that; None where unknown.
     """
 
     sha256: str
@@ -52,6 +53,7 @@ class AnchorState:
     first_bits: float | None = None
     last_bits: float | None = None
     delta_rms: Mapping[str, float] = field(default_factory=dict)
+    interval_steps: int | None = None
 
     def is_spent(self, anchor_every: int) -> bool:
         """Tells whether the next checkpoint should begin a new anchor.
@@ -81,6 +83,7 @@ class AnchorState:
             valid = len(state.sha256) == 64 and state.saves >= 1
             valid = valid and all(isinstance(bits, float | None) for bits in (state.first_bits, state.last_bits))
             valid = valid and all(rms >= 0 for rms in state.delta_rms.values())
+            valid = valid and (state.interval_steps is None or state.interval_steps >= 1)
         except (TypeError, AttributeError) as error:
             raise _corrupt_state(value) from error
         if not valid:
@@ -95,10 +98,28 @@ class AnchorSource:
     Args:
         path: The file, under whatever name the checkpoint that holds it has for it.
         state: What is known about it.
+        interval_steps: Training steps from the save before the next checkpoint to that; None where unknown.
     """
 
     path: Path
     state: AnchorState
+    interval_steps: int | None = None
+
+    @property
+    def fineness(self) -> float:
+        """How much finer than the first delta's the steps of the next one must be, from 0 to 1.
+
+        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
+        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
+        """
+        if self.interval_steps is None or self.state.interval_steps is None:
+            return 1.0
+        return min(math.sqrt(self.interval_steps / self.state.interval_steps), 1.0)
+
+    @property
+    def step_rms(self) -> dict[str, float]:
+        """By parameter name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
+        return {name: rms * self.fineness for name, rms in self.state.delta_rms.items()}
 
 
 @dataclass(frozen=True)
@@ -128,9 +149,8 @@ def find_anchor_source(root: Path, weights_name: str, *, exclude: Path) -> Ancho
     Raises:
         OSError: `root` cannot be read.
     """
-    for directory in checkpoint_directories(root):
-        if directory.absolute() == exclude.absolute():
-            continue
+    others = [path for path in checkpoint_directories(root) if path.absolute() != exclude.absolute()]
+    for directory in others:
         try:
             manifest = read_manifest(directory)
             state = AnchorState.from_dict(manifest.anchor) if manifest.anchor else None
@@ -142,8 +162,17 @@ def find_anchor_source(root: Path, weights_name: str, *, exclude: Path) -> Ancho
         is_anchor_itself = weights is not None and weights.sha256 == state.sha256
         path = directory / (weights_name if is_anchor_itself else anchor_file_name(state.sha256))
         if path.is_file() and not path.is_symlink():
-            return AnchorSource(path, state)
+            return AnchorSource(path, state, _interval_steps(others, exclude))
     return None
+
+
+def _interval_steps(newest_first: Sequence[Path], path: Path) -> int | None:
+    try:
+        step = checkpoint_step(path)
+    except ValueError:  # a directory that is no run's
+        return None
+    # Later ones are of a run that was resumed from before them.
+    return next((step - saved for saved in map(checkpoint_step, newest_first) if saved < step), None)
 
 
 def link_anchor(source: AnchorSource, directory: Path) -> Anchor | None:
@@ -175,7 +204,7 @@ def encode_against(
     weights: Mapping[str, Any],
     policy: Policy,
     anchor: Anchor,
-    state: AnchorState,
+    source: AnchorSource,
     *,
     buffers: Collection[str] = (),
     anchor_link: Path,
@@ -187,7 +216,7 @@ def encode_against(
         weights: A flat state dict under module names.
         policy: Which codec for which tensor.
         anchor: The opened anchor.
-        state: What is known about it.
+        source: Where it came from, and what is known about it.
         buffers: Names in `weights` that are buffers.
         anchor_link: Where the anchor's link will lie when the checkpoint is complete.
         spool_directory: For payloads too large for memory.
@@ -202,14 +231,18 @@ def encode_against(
     plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor)
     if not any("anchor" in codec.references for each in plan.values() for codec in each.candidates):
         return None
-    delta_rms = state.delta_rms or measure_delta_rms(weights, anchor)
-    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=delta_rms)
+    state = source.state
+    if state.first_bits is None:
+        delta_rms = measure_delta_rms(weights, anchor)
+        state = replace(state, delta_rms=delta_rms, interval_steps=source.interval_steps)
+        source = replace(source, state=state)
+    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=source.step_rms)
     encoded = encode_file(weights, plan, anchor=anchor, anchor_link=anchor_link, spool_directory=spool_directory)
     if encoded.anchor is None:
         return EncodedWeights(encoded, None)
-    bits = _bits_per_weight(encoded, weights)
+    bits = _bits_per_weight(encoded, weights) + math.log2(source.fineness)
     first_bits = bits if state.first_bits is None else state.first_bits
-    return EncodedWeights(encoded, AnchorState(state.sha256, state.saves + 1, first_bits, bits, delta_rms))
+    return EncodedWeights(encoded, replace(state, saves=state.saves + 1, first_bits=first_bits, last_bits=bits))
 
 
 def encode_full(

@@ -199,7 +199,7 @@ def _encode_weights(
                 weights.state,
                 policy,
                 anchor,
-                source.state,
+                source,
                 buffers=weights.buffers,
                 anchor_link=link,
                 spool_directory=directory,
@@ -208,7 +208,7 @@ def _encode_weights(
                 atomic.file_system.unlink(anchor.path)
     if result is not None:
         return result
-    drift_rms = source.state.delta_rms if source else {}
+    drift_rms = source.step_rms if source else {}
     drift_rms = drift_rms or expected_drift_rms(weights.optimizer, weights.optimizer_names)
     return encode_full(weights.state, policy, buffers=weights.buffers, drift_rms=drift_rms, spool_directory=directory)
 

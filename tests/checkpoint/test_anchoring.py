@@ -270,3 +270,30 @@ def test_an_anchor_that_is_gone_or_a_link_is_not_used(tmp_path):
     anchor.symlink_to(tmp_path / "outside")
     assert find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / "checkpoint-3") is None
     os.unlink(anchor)
+
+
+def test_saves_that_follow_each_other_more_closely_get_finer_steps(tmp_path):
+    """Resumed at each of them, a run takes up no more error over as many training steps."""
+    base = base_weight()
+    steps = {}
+    for number in (100, 200, 210, 235, 335, 535):
+        manifest = save(tmp_path, number, {"w": moved(base, 1e-4, number)}, policy=Policy("near-lossless"))
+        steps[number] = report_of(manifest)["params"].get("step")
+    assert steps[210] == pytest.approx(steps[200] * 0.1**0.5, rel=1e-6)
+    assert steps[235] == pytest.approx(steps[200] * 0.5, rel=1e-6)
+    assert steps[335] == steps[535] == steps[200]  # all against one anchor: what finer steps cost does not age it
+
+
+def test_a_save_is_as_far_from_the_last_one_before_it_as_their_names_say(tmp_path):
+    for number in (100, 200, 900):
+        save(tmp_path, number, {"w": base_weight(number)})
+    found = {n: find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / f"checkpoint-{n}") for n in (150, 220, 1000)}
+    assert {number: source and source.interval_steps for number, source in found.items()} == {
+        150: 50,
+        220: 20,
+        1000: 100,
+    }
+    elsewhere = find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / "best")
+    assert elsewhere is not None
+    assert elsewhere.interval_steps is None
+    assert elsewhere.fineness == 1
