@@ -24,7 +24,7 @@ from transformers.utils import logging
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.anchors import register_anchor_directory
 from hf_trainweights.checkpoint.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.inplace import compress_directory
+from hf_trainweights.checkpoint.inplace import adopt_weights, compress_directory, write_weights_aside
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.state import parameter_names
@@ -163,29 +163,35 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if not self._has_room(directory):
             return
         _drop_stale_manifest(directory)
+        before_bytes = _size_bytes(directory)
         module = unwrap_model(model) if model is not None else None
         weights = self._live_weights(module, directory) if not args.push_to_hub else None
+        # The next step changes them.
+        aside = write_weights_aside(directory, weights) if weights is not None else None
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
         rules = {"weight": "lossless", **self.policy.rules} if best else self.policy.rules
         options = {
             "mode": self.policy.mode,
             "rules": rules,
-            "weights": weights,
             "keep_weights": bool(args.push_to_hub),
             "buffers": [name for name, _ in module.named_buffers()] if module is not None else (),
             "optimizer_names": parameter_names(module, optimizer) if module is not None else {},
             "metrics": _metrics(state),
             "anchor_every": self.anchor_every,
         }
-        self._job = _Job(lambda: self._compress(directory, options))
-        if weights is None and not foreground:
-            self._job.start()
-        else:
+        self._job = _Job(lambda: self._compress(directory, aside, before_bytes, options))
+        if foreground:
             self._job.run()
             self._wait()
+        else:
+            self._job.start()
 
-    def _compress(self, directory: Path, options: dict[str, Any]) -> None:
-        before_bytes = _size_bytes(directory)
+    def _compress(self, directory: Path, aside: Path | None, before_bytes: int, options: dict[str, Any]) -> None:
+        if aside is not None:
+            try:
+                adopt_weights(directory, aside)
+            finally:
+                aside.unlink(missing_ok=True)
         manifest = compress_directory(directory, **options)
         self._savings.add(before_bytes, _size_bytes(directory), manifest)
 
@@ -225,8 +231,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if stored <= state.keys() and missing <= module.all_tied_weights_keys.keys():
             return None
         self._say_once(
-            "This model's files name its weights otherwise than its modules do, so its checkpoints are written from "
-            "the model itself while training waits, under the modules' names: a Trainer resumes from these exactly."
+            "This model's files name its weights otherwise than its modules do, so its checkpoints get weights under "
+            "the modules' names: a Trainer resumes from these exactly."
         )
         return state
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint import atomic
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.anchors import register_anchor_directory
-from hf_trainweights.checkpoint.atomic import replace_file
+from hf_trainweights.checkpoint.atomic import create_file, move_file, replace_file
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.discovery import WEIGHT_FILES, shard_names, zip_problem
 from hf_trainweights.checkpoint.encode import Plan, TensorPlan, encode_file
@@ -67,7 +67,6 @@ def compress_directory(
     *,
     mode: str = "lossless",
     rules: Mapping[str, Any] | None = None,
-    weights: Mapping[str, Any] | None = None,
     keep_weights: bool = False,
     buffers: Collection[str] = (),
     optimizer_names: Mapping[Any, str] | None = None,
@@ -83,7 +82,6 @@ def compress_directory(
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
         mode: A mode of `Policy`.
         rules: Rules of `Policy`.
-        weights: A state dict to store instead of what the weight files hold, where their names are not the module's.
         keep_weights: Leave the weight files as they are, plain.
         buffers: Names of weights that are buffers.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
@@ -116,12 +114,55 @@ def compress_directory(
     register_anchor_directory(path)
     names = optimizer_names or {}
     optimizer = _optimizer_state(path, policy, names)
-    job = None if keep_weights else _weights_to_store(path, previous, weights, buffers, optimizer, names)
+    job = None if keep_weights else _weights_to_store(path, previous, buffers, optimizer, names)
     with saving(path), _rewriting(path):
         entries, anchor = _compress_weights(path, previous, policy, job, anchor_every)
         entries |= _compress_others(path, previous, policy, names)
         fields = _manifest_fields(path, previous, metrics, choices)
         return _finish(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+
+
+def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
+    """Writes weights into a checkpoint directory under a temporary name, plain and as fast as torch.save.
+
+    Args:
+        path: The directory.
+        weights: A flat state dict under module names; it may change afterwards.
+
+    Returns:
+        The file, for `adopt_weights`. Nobody waited for the disk.
+
+    Raises:
+        SaveError: The disk is full or refuses; nothing is left behind.
+    """
+    path = Path(path).absolute()
+    aside = atomic.temporary_path(path)
+    with saving(path), create_file(aside, durable=False) as file:
+        torch.save(dict(weights), file)
+    return aside
+
+
+def adopt_weights(path: str | Path, aside: Path) -> None:
+    """Puts weights that were written aside in the place of a checkpoint's weight files.
+
+    For a Trainer's files that name weights otherwise than the modules do: from the module's names it resumes exactly.
+
+    Args:
+        path: The directory.
+        aside: What `write_weights_aside` returned; it is moved.
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        CorruptFileError: An index of shards cannot be read; nothing has changed.
+        SaveError: The disk refuses; the old weights are there, or the new ones.
+    """
+    path = Path(path).absolute()
+    _require_checkpoint(path)
+    with saving(path), _rewriting(path):
+        replaced = _replaced_by(path / WEIGHTS_NAME)
+        move_file(aside, path / WEIGHTS_NAME)
+        _remove(replaced)
 
 
 def restore_directory(path: str | Path) -> Manifest:
@@ -182,18 +223,16 @@ def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> di
 def _weights_to_store(
     path: Path,
     previous: Manifest | None,
-    weights: Mapping[str, Any] | None,
     buffers: Collection[str],
     optimizer: Mapping[str, Any],
     optimizer_names: Mapping[Any, str],
 ) -> Weights | None:
     """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
     sources = _weight_files(path)
-    if weights is None and (not sources or _is_lossy(sources[0], previous)):
+    if not sources or _is_lossy(sources[0], previous):
         return None
-    file_name = _ADAPTER_NAME if sources and sources[0].name.startswith("adapter") else WEIGHTS_NAME
-    state = _read_weights(sources[0]) if weights is None else weights
-    return Weights(state, buffers, optimizer, optimizer_names, file_name)
+    file_name = _ADAPTER_NAME if sources[0].name.startswith("adapter") else WEIGHTS_NAME
+    return Weights(_read_weights(sources[0]), buffers, optimizer, optimizer_names, file_name)
 
 
 def _compress_weights(
@@ -202,14 +241,20 @@ def _compress_weights(
     """Writes the weights and removes the files they replace; returns manifest entries and the anchor's state."""
     if weights is None:
         return {}, previous and previous.anchor
-    # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
-    replaced = [file for file in _weight_files(path) if file.name != weights.file_name] + digest_files(path)
+    replaced = _replaced_by(path / weights.file_name)
     source = find_anchor_source(path.parent, weights.file_name, exclude=path)
     entries, anchor = write_weights(
         path, policy, weights, anchor=source, anchor_every=anchor_every, final=path, open_file=replace_file
     )
     _remove(replaced)
     return entries, anchor and anchor.to_dict()
+
+
+def _replaced_by(weights_file: Path) -> list[Path]:
+    """Lists the files that a new weights file makes wrong or idle."""
+    others = [file for file in _weight_files(weights_file.parent) if file.name != weights_file.name]
+    # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
+    return others + digest_files(weights_file.parent)
 
 
 def _weight_files(path: Path) -> list[Path]:

@@ -10,7 +10,12 @@ from trees import fingerprint, trained
 from hf_trainweights.checkpoint.anchors import MissingAnchorError
 from hf_trainweights.checkpoint.discovery import latest
 from hf_trainweights.checkpoint.encoded import is_encoded, load_file
-from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
+from hf_trainweights.checkpoint.inplace import (
+    adopt_weights,
+    compress_directory,
+    restore_directory,
+    write_weights_aside,
+)
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
@@ -94,7 +99,8 @@ def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_pa
 def test_weights_of_the_caller_need_no_weight_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path, safetensors=None)
-    compress_directory(path, weights={"module.name": torch.arange(6000.0)})
+    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
 
 
@@ -188,7 +194,8 @@ def test_adapters_keep_their_family_of_names(tmp_path):
 def test_weights_given_by_the_caller_replace_those_of_the_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
-    compress_directory(path, weights={"module.name": torch.arange(6000.0)})
+    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
     assert "model.safetensors" not in names(path)
 
