@@ -1,8 +1,9 @@
 """TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
 
-The work is done in one background thread that reads the files the Trainer wrote, never live tensors, one checkpoint at
-a time. It is waited for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes
-directories without asking who writes in them.
+The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It is waited
+for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking
+who writes in them. The files are those that the Trainer wrote; where these name weights otherwise than the modules do,
+the weights are first written once more, plainly, while training waits.
 """
 
 from __future__ import annotations
@@ -207,17 +208,17 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         return not sharded
 
     def _has_room(self, directory: Path) -> bool:
-        """Return whether the largest file can be written beside itself; a checkpoint that cannot stays plain."""
-        largest = max((file.stat().st_size for file in directory.iterdir() if file.is_file()), default=0)
+        """Return whether the files can be written anew beside themselves; a checkpoint that cannot stays plain."""
+        needed = _needed_bytes(directory)
         free = shutil.disk_usage(directory).free
-        if free < largest:
+        if free < needed:
             _logger.warning(
                 "%s stays as it is: rewriting it takes %d MB of free disk space, there are %d MB.",
                 directory,
-                largest // 10**6,
+                needed // 10**6,
                 free // 10**6,
             )
-        return free >= largest
+        return free >= needed
 
     def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
         """Return the model's weights under its own names if the file has others, else None: the file serves."""
@@ -312,6 +313,14 @@ def _metrics(state: TrainerState) -> dict[str, float]:
 def _size_bytes(directory: Path) -> int:
     # An anchor is a second link to a file that another checkpoint holds.
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+
+
+def _needed_bytes(directory: Path) -> int:
+    """Return how much may lie beside what is there: one file at a time, encoded, and its payload that waits for it."""
+    sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
+    # Shards become one file, and are set aside in one where their names are not the module's.
+    shards = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    return 2 * max([shards, *sizes])
 
 
 def _stored_names(directory: Path) -> set[str] | None:

@@ -293,15 +293,20 @@ def _read_weight_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return load_file(path, mmap=True)
+    return _load_mapped(path)
 
 
 def _load_if_possible(path: Path) -> Any:
     """Loads a torch file; one that holds more than data, or is of another format, is None."""
     try:
-        return load_file(path, mmap=True)
+        return _load_mapped(path)
     except CorruptFileError:
         return None
+
+
+def _load_mapped(path: Path) -> Any:
+    # torch.save records the device: what was saved on a GPU would go back there, or fail where there is none.
+    return load_file(path, map_location="cpu", mmap=True)
 
 
 def _is_lossy(path: Path, previous: Manifest | None) -> bool:

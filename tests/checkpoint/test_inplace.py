@@ -200,6 +200,44 @@ def test_weights_given_by_the_caller_replace_those_of_the_file(tmp_path):
     assert "model.safetensors" not in names(path)
 
 
+def test_weights_that_are_set_aside_keep_their_ties_and_may_change_afterwards(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    weight = torch.arange(6000.0)
+    aside = write_weights_aside(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
+    weight.zero_()
+    adopt_weights(path, aside)
+    compress_directory(path)
+    loaded = load_file(path / "pytorch_model.bin")
+    assert torch.equal(loaded["embed"], torch.arange(6000.0))
+    assert loaded["head"].data_ptr() == loaded["embed"].data_ptr() == loaded["rows"].data_ptr()
+    assert loaded["rows"].stride() == (1, 100)
+
+
+def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_old_files_away(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    (path / "trainweights_files.json").write_text("{}")
+    aside = write_weights_aside(path, {"w": torch.ones(3)})
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    adopt_weights(path, aside)
+    assert path.stat().st_mtime_ns == 10**18 + 1
+    assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.name}
+
+
+def test_what_was_saved_on_a_gpu_becomes_small_where_there_is_none(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-500"
+    path.mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save({"w": torch.arange(6000.0)}, path / "pytorch_model.bin")
+        torch.save({"state": {}, "param_groups": []}, path / "optimizer.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_directory(path)
+    assert torch.equal(load_file(path / "pytorch_model.bin")["w"], torch.arange(6000.0))
+
+
 def test_weights_may_stay_plain(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
