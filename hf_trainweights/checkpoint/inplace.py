@@ -17,15 +17,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint import atomic
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.anchors import register_anchor_directory
 from hf_trainweights.checkpoint.atomic import create_file, move_file, replace_file
+from hf_trainweights.checkpoint.buffers import find_buffers
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.discovery import WEIGHT_FILES, shard_names, zip_problem
+from hf_trainweights.checkpoint.discovery import STATE_NAME, zip_problem
 from hf_trainweights.checkpoint.encode import Plan, TensorPlan, encode_file
 from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_structure
 from hf_trainweights.checkpoint.manifest import (
@@ -36,6 +36,7 @@ from hf_trainweights.checkpoint.manifest import (
     require_intact,
     write_manifest,
 )
+from hf_trainweights.checkpoint.plain_weights import load_if_possible, read_weights, weight_files
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.storages import UnstorableError
 from hf_trainweights.checkpoint.store import (
@@ -47,7 +48,7 @@ from hf_trainweights.checkpoint.store import (
     write_encoded,
     write_weights,
 )
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.weight_digests import digest_files
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -68,7 +69,7 @@ def compress_directory(
     mode: str = "lossless",
     rules: Mapping[str, Any] | None = None,
     keep_weights: bool = False,
-    buffers: Collection[str] = (),
+    buffers: Collection[str] | None = None,
     optimizer_names: Mapping[Any, str] | None = None,
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int = ANCHOR_EVERY_SAVES,
@@ -83,7 +84,7 @@ def compress_directory(
         mode: A mode of `Policy`.
         rules: Rules of `Policy`.
         keep_weights: Leave the weight files as they are, plain.
-        buffers: Names of weights that are buffers.
+        buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves.
@@ -201,7 +202,7 @@ def restore_directory(path: str | Path) -> Manifest:
 
 
 def _require_checkpoint(path: Path) -> None:
-    if not path.is_dir() or not (_weight_files(path) or _torch_files(path)):
+    if not path.is_dir() or not (weight_files(path) or _torch_files(path)):
         found = "a directory without any" if path.is_dir() else "no directory"
         next_step = "Pass one checkpoint, e.g. out/checkpoint-500, not the run."
         raise ConfigError(str(path), "a directory with weights or other torch files", found, next_step)
@@ -214,7 +215,7 @@ def _require_checkpoint(path: Path) -> None:
 
 def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> dict[str, Any]:
     """Returns the optimizer's state, empty if there is none, after checking that the policy can plan it."""
-    state = _load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
+    state = load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
     state = state if isinstance(state, dict) else {}
     policy.plan_optimizer(state, names=names or None)  # a rule that needs names fails before anything changes
     return state
@@ -223,16 +224,28 @@ def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> di
 def _weights_to_store(
     path: Path,
     previous: Manifest | None,
-    buffers: Collection[str],
+    buffers: Collection[str] | None,
     optimizer: Mapping[str, Any],
     optimizer_names: Mapping[Any, str],
 ) -> Weights | None:
     """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
-    sources = _weight_files(path)
+    sources = weight_files(path)
     if not sources or _is_lossy(sources[0], previous):
         return None
     file_name = _ADAPTER_NAME if sources[0].name.startswith("adapter") else WEIGHTS_NAME
-    return Weights(_read_weights(sources[0]), buffers, optimizer, optimizer_names, file_name)
+    weights = read_weights(sources[0])
+    buffers = _recorded_buffers(path, previous, file_name) if buffers is None else buffers
+    buffers = find_buffers(weights, optimizer) if buffers is None else buffers
+    return Weights(weights, buffers, optimizer, optimizer_names, file_name)
+
+
+def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
+    """Returns the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
+    if (path / STATE_NAME).is_file():
+        return set(load_file(path / STATE_NAME).get("names", {}).get("buffers", ()))
+    entry = previous.files.get(file_name) if previous else None
+    tensors = entry.report.get("tensors", ()) if entry else ()
+    return {tensor["name"] for tensor in tensors if tensor["role"] == "buffer"} if tensors else None
 
 
 def _compress_weights(
@@ -252,61 +265,9 @@ def _compress_weights(
 
 def _replaced_by(weights_file: Path) -> list[Path]:
     """Lists the files that a new weights file makes wrong or idle."""
-    others = [file for file in _weight_files(weights_file.parent) if file.name != weights_file.name]
+    others = [file for file in weight_files(weights_file.parent) if file.name != weights_file.name]
     # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
     return others + digest_files(weights_file.parent)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards."""
-    present = [name for name in WEIGHT_FILES if (path / name).is_file()]
-    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
-    files = [path / name for name in family]
-    for index in [file for file in files if file.name.endswith(".index.json")]:
-        with _readable(index):
-            files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
-    return files
-
-
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turns what a damaged weight file or index makes its reader raise into a CorruptFileError."""
-    try:
-        yield
-    except CorruptFileError:
-        raise
-    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
-
-
-def _read_weights(first: Path) -> dict[str, Any]:
-    """Reads a weight file, or the shards an index lists; tensors stay memory-mapped where the file allows it."""
-    state: dict[str, Any] = {}
-    with _readable(first):
-        for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
-            state |= _read_weight_file(first.parent / name)
-    return state
-
-
-def _read_weight_file(path: Path) -> dict[str, Any]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return _load_mapped(path)
-
-
-def _load_if_possible(path: Path) -> Any:
-    """Loads a torch file; one that holds more than data, or is of another format, is None."""
-    try:
-        return _load_mapped(path)
-    except CorruptFileError:
-        return None
-
-
-def _load_mapped(path: Path) -> Any:
-    # torch.save records the device: what was saved on a GPU would go back there, or fail where there is none.
-    return load_file(path, map_location="cpu", mmap=True)
 
 
 def _is_lossy(path: Path, previous: Manifest | None) -> bool:
@@ -328,13 +289,13 @@ def _compress_others(
 ) -> dict[str, FileEntry]:
     """Writes what is no weight file anew, unless it is small or that would lose something."""
     entries = {}
-    weight_files = _weight_files(path)
+    done = weight_files(path)
     for file in _torch_files(path):
         is_optimizer = file.name == OPTIMIZER_NAME
         is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
-        if file in weight_files or not is_worth_it or _is_lossy(file, previous):
+        if file in done or not is_worth_it or _is_lossy(file, previous):
             continue
-        tree = _load_if_possible(file)
+        tree = load_if_possible(file)
         if tree is None:
             warnings.warn(f"{file} stays as it is: it holds more than plain data", stacklevel=3)
             continue

@@ -17,6 +17,7 @@ from hf_trainweights.checkpoint.inplace import (
     write_weights_aside,
 )
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.state import build_checkpoint, save_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 
@@ -225,19 +226,6 @@ def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_o
     assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.name}
 
 
-def test_what_was_saved_on_a_gpu_becomes_small_where_there_is_none(tmp_path, monkeypatch):
-    path = tmp_path / "checkpoint-500"
-    path.mkdir()
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
-        torch.save({"w": torch.arange(6000.0)}, path / "pytorch_model.bin")
-        torch.save({"state": {}, "param_groups": []}, path / "optimizer.pt")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        compress_directory(path)
-    assert torch.equal(load_file(path / "pytorch_model.bin")["w"], torch.arange(6000.0))
-
-
 def test_weights_may_stay_plain(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
@@ -263,6 +251,70 @@ def test_buffers_and_rules_reach_the_policy(tmp_path):
     assert moments["state.0.exp_avg"]["codec"] == "raw"
     assert moments["state.0.exp_avg"]["name"] == name
     assert moments["state.0.exp_avg_sq"]["codec"] == "planes-rank1"
+
+
+def normed_directories(root, optimizer_of):
+    """Two checkpoints of a module whose buffers are large and move; returns it as it is in the second."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5000), torch.nn.Linear(5000, 2))
+    model[1].register_buffer("average", torch.zeros(3, 5000))
+    optimizer = optimizer_of(model)
+    for step in (1, 2):
+        model(torch.rand(8, 5000)).square().sum().backward()
+        optimizer.step()
+        model[1].average += torch.rand(3, 5000)
+        path = root / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        torch.save(model.state_dict(), path / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    return model
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda model: torch.optim.AdamW(list(model.parameters())),
+        lambda model: torch.optim.AdamW(model.named_parameters()),
+        lambda model: torch.optim.SGD(list(model.parameters()), lr=1e-3, momentum=0.9),
+    ],
+    ids=["AdamW", "AdamW with names", "SGD"],
+)
+@pytest.mark.parametrize("mode", ["near-lossless", "compact"])
+def test_buffers_are_exact_without_a_module_that_names_them(tmp_path, mode, optimizer_of):
+    model = normed_directories(tmp_path, optimizer_of)
+    for step in (1, 2):
+        manifest = compress_directory(tmp_path / f"checkpoint-{step}", mode=mode)
+    loaded = load_file(tmp_path / "checkpoint-2" / "pytorch_model.bin")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(loaded[name], buffer), name
+    bounds = {each["name"]: each["bound"] for each in manifest.files["pytorch_model.bin"].report["tensors"]}
+    assert bounds["1.weight"] is not None
+
+
+def test_a_second_mode_knows_the_buffers_of_the_first(tmp_path):
+    model = normed_directories(tmp_path, lambda model: torch.optim.AdamW(list(model.parameters())))
+    for mode in ("lossless", "compact"):
+        for step in (1, 2):
+            path = tmp_path / f"checkpoint-{step}"
+            (path / "optimizer.pt").unlink(missing_ok=True)
+            named = ["1.average"] if mode == "lossless" else None
+            manifest = compress_directory(path, mode=mode, buffers=named)
+    reports = {each["name"]: each for each in manifest.files["pytorch_model.bin"].report["tensors"]}
+    assert {name for name, each in reports.items() if each["role"] == "buffer"} == {"1.average"}
+    assert torch.equal(load_file(path / "pytorch_model.bin")["1.average"], model[1].average)
+    assert reports["0.running_mean"]["bound"] is not None
+
+
+def test_a_plain_loops_checkpoint_names_its_buffers_itself(tmp_path):
+    for step in (1, 2):
+        model = torch.nn.BatchNorm1d(5000)
+        model.register_buffer(
+            "average", torch.full((2, 5000), 1.0).normal_(generator=torch.Generator().manual_seed(step))
+        )
+        save_checkpoint(build_checkpoint(model, step=step, rng=False), tmp_path / f"checkpoint-{step}")
+        manifest = compress_directory(tmp_path / f"checkpoint-{step}", mode="compact")
+    assert manifest.anchor["saves"] == 2
+    assert torch.equal(load_file(tmp_path / "checkpoint-2" / "pytorch_model.bin")["average"], model.average)
 
 
 def test_a_file_of_torch_save_with_everything_in_it_is_planned_part_by_part(tmp_path):
