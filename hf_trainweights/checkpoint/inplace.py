@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.buffers import find_buffers
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.discovery import STATE_NAME, zip_problem
 from hf_trainweights.checkpoint.encode import Plan, TensorPlan, encode_file
-from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -118,7 +118,7 @@ def compress_directory(
     job = None if keep_weights else _weights_to_store(path, previous, buffers, optimizer, names)
     with saving(path), _rewriting(path):
         entries, anchor = _compress_weights(path, previous, policy, job, anchor_every)
-        entries |= _compress_others(path, previous, policy, names)
+        entries |= _compress_others(path, policy, names)
         fields = _manifest_fields(path, previous, metrics, choices)
         return _finish(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
 
@@ -230,7 +230,7 @@ def _weights_to_store(
 ) -> Weights | None:
     """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
     sources = weight_files(path)
-    if not sources or _is_lossy(sources[0], previous):
+    if not sources or _is_lossy(sources[0]):
         return None
     file_name = _ADAPTER_NAME if sources[0].name.startswith("adapter") else WEIGHTS_NAME
     weights = read_weights(sources[0])
@@ -270,30 +270,27 @@ def _replaced_by(weights_file: Path) -> list[Path]:
     return others + digest_files(weights_file.parent)
 
 
-def _is_lossy(path: Path, previous: Manifest | None) -> bool:
+def _is_lossy(path: Path) -> bool:
     """Tells whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
     if path.suffix not in _TORCH_SUFFIXES or not is_encoded(path):
         return False
-    entry = previous.files.get(path.name) if previous else None
-    if entry and any(tensor["bound"] is not None for tensor in entry.report.get("tensors", ())):
-        return True
-    return any(not CODECS[storage["codec"]].lossless for storage in read_structure(path)["storages"])
+    # What is rounded and then stored losslessly has a bound, too.
+    storages = read_structure(path)["storages"]
+    return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 
 def _torch_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in _TORCH_SUFFIXES and file.is_file())
 
 
-def _compress_others(
-    path: Path, previous: Manifest | None, policy: Policy, optimizer_names: Mapping[Any, str]
-) -> dict[str, FileEntry]:
+def _compress_others(path: Path, policy: Policy, optimizer_names: Mapping[Any, str]) -> dict[str, FileEntry]:
     """Writes what is no weight file anew, unless it is small or that would lose something."""
     entries = {}
     done = weight_files(path)
     for file in _torch_files(path):
         is_optimizer = file.name == OPTIMIZER_NAME
         is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
-        if file in done or not is_worth_it or _is_lossy(file, previous):
+        if file in done or not is_worth_it or _is_lossy(file):
             continue
         tree = load_if_possible(file)
         if tree is None:
@@ -374,8 +371,14 @@ def _finish(path: Path, previous: Manifest | None, manifest: Manifest) -> Manife
             continue
         if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
             continue  # another rank is still writing it
-        kept = previous.files.get(name) if previous else None
-        files[name] = FileEntry.of(path / name, kept.report if kept else None)
+        files[name] = FileEntry.of(path / name, _kept_report(path / name, previous))
     manifest = replace(manifest, files=files)
     write_manifest(path, manifest)
     return manifest
+
+
+def _kept_report(path: Path, previous: Manifest | None) -> Mapping[str, Any] | None:
+    """Returns what is known about a file that was not written now, also where an interruption left no manifest."""
+    if previous is not None and path.name in previous.files:
+        return previous.files[path.name].report
+    return read_report(path) if path.suffix in _TORCH_SUFFIXES and is_encoded(path) else None

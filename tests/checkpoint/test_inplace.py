@@ -441,17 +441,37 @@ def test_what_was_encoded_with_a_loss_is_not_encoded_once_more(tmp_path):
     assert compact.files["optimizer.pt"] == near.files["optimizer.pt"]
 
 
-def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
-    path = tmp_path / "checkpoint-500"
+def drifting_directory(path):
+    """A checkpoint whose weights move so far between two saves that an anchor is rounded."""
     _, optimizer = trainer_directory(path)
     for state in optimizer["state"].values():
-        state["exp_avg_sq"] *= 1e-4  # so that weights move far between two saves
+        state["exp_avg_sq"] *= 1e-4
     torch.save(optimizer, path / "optimizer.pt")
-    names_by_index = dict(enumerate(optimizer["param_groups"][0]["param_names"]))
-    near = compress_directory(path, mode="near-lossless", optimizer_names=names_by_index)
+    return dict(enumerate(optimizer["param_groups"][0]["param_names"]))
+
+
+def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    optimizer_names = drifting_directory(path)
+    near = compress_directory(path, mode="near-lossless", optimizer_names=optimizer_names)
     assert any(each["bound"] for each in near.files["pytorch_model.bin"].report["tensors"])
-    compact = compress_directory(path, mode="compact", optimizer_names=names_by_index)
+    compact = compress_directory(path, mode="compact", optimizer_names=optimizer_names)
     assert compact.files["pytorch_model.bin"] == near.files["pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("mode", ["near-lossless", "lossless"])
+def test_bounds_outlive_an_interrupted_conversion(tmp_path, mode):
+    path = tmp_path / "checkpoint-500"
+    optimizer_names = drifting_directory(path)
+    whole = compress_directory(path, mode="near-lossless", optimizer_names=optimizer_names)
+    (path / MANIFEST_NAME).unlink()
+    resumed = compress_directory(path, mode=mode, optimizer_names=optimizer_names)
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        assert resumed.files[name].sha256 == whole.files[name].sha256
+        known, found = (entry.files[name].report["tensors"] for entry in (whole, resumed))
+        for key in ("path", "codec", "params", "bound", "bytes_in", "bytes_out"):
+            assert [each[key] for each in found] == [each[key] for each in known]
+        assert any(each["bound"] for each in found)
 
 
 def test_another_mode_may_follow_a_lossless_one(tmp_path):
