@@ -175,7 +175,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             "mode": self.policy.mode,
             "rules": rules,
             "keep_weights": bool(args.push_to_hub),
-            "buffers": [name for name, _ in module.named_buffers()] if module is not None else (),
+            "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
             "optimizer_names": parameter_names(module, optimizer) if module is not None else {},
             "metrics": _metrics(state),
             "anchor_every": self.anchor_every,
