@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hf_trainweights.checkpoint import atomic
 
-_CHANGES_NAMES = ("sync_directory", "link", "rename", "unlink", "mkdir", "rmdir")
+_TAKES_PATHS = ("sync_file", "sync_directory", "link", "rename", "unlink", "mkdir", "rmdir")
 
 
 class RecordingDisk(atomic.FileSystem):
@@ -35,7 +35,7 @@ class RecordingDisk(atomic.FileSystem):
 
     def __getattribute__(self, name):
         method = super().__getattribute__(name)
-        if name not in _CHANGES_NAMES:
+        if name not in _TAKES_PATHS:
             return method
 
         def record(*paths):
@@ -92,7 +92,7 @@ class Directory:
             parent.change(**{path.name: Directory()})
         elif call == "write":
             parent.names[path.name].content += arguments[0]
-        elif call == "fsync":
+        elif call in ("fsync", "sync_file"):
             parent.names[path.name].synced = parent.names[path.name].content
         elif call == "sync_directory":
             self.find(path).sync()
@@ -152,7 +152,7 @@ class FailingDisk(atomic.FileSystem):
 
     def __getattribute__(self, name):
         method = super().__getattribute__(name)
-        if name not in ("create", "write", "read", "fsync", *_CHANGES_NAMES):
+        if name not in ("create", "write", "read", "fsync", *_TAKES_PATHS):
             return method
 
         def fail(*arguments):

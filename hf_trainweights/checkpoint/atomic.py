@@ -47,6 +47,14 @@ class FileSystem:
         """Forces a file's data to the disk."""
         os.fsync(descriptor)
 
+    def sync_file(self, path: Path) -> None:
+        """Forces the data of a file that was closed before to the disk."""
+        descriptor = os.open(path, os.O_RDWR)  # some systems refuse to sync what is open for reading only
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
     def sync_directory(self, path: Path) -> None:
         """Forces a directory's names to the disk, where the file system offers that."""
         descriptor = os.open(path, os.O_RDONLY)
@@ -108,11 +116,12 @@ class _NewFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def create_file(path: Path) -> Iterator[BinaryIO]:
+def create_file(path: Path, *, durable: bool = True) -> Iterator[BinaryIO]:
     """Yields a new file to write into; when the block ends its data is on the disk, its name not yet.
 
     Args:
         path: A name that does not exist, in a directory that does.
+        durable: False where nobody may wait for the disk now; `move_file` forces the data to it later.
 
     Yields:
         A binary file, write only, not seekable.
@@ -125,7 +134,8 @@ def create_file(path: Path) -> Iterator[BinaryIO]:
         with io.BufferedWriter(raw, _CHUNK_BYTES) as file:
             yield file
             file.flush()
-            raw.sync()
+            if durable:
+                raw.sync()
     except BaseException:
         with contextlib.suppress(OSError):
             raw.close()
@@ -157,6 +167,21 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
             file_system.unlink(temporary)
         raise
     file_system.sync_directory(path.parent)
+
+
+def move_file(source: Path, target: Path) -> None:
+    """Gives a file written with `create_file` its final name, durably, data first.
+
+    Args:
+        source: The file.
+        target: A name in the same directory; a file there stays whole until the last step.
+
+    Raises:
+        OSError: The disk refuses; both names are as they were, or the move is not on the disk yet.
+    """
+    file_system.sync_file(source)
+    file_system.rename(source, target)
+    file_system.sync_directory(target.parent)
 
 
 @contextlib.contextmanager

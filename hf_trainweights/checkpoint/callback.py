@@ -1,8 +1,9 @@
 """TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
 
-The work is done in one background thread that reads the files the Trainer wrote, never live tensors, one checkpoint at
-a time. It is waited for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes
-directories without asking who writes in them.
+The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It is waited
+for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking
+who writes in them. The files are those that the Trainer wrote; where these name weights otherwise than the modules do,
+the weights are first written once more, plainly, while training waits.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from transformers.utils import logging
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.anchors import register_anchor_directory
 from hf_trainweights.checkpoint.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.inplace import compress_directory
+from hf_trainweights.checkpoint.inplace import adopt_weights, compress_directory, write_weights_aside
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.state import parameter_names
@@ -163,29 +164,35 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if not self._has_room(directory):
             return
         _drop_stale_manifest(directory)
+        before_bytes = _size_bytes(directory)
         module = unwrap_model(model) if model is not None else None
         weights = self._live_weights(module, directory) if not args.push_to_hub else None
+        # The next step changes them.
+        aside = write_weights_aside(directory, weights) if weights is not None else None
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
         rules = {"weight": "lossless", **self.policy.rules} if best else self.policy.rules
         options = {
             "mode": self.policy.mode,
             "rules": rules,
-            "weights": weights,
             "keep_weights": bool(args.push_to_hub),
-            "buffers": [name for name, _ in module.named_buffers()] if module is not None else (),
+            "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
             "optimizer_names": parameter_names(module, optimizer) if module is not None else {},
             "metrics": _metrics(state),
             "anchor_every": self.anchor_every,
         }
-        self._job = _Job(lambda: self._compress(directory, options))
-        if weights is None and not foreground:
-            self._job.start()
-        else:
+        self._job = _Job(lambda: self._compress(directory, aside, before_bytes, options))
+        if foreground:
             self._job.run()
             self._wait()
+        else:
+            self._job.start()
 
-    def _compress(self, directory: Path, options: dict[str, Any]) -> None:
-        before_bytes = _size_bytes(directory)
+    def _compress(self, directory: Path, aside: Path | None, before_bytes: int, options: dict[str, Any]) -> None:
+        if aside is not None:
+            try:
+                adopt_weights(directory, aside)
+            finally:
+                aside.unlink(missing_ok=True)
         manifest = compress_directory(directory, **options)
         self._savings.add(before_bytes, _size_bytes(directory), manifest)
 
@@ -201,17 +208,17 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         return not sharded
 
     def _has_room(self, directory: Path) -> bool:
-        """Return whether the largest file can be written beside itself; a checkpoint that cannot stays plain."""
-        largest = max((file.stat().st_size for file in directory.iterdir() if file.is_file()), default=0)
+        """Return whether the files can be written anew beside themselves; a checkpoint that cannot stays plain."""
+        needed = _needed_bytes(directory)
         free = shutil.disk_usage(directory).free
-        if free < largest:
+        if free < needed:
             _logger.warning(
                 "%s stays as it is: rewriting it takes %d MB of free disk space, there are %d MB.",
                 directory,
-                largest // 10**6,
+                needed // 10**6,
                 free // 10**6,
             )
-        return free >= largest
+        return free >= needed
 
     def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
         """Return the model's weights under its own names if the file has others, else None: the file serves."""
@@ -225,8 +232,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if stored <= state.keys() and missing <= module.all_tied_weights_keys.keys():
             return None
         self._say_once(
-            "This model's files name its weights otherwise than its modules do, so its checkpoints are written from "
-            "the model itself while training waits, under the modules' names: a Trainer resumes from these exactly."
+            "This model's files name its weights otherwise than its modules do, so its checkpoints get weights under "
+            "the modules' names: a Trainer resumes from these exactly."
         )
         return state
 
@@ -306,6 +313,14 @@ def _metrics(state: TrainerState) -> dict[str, float]:
 def _size_bytes(directory: Path) -> int:
     # An anchor is a second link to a file that another checkpoint holds.
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+
+
+def _needed_bytes(directory: Path) -> int:
+    """Return how much may lie beside what is there: one file at a time, encoded, and its payload that waits for it."""
+    sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
+    # Shards become one file, and are set aside in one where their names are not the module's.
+    shards = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    return 2 * max([shards, *sizes])
 
 
 def _stored_names(directory: Path) -> set[str] | None:

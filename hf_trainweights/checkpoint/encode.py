@@ -222,6 +222,8 @@ def _encode_storages(
         numbers[index] = len(entries)
         entries.append(entry)
         report.append(_report(storage, each, codec, encoded, rounding_error))
+        if report[-1].bound is not None:
+            entry["bound"] = report[-1].bound
     return numbers, entries, report
 
 

@@ -5,6 +5,7 @@ The layout is described in layout.py; encode.py writes it.
 
 from __future__ import annotations
 
+import math
 import os
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,8 +20,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.anchors import MissingAnchorError, find_anchor, verify_anchor
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.layout import cut_payload, open_structure, payload_crc32
-from hf_trainweights.checkpoint.storages import DTYPES, corrupt, default_device_cpu
-from hf_trainweights.checkpoint.structure import storage_name, unflatten
+from hf_trainweights.checkpoint.storages import DTYPES, KeyPath, corrupt, default_device_cpu, path_text
+from hf_trainweights.checkpoint.structure import storage_name, storage_paths, unflatten
 from hf_trainweights.errors import CorruptFileError
 
 _leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
@@ -133,6 +134,40 @@ def read_structure(path: str | Path) -> dict[str, Any]:
         OSError: It cannot be read.
     """
     return _load_undecoded(path).structure
+
+
+def read_report(path: str | Path) -> dict[str, Any]:
+    """Reads from an encoded file what a manifest reports of it, where the manifest is lost.
+
+    Args:
+        path: An encoded file.
+
+    Returns:
+        The digest of its `anchor` or None, and `tensors`, one dict a storage as in `TensorReport`; what only the plan
+        knew is guessed: a name is the key path, and a role follows from that.
+
+    Raises:
+        CorruptFileError: It is damaged, or not an encoded file.
+        OSError: It cannot be read.
+    """
+    structure = read_structure(path)
+    paths = storage_paths(structure)
+    tensors = [_stored_report(paths.get(i, ()), entry) for i, entry in enumerate(structure["storages"])]
+    return {"anchor": structure.get("anchor", {}).get("sha256"), "tensors": tensors}
+
+
+def _stored_report(path: KeyPath, entry: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(path[-1]) if path and path[-1] in ("exp_avg", "exp_avg_sq") else "weight" if len(path) == 1 else "other"
+    return {
+        "path": path_text(path),
+        "name": path_text(path),
+        "role": role,
+        "codec": entry["codec"],
+        "params": entry.get("params", {}),
+        "bound": entry.get("bound"),
+        "bytes_in": math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize,
+        "bytes_out": sum(entry["sizes"]),
+    }
 
 
 class Anchor:

@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint import atomic
 from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.anchors import register_anchor_directory
-from hf_trainweights.checkpoint.atomic import replace_file
+from hf_trainweights.checkpoint.atomic import create_file, move_file, replace_file
+from hf_trainweights.checkpoint.buffers import find_buffers
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.discovery import WEIGHT_FILES, shard_names, zip_problem
+from hf_trainweights.checkpoint.discovery import STATE_NAME, zip_problem
 from hf_trainweights.checkpoint.encode import Plan, TensorPlan, encode_file
-from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     FileEntry,
@@ -36,6 +36,7 @@ from hf_trainweights.checkpoint.manifest import (
     require_intact,
     write_manifest,
 )
+from hf_trainweights.checkpoint.plain_weights import load_if_possible, read_weights, weight_files
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.storages import UnstorableError
 from hf_trainweights.checkpoint.store import (
@@ -47,7 +48,7 @@ from hf_trainweights.checkpoint.store import (
     write_encoded,
     write_weights,
 )
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.weight_digests import digest_files
 
 OPTIMIZER_NAME = "optimizer.pt"
@@ -67,9 +68,8 @@ def compress_directory(
     *,
     mode: str = "lossless",
     rules: Mapping[str, Any] | None = None,
-    weights: Mapping[str, Any] | None = None,
     keep_weights: bool = False,
-    buffers: Collection[str] = (),
+    buffers: Collection[str] | None = None,
     optimizer_names: Mapping[Any, str] | None = None,
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int = ANCHOR_EVERY_SAVES,
@@ -83,9 +83,8 @@ def compress_directory(
         path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
         mode: A mode of `Policy`.
         rules: Rules of `Policy`.
-        weights: A state dict to store instead of what the weight files hold, where their names are not the module's.
         keep_weights: Leave the weight files as they are, plain.
-        buffers: Names of weights that are buffers.
+        buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves.
@@ -116,12 +115,55 @@ def compress_directory(
     register_anchor_directory(path)
     names = optimizer_names or {}
     optimizer = _optimizer_state(path, policy, names)
-    job = None if keep_weights else _weights_to_store(path, previous, weights, buffers, optimizer, names)
+    job = None if keep_weights else _weights_to_store(path, previous, buffers, optimizer, names)
     with saving(path), _rewriting(path):
         entries, anchor = _compress_weights(path, previous, policy, job, anchor_every)
-        entries |= _compress_others(path, previous, policy, names)
+        entries |= _compress_others(path, policy, names)
         fields = _manifest_fields(path, previous, metrics, choices)
         return _finish(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+
+
+def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
+    """Writes weights into a checkpoint directory under a temporary name, plain and as fast as torch.save.
+
+    Args:
+        path: The directory.
+        weights: A flat state dict under module names; it may change afterwards.
+
+    Returns:
+        The file, for `adopt_weights`. Nobody waited for the disk.
+
+    Raises:
+        SaveError: The disk is full or refuses; nothing is left behind.
+    """
+    path = Path(path).absolute()
+    aside = atomic.temporary_path(path)
+    with saving(path), create_file(aside, durable=False) as file:
+        torch.save(dict(weights), file)
+    return aside
+
+
+def adopt_weights(path: str | Path, aside: Path) -> None:
+    """Puts weights that were written aside in the place of a checkpoint's weight files.
+
+    For a Trainer's files that name weights otherwise than the modules do: from the module's names it resumes exactly.
+
+    Args:
+        path: The directory.
+        aside: What `write_weights_aside` returned; it is moved.
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        CorruptFileError: An index of shards cannot be read; nothing has changed.
+        SaveError: The disk refuses; the old weights are there, or the new ones.
+    """
+    path = Path(path).absolute()
+    _require_checkpoint(path)
+    with saving(path), _rewriting(path):
+        replaced = _replaced_by(path / WEIGHTS_NAME)
+        move_file(aside, path / WEIGHTS_NAME)
+        _remove(replaced)
 
 
 def restore_directory(path: str | Path) -> Manifest:
@@ -160,7 +202,7 @@ def restore_directory(path: str | Path) -> Manifest:
 
 
 def _require_checkpoint(path: Path) -> None:
-    if not path.is_dir() or not (_weight_files(path) or _torch_files(path)):
+    if not path.is_dir() or not (weight_files(path) or _torch_files(path)):
         found = "a directory without any" if path.is_dir() else "no directory"
         next_step = "Pass one checkpoint, e.g. out/checkpoint-500, not the run."
         raise ConfigError(str(path), "a directory with weights or other torch files", found, next_step)
@@ -173,7 +215,7 @@ def _require_checkpoint(path: Path) -> None:
 
 def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> dict[str, Any]:
     """Returns the optimizer's state, empty if there is none, after checking that the policy can plan it."""
-    state = _load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
+    state = load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
     state = state if isinstance(state, dict) else {}
     policy.plan_optimizer(state, names=names or None)  # a rule that needs names fails before anything changes
     return state
@@ -182,18 +224,28 @@ def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> di
 def _weights_to_store(
     path: Path,
     previous: Manifest | None,
-    weights: Mapping[str, Any] | None,
-    buffers: Collection[str],
+    buffers: Collection[str] | None,
     optimizer: Mapping[str, Any],
     optimizer_names: Mapping[Any, str],
 ) -> Weights | None:
     """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
-    sources = _weight_files(path)
-    if weights is None and (not sources or _is_lossy(sources[0], previous)):
+    sources = weight_files(path)
+    if not sources or _is_lossy(sources[0]):
         return None
-    file_name = _ADAPTER_NAME if sources and sources[0].name.startswith("adapter") else WEIGHTS_NAME
-    state = _read_weights(sources[0]) if weights is None else weights
-    return Weights(state, buffers, optimizer, optimizer_names, file_name)
+    file_name = _ADAPTER_NAME if sources[0].name.startswith("adapter") else WEIGHTS_NAME
+    weights = read_weights(sources[0])
+    buffers = _recorded_buffers(path, previous, file_name) if buffers is None else buffers
+    buffers = find_buffers(weights, optimizer) if buffers is None else buffers
+    return Weights(weights, buffers, optimizer, optimizer_names, file_name)
+
+
+def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
+    """Returns the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
+    if (path / STATE_NAME).is_file():
+        return set(load_file(path / STATE_NAME).get("names", {}).get("buffers", ()))
+    entry = previous.files.get(file_name) if previous else None
+    tensors = entry.report.get("tensors", ()) if entry else ()
+    return {tensor["name"] for tensor in tensors if tensor["role"] == "buffer"} if tensors else None
 
 
 def _compress_weights(
@@ -202,8 +254,7 @@ def _compress_weights(
     """Writes the weights and removes the files they replace; returns manifest entries and the anchor's state."""
     if weights is None:
         return {}, previous and previous.anchor
-    # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
-    replaced = [file for file in _weight_files(path) if file.name != weights.file_name] + digest_files(path)
+    replaced = _replaced_by(path / weights.file_name)
     source = find_anchor_source(path.parent, weights.file_name, exclude=path)
     entries, anchor = write_weights(
         path, policy, weights, anchor=source, anchor_every=anchor_every, final=path, open_file=replace_file
@@ -212,79 +263,36 @@ def _compress_weights(
     return entries, anchor and anchor.to_dict()
 
 
-def _weight_files(path: Path) -> list[Path]:
-    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards."""
-    present = [name for name in WEIGHT_FILES if (path / name).is_file()]
-    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
-    files = [path / name for name in family]
-    for index in [file for file in files if file.name.endswith(".index.json")]:
-        with _readable(index):
-            files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
-    return files
+def _replaced_by(weights_file: Path) -> list[Path]:
+    """Lists the files that a new weights file makes wrong or idle."""
+    others = [file for file in weight_files(weights_file.parent) if file.name != weights_file.name]
+    # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
+    return others + digest_files(weights_file.parent)
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turns what a damaged weight file or index makes its reader raise into a CorruptFileError."""
-    try:
-        yield
-    except CorruptFileError:
-        raise
-    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
-
-
-def _read_weights(first: Path) -> dict[str, Any]:
-    """Reads a weight file, or the shards an index lists; tensors stay memory-mapped where the file allows it."""
-    state: dict[str, Any] = {}
-    with _readable(first):
-        for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
-            state |= _read_weight_file(first.parent / name)
-    return state
-
-
-def _read_weight_file(path: Path) -> dict[str, Any]:
-    if path.suffix == ".safetensors":
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return load_file(path, mmap=True)
-
-
-def _load_if_possible(path: Path) -> Any:
-    """Loads a torch file; one that holds more than data, or is of another format, is None."""
-    try:
-        return load_file(path, mmap=True)
-    except CorruptFileError:
-        return None
-
-
-def _is_lossy(path: Path, previous: Manifest | None) -> bool:
+def _is_lossy(path: Path) -> bool:
     """Tells whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
     if path.suffix not in _TORCH_SUFFIXES or not is_encoded(path):
         return False
-    entry = previous.files.get(path.name) if previous else None
-    if entry and any(tensor["bound"] is not None for tensor in entry.report.get("tensors", ())):
-        return True
-    return any(not CODECS[storage["codec"]].lossless for storage in read_structure(path)["storages"])
+    # What is rounded and then stored losslessly has a bound, too.
+    storages = read_structure(path)["storages"]
+    return any("bound" in storage or not CODECS[storage["codec"]].lossless for storage in storages)
 
 
 def _torch_files(path: Path) -> list[Path]:
     return sorted(file for file in path.iterdir() if file.suffix in _TORCH_SUFFIXES and file.is_file())
 
 
-def _compress_others(
-    path: Path, previous: Manifest | None, policy: Policy, optimizer_names: Mapping[Any, str]
-) -> dict[str, FileEntry]:
+def _compress_others(path: Path, policy: Policy, optimizer_names: Mapping[Any, str]) -> dict[str, FileEntry]:
     """Writes what is no weight file anew, unless it is small or that would lose something."""
     entries = {}
-    weight_files = _weight_files(path)
+    done = weight_files(path)
     for file in _torch_files(path):
         is_optimizer = file.name == OPTIMIZER_NAME
         is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
-        if file in weight_files or not is_worth_it or _is_lossy(file, previous):
+        if file in done or not is_worth_it or _is_lossy(file):
             continue
-        tree = _load_if_possible(file)
+        tree = load_if_possible(file)
         if tree is None:
             warnings.warn(f"{file} stays as it is: it holds more than plain data", stacklevel=3)
             continue
@@ -363,8 +371,14 @@ def _finish(path: Path, previous: Manifest | None, manifest: Manifest) -> Manife
             continue
         if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
             continue  # another rank is still writing it
-        kept = previous.files.get(name) if previous else None
-        files[name] = FileEntry.of(path / name, kept.report if kept else None)
+        files[name] = FileEntry.of(path / name, _kept_report(path / name, previous))
     manifest = replace(manifest, files=files)
     write_manifest(path, manifest)
     return manifest
+
+
+def _kept_report(path: Path, previous: Manifest | None) -> Mapping[str, Any] | None:
+    """Returns what is known about a file that was not written now, also where an interruption left no manifest."""
+    if previous is not None and path.name in previous.files:
+        return previous.files[path.name].report
+    return read_report(path) if path.suffix in _TORCH_SUFFIXES and is_encoded(path) else None

@@ -10,10 +10,11 @@ and the rest, one JSON object:
      "anchor": {"sha256": "...", "path": "/runs/a/checkpoint-5/<sha256>.anchor"},
      "tree": ..., "tensors": [...],
      "storages": [{"codec": "planes-delta", "dtype": "float32", "shape": [2, 2], "sizes": [123, 45],
-                   "crc32": 1234567890, "params": {...}, "anchor": "layers.0.weight"}, ...]}
+                   "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
 
 `tree` and `tensors` are described in structure.py and storages.py. `sizes` are the lengths of a storage's
-pieces of the payload, in order; `crc32` is over their bytes. What a codec has no use for is left out:
+pieces of the payload, in order; `crc32` is over their bytes. `bound` is the largest error of an element in the codec's
+unit, rounding before a lossless codec included; what is exact has none. What a codec has no use for is left out:
 `params`, and which decoded tensors it refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower
 index in `storages`.
 
@@ -153,6 +154,8 @@ def _check_storage(entry: Any) -> None:
         raise corrupt("shape", f"no more than {stored_bytes} stored bytes can hold", entry["shape"])
     if type(entry.get("crc32")) is not int or type(entry.get("params", {})) is not dict:
         raise corrupt("its storage", "a crc32 and parameters", entry)
+    if type(entry.get("bound", 0.0)) not in (int, float):
+        raise corrupt("bound", "a number", entry["bound"])
 
 
 def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) -> None:

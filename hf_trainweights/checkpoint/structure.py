@@ -112,13 +112,27 @@ def storage_name(structure: Mapping[str, Any], index: int) -> str:
     Returns:
         E.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it.
     """
+    path = storage_paths(structure).get(index)
+    return f"storage {index}" if path is None else f"tensor {path_text(path)}"
+
+
+def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
+    """Returns the key path of the first tensor that views a storage, by the storage's number.
+
+    Args:
+        structure: What `flatten` returned; it need not be well-formed.
+
+    Returns:
+        An entry for each storage that a tensor views.
+    """
     views = structure.get("tensors")
     table = dict(enumerate(views)) if type(views) is list else {}
+    paths: dict[int, KeyPath] = {}
     for tensor, path in _tensor_paths(structure.get("tree"), ()):
         view = table.get(tensor) if type(tensor) is int else None
-        if type(view) is dict and view.get("storage") == index:
-            return f"tensor {path_text(path)}"
-    return f"storage {index}"
+        if type(view) is dict and type(view.get("storage")) is int:
+            paths.setdefault(view["storage"], path)
+    return paths
 
 
 def _tensor_paths(node: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:

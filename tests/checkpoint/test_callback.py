@@ -175,22 +175,36 @@ def test_checkpoints_are_smaller_and_say_what_they_hold(tmp_path: Path) -> None:
     assert {"pytorch_model.bin", "optimizer.pt"} <= manifest.files.keys()
 
 
+@pytest.mark.parametrize("encoded", [True, False], ids=["encoded", "interrupted before"])
 @pytest.mark.parametrize("name", ["gpt_neox", "qwen3_moe"])
-def test_models_whose_files_have_other_names_resume_exactly(tmp_path: Path, name: str) -> None:
+def test_models_whose_files_have_other_names_resume_exactly(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, encoded: bool
+) -> None:
     torch.manual_seed(0)
     whole, losses = trainer_of(tmp_path / "whole", model=build(name), save_strategy="no")
     whole.train()
-    trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(), model=build(name), save_steps=4)[0].train()
-    (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
+    first, _ = trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(), model=build(name), save_steps=4)
+    if encoded:
+        first.train()
+        (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
+    else:
+        monkeypatch.setattr(callback_module, "compress_directory", fail)
+        with pytest.raises(SaveError, match="Free space"):
+            first.train()
+    assert verify_checkpoint(tmp_path / "run" / "checkpoint-4").ok == encoded
 
     fresh = build(name)
     with torch.no_grad():
         for parameter in fresh.parameters():
             parameter.add_(0.5)  # a resume that leaves a weight alone shows
-    resumed, continued = trainer_of(tmp_path / "run", TrainWeightsCheckpointCallback(), model=fresh, save_steps=4)
+    resumed, continued = trainer_of(tmp_path / "run", model=fresh, save_strategy="no")
     resumed.train(resume_from_checkpoint=True)
     assert_equal(weights(resumed), weights(whole))
     assert continued.by_step == {step: losses.by_step[step] for step in range(5, STEPS + 1)}
+
+
+def fail(path: Path, **_: Any) -> None:
+    raise SaveError(str(path), "a disk that takes the checkpoint", "a full one", "Free space.")
 
 
 def test_a_moved_run_resumes_from_any_of_its_checkpoints(
@@ -277,7 +291,10 @@ def test_added_to_an_old_run_and_taken_away_again(
     assert_equal(weights(resumed), straight[0])
 
 
-def test_only_a_background_thread_that_is_no_daemon_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+def test_only_a_background_thread_that_is_no_daemon_writes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
     seen: list[tuple[str, bool, int]] = []
     original = callback_module.compress_directory
 
@@ -288,8 +305,8 @@ def test_only_a_background_thread_that_is_no_daemon_writes(tmp_path: Path, monke
         return original(path, **options)
 
     monkeypatch.setattr(callback_module, "compress_directory", watched)
-    trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
-    assert [name for name, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
+    trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build(name))[0].train()
+    assert [thread for thread, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
     assert all(not daemon for _, daemon, _ in seen)
     assert max(jobs for _, _, jobs in seen) == 1
 
@@ -297,9 +314,6 @@ def test_only_a_background_thread_that_is_no_daemon_writes(tmp_path: Path, monke
 def test_an_error_in_the_background_surfaces_and_leaves_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, **_: Any) -> None:
-        raise SaveError(str(path), "a disk that takes the checkpoint", "a full one", "Free space.")
-
     monkeypatch.setattr(callback_module, "compress_directory", fail)
     with pytest.raises(SaveError, match="Free space"):
         trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()

@@ -17,7 +17,12 @@ from hf_trainweights.checkpoint import atomic
 from hf_trainweights.checkpoint.anchoring import find_anchor_source
 from hf_trainweights.checkpoint.discovery import latest
 from hf_trainweights.checkpoint.encoded import load_file
-from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
+from hf_trainweights.checkpoint.inplace import (
+    adopt_weights,
+    compress_directory,
+    restore_directory,
+    write_weights_aside,
+)
 from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.manifest import verify_checkpoint
 from hf_trainweights.checkpoint.policy import Policy
@@ -164,6 +169,35 @@ def test_compressing_in_place_can_be_loaded_at_every_moment(tmp_path, monkeypatc
     assert not verified[0]
 
 
+def renamed(weights):
+    return {f"module.{name}": tensor for name, tensor in weights.items()}
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
+def test_weights_under_other_names_take_the_place_of_a_trainers_at_every_moment(tmp_path, monkeypatch, shards):
+    root = tmp_path / "run"
+    path = trainer_directory(root, 2, shards=shards)
+    stored = loaded_by_transformers(path)
+
+    def action():
+        adopt_weights(path, write_weights_aside(path, renamed(stored)))
+        compress_directory(path)
+
+    found = []
+    for when in replay(root, action, monkeypatch):
+        assert latest(root) == str(path), when
+        loaded = loaded_by_transformers(path)
+        expected = renamed(stored) if "module.w" in loaded else stored
+        assert loaded.keys() == expected.keys(), when
+        assert all(torch.equal(loaded[name], expected[name]) for name in expected), when
+        found.append((loaded.keys() != stored.keys(), verify_checkpoint(path).ok))
+    killed = found[:: len(OUTCOMES)]
+    assert killed == sorted(killed)
+    # From the module's names a Trainer resumes exactly: they are there before anything is encoded.
+    assert (True, False) in killed
+    assert set(found[-len(OUTCOMES) :]) == {(True, True)}
+
+
 def test_restoring_in_place_can_be_loaded_at_every_moment(tmp_path, monkeypatch):
     root = tmp_path / "run"
     for step in (1, 2):
@@ -216,9 +250,19 @@ def test_a_failing_disk_costs_nothing_but_the_save(run, monkeypatch, number, for
     assert is_example(load_checkpoint(latest(run)), 3)
 
 
+def compress(path):
+    compress_directory(path)
+
+
+def adopt_and_compress(path):
+    adopt_weights(path, write_weights_aside(path, loaded_by_transformers(path)))
+    compress_directory(path)
+
+
 @pytest.mark.filterwarnings("ignore:.*stored without reference")
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk full", "input/output error"])
-def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypatch, number):
+@pytest.mark.parametrize("action", [compress, adopt_and_compress])
+def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypatch, number, action):
     root, source = tmp_path / "run", tmp_path / "source"
     trainer_directory(source, 2, shards=False)
     for fail_at in range(1, 1000):
@@ -227,7 +271,7 @@ def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypa
         disk = FailingDisk(fail_at, number, for_good=True)
         with monkeypatch.context() as patch:
             patch.setattr(atomic, "file_system", disk)
-            message = save_error(lambda: compress_directory(root / "checkpoint-2"))
+            message = save_error(lambda: action(root / "checkpoint-2"))
         assert message is None or os.strerror(number) in message
         if disk.count < fail_at:
             break

@@ -10,8 +10,14 @@ from trees import fingerprint, trained
 from hf_trainweights.checkpoint.anchors import MissingAnchorError
 from hf_trainweights.checkpoint.discovery import latest
 from hf_trainweights.checkpoint.encoded import is_encoded, load_file
-from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
+from hf_trainweights.checkpoint.inplace import (
+    adopt_weights,
+    compress_directory,
+    restore_directory,
+    write_weights_aside,
+)
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.state import build_checkpoint, save_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 
@@ -94,7 +100,8 @@ def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_pa
 def test_weights_of_the_caller_need_no_weight_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path, safetensors=None)
-    compress_directory(path, weights={"module.name": torch.arange(6000.0)})
+    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
 
 
@@ -188,9 +195,35 @@ def test_adapters_keep_their_family_of_names(tmp_path):
 def test_weights_given_by_the_caller_replace_those_of_the_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
-    compress_directory(path, weights={"module.name": torch.arange(6000.0)})
+    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
     assert "model.safetensors" not in names(path)
+
+
+def test_weights_that_are_set_aside_keep_their_ties_and_may_change_afterwards(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    weight = torch.arange(6000.0)
+    aside = write_weights_aside(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
+    weight.zero_()
+    adopt_weights(path, aside)
+    compress_directory(path)
+    loaded = load_file(path / "pytorch_model.bin")
+    assert torch.equal(loaded["embed"], torch.arange(6000.0))
+    assert loaded["head"].data_ptr() == loaded["embed"].data_ptr() == loaded["rows"].data_ptr()
+    assert loaded["rows"].stride() == (1, 100)
+
+
+def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_old_files_away(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    (path / "trainweights_files.json").write_text("{}")
+    aside = write_weights_aside(path, {"w": torch.ones(3)})
+    os.utime(path, ns=(10**18, 10**18 + 1))
+    adopt_weights(path, aside)
+    assert path.stat().st_mtime_ns == 10**18 + 1
+    assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.name}
 
 
 def test_weights_may_stay_plain(tmp_path):
@@ -218,6 +251,70 @@ def test_buffers_and_rules_reach_the_policy(tmp_path):
     assert moments["state.0.exp_avg"]["codec"] == "raw"
     assert moments["state.0.exp_avg"]["name"] == name
     assert moments["state.0.exp_avg_sq"]["codec"] == "planes-rank1"
+
+
+def normed_directories(root, optimizer_of):
+    """Two checkpoints of a module whose buffers are large and move; returns it as it is in the second."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(5000), torch.nn.Linear(5000, 2))
+    model[1].register_buffer("average", torch.zeros(3, 5000))
+    optimizer = optimizer_of(model)
+    for step in (1, 2):
+        model(torch.rand(8, 5000)).square().sum().backward()
+        optimizer.step()
+        model[1].average += torch.rand(3, 5000)
+        path = root / f"checkpoint-{step}"
+        path.mkdir(parents=True)
+        torch.save(model.state_dict(), path / "pytorch_model.bin")
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    return model
+
+
+@pytest.mark.parametrize(
+    "optimizer_of",
+    [
+        lambda model: torch.optim.AdamW(list(model.parameters())),
+        lambda model: torch.optim.AdamW(model.named_parameters()),
+        lambda model: torch.optim.SGD(list(model.parameters()), lr=1e-3, momentum=0.9),
+    ],
+    ids=["AdamW", "AdamW with names", "SGD"],
+)
+@pytest.mark.parametrize("mode", ["near-lossless", "compact"])
+def test_buffers_are_exact_without_a_module_that_names_them(tmp_path, mode, optimizer_of):
+    model = normed_directories(tmp_path, optimizer_of)
+    for step in (1, 2):
+        manifest = compress_directory(tmp_path / f"checkpoint-{step}", mode=mode)
+    loaded = load_file(tmp_path / "checkpoint-2" / "pytorch_model.bin")
+    for name, buffer in model.named_buffers():
+        assert torch.equal(loaded[name], buffer), name
+    bounds = {each["name"]: each["bound"] for each in manifest.files["pytorch_model.bin"].report["tensors"]}
+    assert bounds["1.weight"] is not None
+
+
+def test_a_second_mode_knows_the_buffers_of_the_first(tmp_path):
+    model = normed_directories(tmp_path, lambda model: torch.optim.AdamW(list(model.parameters())))
+    for mode in ("lossless", "compact"):
+        for step in (1, 2):
+            path = tmp_path / f"checkpoint-{step}"
+            (path / "optimizer.pt").unlink(missing_ok=True)
+            named = ["1.average"] if mode == "lossless" else None
+            manifest = compress_directory(path, mode=mode, buffers=named)
+    reports = {each["name"]: each for each in manifest.files["pytorch_model.bin"].report["tensors"]}
+    assert {name for name, each in reports.items() if each["role"] == "buffer"} == {"1.average"}
+    assert torch.equal(load_file(path / "pytorch_model.bin")["1.average"], model[1].average)
+    assert reports["0.running_mean"]["bound"] is not None
+
+
+def test_a_plain_loops_checkpoint_names_its_buffers_itself(tmp_path):
+    for step in (1, 2):
+        model = torch.nn.BatchNorm1d(5000)
+        model.register_buffer(
+            "average", torch.full((2, 5000), 1.0).normal_(generator=torch.Generator().manual_seed(step))
+        )
+        save_checkpoint(build_checkpoint(model, step=step, rng=False), tmp_path / f"checkpoint-{step}")
+        manifest = compress_directory(tmp_path / f"checkpoint-{step}", mode="compact")
+    assert manifest.anchor["saves"] == 2
+    assert torch.equal(load_file(tmp_path / "checkpoint-2" / "pytorch_model.bin")["average"], model.average)
 
 
 def test_a_file_of_torch_save_with_everything_in_it_is_planned_part_by_part(tmp_path):
@@ -344,17 +441,37 @@ def test_what_was_encoded_with_a_loss_is_not_encoded_once_more(tmp_path):
     assert compact.files["optimizer.pt"] == near.files["optimizer.pt"]
 
 
-def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
-    path = tmp_path / "checkpoint-500"
+def drifting_directory(path):
+    """A checkpoint whose weights move so far between two saves that an anchor is rounded."""
     _, optimizer = trainer_directory(path)
     for state in optimizer["state"].values():
-        state["exp_avg_sq"] *= 1e-4  # so that weights move far between two saves
+        state["exp_avg_sq"] *= 1e-4
     torch.save(optimizer, path / "optimizer.pt")
-    names_by_index = dict(enumerate(optimizer["param_groups"][0]["param_names"]))
-    near = compress_directory(path, mode="near-lossless", optimizer_names=names_by_index)
+    return dict(enumerate(optimizer["param_groups"][0]["param_names"]))
+
+
+def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    optimizer_names = drifting_directory(path)
+    near = compress_directory(path, mode="near-lossless", optimizer_names=optimizer_names)
     assert any(each["bound"] for each in near.files["pytorch_model.bin"].report["tensors"])
-    compact = compress_directory(path, mode="compact", optimizer_names=names_by_index)
+    compact = compress_directory(path, mode="compact", optimizer_names=optimizer_names)
     assert compact.files["pytorch_model.bin"] == near.files["pytorch_model.bin"]
+
+
+@pytest.mark.parametrize("mode", ["near-lossless", "lossless"])
+def test_bounds_outlive_an_interrupted_conversion(tmp_path, mode):
+    path = tmp_path / "checkpoint-500"
+    optimizer_names = drifting_directory(path)
+    whole = compress_directory(path, mode="near-lossless", optimizer_names=optimizer_names)
+    (path / MANIFEST_NAME).unlink()
+    resumed = compress_directory(path, mode=mode, optimizer_names=optimizer_names)
+    for name in ("pytorch_model.bin", "optimizer.pt"):
+        assert resumed.files[name].sha256 == whole.files[name].sha256
+        known, found = (entry.files[name].report["tensors"] for entry in (whole, resumed))
+        for key in ("path", "codec", "params", "bound", "bytes_in", "bytes_out"):
+            assert [each[key] for each in found] == [each[key] for each in known]
+        assert any(each["bound"] for each in found)
 
 
 def test_another_mode_may_follow_a_lossless_one(tmp_path):
