@@ -12,6 +12,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
@@ -111,6 +112,34 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         next_step = "Transformers would start these from random numbers. Save the whole model."
         raise ConfigError(str(source), f"weights for all of {name}", f"none for {missing}", next_step)
     return model
+
+
+def parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
+    """Tells the parameters of a saved model from its buffers by its config.json; no weight is read.
+
+    Args:
+        directory: A saved model or a Trainer's checkpoint.
+
+    Returns:
+        Names of the parameters, tied ones under each of theirs; None without a config.json that names a class of
+        Transformers.
+
+    Raises:
+        Nothing that a whole config.json causes.
+
+    Example:
+        >>> parameter_names("out/checkpoint-500")  # doctest: +SKIP
+        {'lm_head.weight', 'model.embed_tokens.weight', ...}
+    """
+    try:
+        saved = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError):
+        return None
+    cls = getattr(transformers, next(iter(saved.architectures or ()), "none"), None)
+    if cls is None:
+        return None
+    with torch.device("meta"):
+        return {name for name, _ in cls(saved).named_parameters(remove_duplicate=False)}
 
 
 def copy_companions(source: str | os.PathLike[str], out: Path) -> None:

@@ -12,10 +12,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError, SaveError
-from hf_trainweights.model_directory import load_saved, quantize_directory
+from hf_trainweights.model_directory import load_saved, parameter_names, quantize_directory
 
 INT4 = {"format": "int4", "group_size": 32}
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "spiece.model", "preprocessor_config.json")
@@ -154,3 +155,30 @@ def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_p
     assert (done.returncode, done.stderr) == (0, "")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
+
+
+def test_parameters_are_told_from_buffers_by_the_configuration_alone(tmp_path: Path) -> None:
+    model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"))
+    model.config.architectures = ["ResNetModel"]
+    model.config.save_pretrained(tmp_path)
+    names = parameter_names(tmp_path)
+    assert names == {name for name, _ in model.named_parameters()}
+    assert any("running_mean" in name for name in model.state_dict().keys() - names)
+
+
+def test_tied_parameters_have_each_of_their_names(llama: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    names = parameter_names(tmp_path / "tied")
+    assert names is not None
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
+
+
+@pytest.mark.parametrize("architectures", [None, ["MyOwnModel"]])
+def test_without_a_class_of_transformers_no_parameters_are_told(
+    architectures: list[str] | None, llama: Path, tmp_path: Path
+) -> None:
+    assert parameter_names(tmp_path) is None
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    assert parameter_names(llama) is None

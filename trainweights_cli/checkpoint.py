@@ -5,7 +5,6 @@ Every command takes a checkpoint directory, most of them also a run: a directory
 
 from __future__ import annotations
 
-import functools
 import json
 import warnings
 from collections.abc import Callable, Sequence
@@ -166,8 +165,11 @@ def compress(
     except ConfigError as error:
         raise typer.BadParameter(str(error), param_hint="--mode" if error.where == "mode" else "--rule") from error
     with errors_in_one_line(debug):
-        compress_one = functools.partial(compress_directory, mode=policy.mode, rules=policy.rules)
-        rows = _rewrite("compressing", path, compress_one)
+        rows = _rewrite(
+            "compressing",
+            path,
+            lambda each: compress_directory(each, mode=policy.mode, rules=policy.rules, buffers=_buffers(each)),
+        )
     _print_rewritten(rows, as_json)
 
 
@@ -274,6 +276,17 @@ def _parse_rule(text: str) -> tuple[str, Any]:
         return selector, json.loads(choice)
     except ValueError as error:
         raise typer.BadParameter(f"{choice} is not JSON: {error}.", param_hint="--rule") from error
+
+
+def _buffers(directory: Path) -> set[str] | None:
+    """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.plain_weights import read_weights, weight_files
+    from hf_trainweights.model_directory import parameter_names
+
+    files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
+    parameters = parameter_names(directory) if files else None
+    return None if parameters is None else read_weights(files[0]).keys() - parameters
 
 
 def _rewrite(what: str, path: Path, function: Callable[[Path], Any]) -> list[dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import BertConfig, BertModel
 from trees import trained
 from typer.testing import CliRunner
 
@@ -150,6 +151,26 @@ def test_rules_are_read_as_names_and_as_json(run_directory: Path) -> None:
     assert codecs["embed.weight"] == ("raw", None)
     assert codecs["head.weight"][0] == "delta-uniform"
     assert 0 < codecs["head.weight"][1] <= 1e-3
+
+
+def test_the_model_in_config_json_tells_weights_from_buffers(tmp_path: Path) -> None:
+    """The pooler has no state and the shape of the others: the optimizer alone would leave all of these in doubt."""
+    config = BertConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
+    model = BertModel(config)
+    trained_parameters = [each for name, each in model.named_parameters() if "pooler" not in name]
+    optimizer = torch.optim.AdamW(trained_parameters)
+    for step in STEPS:
+        for parameter in trained_parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(step))
+        optimizer.step()
+        path = tmp_path / f"checkpoint-{step}"
+        model.save_pretrained(path)
+        torch.save(optimizer.state_dict(), path / "optimizer.pt")
+    run_json("compress", tmp_path, "--mode", "compact")
+    report = run_json("inspect", path)["files"]["pytorch_model.bin"]["report"]["tensors"]
+    assert {each["role"] for each in report} == {"weight"}
+    codecs = {each["name"]: each["codec"] for each in report}
+    assert codecs["encoder.layer.0.attention.self.query.weight"] == "delta-uniform"
 
 
 def test_warnings_are_lines_on_stderr(run_directory: Path) -> None:
