@@ -83,18 +83,22 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     if x.numel() == 0 or qdata.numel() == 0:
         return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
-    rows = x.reshape(-1, qdata.shape[1])
-    (M, K), is_float32 = rows.shape, x.dtype == torch.float32
+    rows, dtype, is_matrix = x, x.dtype, x.dim() == 2
+    if not is_matrix:
+        rows = x.reshape(-1, qdata.shape[1])
+    M, K = rows.shape
+    is_float32 = dtype == torch.float32
     packs = M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32
-    many = x.dtype == torch.bfloat16 and M > _DIGIT_ROWS
+    many = dtype == torch.bfloat16 and M > _DIGIT_ROWS
     if quantize_x or (not packs and not many and _has_integer_products()):
         out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
     elif not packs:
         out = _multiply_cast(rows, qdata, scale, bias)
     else:
-        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).squeeze(-1).contiguous())
+        factors = scale if scale.dtype == dtype else scale.to(dtype)
+        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), factors.view(-1).contiguous())
         out = out if bias is None else out.add_(bias)
-    return out.view(*x.shape[:-1], qdata.shape[0])
+    return out if is_matrix else out.view(*x.shape[:-1], len(qdata))
 
 
 @functools.cache
