@@ -32,18 +32,20 @@ _weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 # Devices on which the op beats a product with the dequantized weight.
 DEVICES = {"cpu"}
 
-# Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 to 4096x4096, as speed over bfloat16
-# F.linear. _weight_int8pack_mm against digits: 1.2-1.5 and 1.2-1.5 at 4 rows, .7-.9 and 1.2-1.4 at 8.
+# Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 and 4864x896, as speed over bfloat16
+# F.linear. _weight_int8pack_mm against digits: 1.5 and 1.3 against 1.0 and 1.3 at 4 rows, 1.1 and .7 against 1.0 and
+# 1.2 at 6.
 _PACK_ROWS = 4
 # It reads whole vectors of 16 columns: past the end of a matrix with another K, where it returns garbage or crashes.
 _PACK_COLUMNS = 16
 # It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
 _CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
-# Digits against cast blocks: .6-.9 and .5 at 64 rows, .4-.8 and .5-.6 at 128. Without AMX digits lead there too.
+# Digits against cast blocks: .6 and .7 against .7 and .6 at 64 rows, .5 and .6 against .7 and .7 at 128. Without AMX
+# digits lead there too.
 _DIGIT_ROWS = 64
-# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2-1.4 and .9-1.0 at 16 rows,
-# .7-.8 and .7-.8 at 32, then behind: the result has to be transposed.
-_LEFT_ROWS = 32
+# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.1 and 1.4 against 1.1 and 1.2
+# at 1 row, .9 and 1.1 each at 16, .7 and .7 against .7 and .8 at 32: the result has to be transposed.
+_LEFT_ROWS = 16
 # Rows of x whose digits are held at a time.
 _ROW_BLOCK = 512
 # Elements of x that become digits at a time: 256 kB of float32, twice, within the second-level cache. At 256 rows of
