@@ -108,7 +108,13 @@ def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tens
     """Apply an indexing function along one stored dimension to every stored tensor; not possible along K."""
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
+    tensor = _divisible(tensor, dim)
     return _part(tensor, {name: function(stored) for name, stored in tensor.tensors.items()})
+
+
+def _divisible(tensor: QuantizedTensor, dim: int) -> QuantizedTensor:
+    """Return the tensor in a layout that can be cut along `dim`: between experts any, between rows the canonical."""
+    return tensor.canonical() if _stored_dim(tensor, dim) == tensor.dim() - 2 else tensor
 
 
 def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
@@ -136,6 +142,7 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
+    tensor = _divisible(tensor, dim)
     pieces = {name: func(stored, sizes, _stored_dim(tensor, dim)) for name, stored in tensor.tensors.items()}
     return [_part(tensor, dict(zip(pieces, piece, strict=True))) for piece in zip(*pieces.values(), strict=True)]
 
@@ -231,9 +238,8 @@ _TABLE: dict[Any, Callable[..., Any]] = {
 
 HANDLERS.update(_TABLE | PRODUCTS)
 ANY_LAYOUT.update(PRODUCTS)
-ANY_LAYOUT.update(
-    func for func, handler in _TABLE.items() if handler in (_alias, _clone, _copy, _embedding, _transpose, _like)
-)
+_CANONICAL_ALONE = (_to_copy, _pin, _empty_like, _view)
+ANY_LAYOUT.update(func for func, handler in _TABLE.items() if handler not in _CANONICAL_ALONE)
 
 
 def _set_item(tensor: QuantizedTensor, *index_and_value: Any) -> None:

@@ -34,7 +34,7 @@ from hf_trainweights.model_card import CARD_NAME, is_generated, model_card, with
 from hf_trainweights.quantized_tensor import QuantizedTensor
 from hf_trainweights.state_dict import flatten_state_dict
 from hf_trainweights.weight_digests import digests_name, write_digests
-from hf_trainweights.weight_files import is_weight_file
+from hf_trainweights.weight_files import align_int8, is_weight_file
 
 try:
     import fcntl
@@ -147,6 +147,9 @@ def _save(
         if not safe:
             _rewrite_as_bin(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
+        for name in weights:
+            if name.endswith(".safetensors"):
+                align_int8(staging / name)
         quantized = hasattr(model, "hf_quantizer")
         if weights and quantized:
             write_digests(staging, weights, variant)

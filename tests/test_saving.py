@@ -126,6 +126,15 @@ def test_files_hold_flat_plain_tensors_and_nothing_else(
 
 
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
+def test_codes_are_mapped_where_int8_products_read_them_without_a_copy(
+    serialization: str, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
+    weights = [weight for weight in load(tmp_path).parameters() if isinstance(weight, QuantizedTensor)]
+    assert {weight.qdata.data_ptr() % 16 for weight in weights} == {0}
+
+
+@pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_bytes_do_not_depend_on_the_directory_the_file_name_or_an_earlier_save(
     serialization: str, model: PreTrainedModel, tmp_path: Path
 ) -> None:

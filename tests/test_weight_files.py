@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.weight_files import check_weight_files, is_weight_file, read_safetensors_header
+from hf_trainweights.weight_files import align_int8, check_weight_files, is_weight_file, read_safetensors_header
 
 TENSORS = {
     "layer._weight_qdata": torch.arange(12, dtype=torch.int8).reshape(3, 4),
@@ -201,3 +201,36 @@ def test_a_missing_stored_tensor_is_named_with_its_weight_and_file(tmp_path: Pat
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match=r"model-00002-of-00002\.safetensors: expected a shard.*no such file"):
         check_weight_files([tmp_path / "model-00002-of-00002.safetensors"])
+
+
+def int8_starts(file: Path) -> list[int]:
+    """Return the addresses of the int8 tensors within the page-aligned memory that a file is mapped to."""
+    data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    entries = read_safetensors_header(file).values()
+    return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
+
+
+@pytest.mark.parametrize("length", range(1, 17))
+@pytest.mark.parametrize("columns", [9_000_000, 32])
+def test_int8_tensors_are_aligned_whatever_the_length_of_the_header(tmp_path: Path, length: int, columns: int) -> None:
+    codes = (torch.arange(columns) % 251 - 125).to(torch.int8)
+    # Sorted behind wider dtypes; 9 MB is more than is moved at a time.
+    tensors = {"x" * length: codes, "y": codes[:32].clone(), "head.bias": torch.arange(4, dtype=torch.bfloat16)}
+    file = write(tmp_path, "model.safetensors", tensors)
+    align_int8(file)
+    assert {start % 16 for start in int8_starts(file)} == {0}
+    once = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == once
+    stored = load_file(file)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_whose_int8_tensors_cannot_be_aligned_stays_as_it_is(tmp_path: Path) -> None:
+    tensors = {"codes": torch.ones(32, dtype=torch.int8), "head.bias": torch.zeros(3, dtype=torch.bfloat16)}
+    file = write(tmp_path, "model.safetensors", tensors)
+    before = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == before
+    assert [start % 8 for start in int8_starts(file)] == [6]

@@ -2,8 +2,8 @@
 
 | tensor | shape | dtype |
 |---|---|---|
-| `qdata` | `[N, K // 2]`, in memory `[N // tile_rows, K, tile_rows // 2]` | uint8 |
-| `scale` | `[K // group_size, N, 2]`: the scale, and the zero point 0 | bfloat16 |
+| `qdata` | `[*, N, K // 2]`, in memory `[*, N // tile_rows, K, tile_rows // 2]` | uint8 |
+| `scale` | `[*, K // group_size, N, 2]`: the scale, and the zero point 0 | bfloat16 |
 
 Byte j of column k of a tile holds rows j (low nibble) and j + tile_rows / 2 (high nibble), each as code + 8. How many
 rows a tile has depends on the instructions that PyTorch finds: 64 with AVX-512, 32 with AVX2.
@@ -48,20 +48,23 @@ class Int4Tiles(Int4):
         return Int4(self.group_size)
 
     def fallback(self, shape: Sequence[int]) -> Format:
-        """Return the canonical format for experts and where the tiles do not divide N."""
-        fits = len(shape) == 2 and shape[0] > 0 and shape[0] % self.tile_rows == 0
+        """Return the canonical format where the tiles do not divide N."""
+        fits = 0 not in shape and shape[-2] % self.tile_rows == 0
         return self if fits and self.canonical.fallback(shape) == self.canonical else self.canonical.fallback(shape)
 
     def tensor_specs(
         self, shape: Sequence[int], scale_dtype: torch.dtype
     ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return `qdata` as `[N, K // 2]` uint8 and `scale` as `[K // group_size, N, 2]`."""
-        N, K = shape
-        return {"qdata": ((N, K // 2), torch.uint8), "scale": ((K // self.group_size, N, 2), scale_dtype)}
+        """Return `qdata` as `[*, N, K // 2]` uint8 and `scale` as `[*, K // group_size, N, 2]`."""
+        *lead, N, K = shape
+        return {
+            "qdata": ((*lead, N, K // 2), torch.uint8),
+            "scale": ((*lead, K // self.group_size, N, 2), scale_dtype),
+        }
 
     def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
-        """Return `[N, K]`, two columns for each byte of a row."""
-        return (qdata.shape[0], qdata.shape[1] * 2)
+        """Return `[*, N, K]`, two columns for each byte of a row."""
+        return (*qdata.shape[:-1], qdata.shape[-1] * 2)
 
     def quantize(self, weight: Tensor, name: str = "weight") -> dict[str, Tensor]:
         """Quantize to the canonical format, then tile.
@@ -92,28 +95,28 @@ class Int4Tiles(Int4):
     def from_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `Int4`'s tensors as tiles."""
         qdata, scale = tensors["qdata"].contiguous(), tensors["scale"]
-        N, half = qdata.shape[0], self.tile_rows // 2
-        octets = qdata.view(torch.uint8).view(-1, 2, half, qdata.shape[1] * CODES_PER_WORD // 2)
+        half = self.tile_rows // 2
+        octets = qdata.view(torch.uint8).view(-1, 2, half, qdata.shape[-1] * CODES_PER_WORD // 2)
         tiles = octets.new_empty(len(octets), octets.shape[-1], 2, half)
         for source, target in self._blocks(octets, tiles):
             even, odd = _exchange_nibbles(source[:, 0], source[:, 1])
             target[:, :, 0] = even.transpose(1, 2)
             target[:, :, 1] = odd.transpose(1, 2)
-        scale_and_zero = scale.new_zeros(scale.shape[1], N, 2)
-        scale_and_zero[..., 0] = scale.t()
-        return {"qdata": tiles.view(N, -1), "scale": scale_and_zero}
+        scale_and_zero = scale.new_zeros(*scale.mT.shape, 2)
+        scale_and_zero[..., 0] = scale.mT
+        return {"qdata": tiles.view(*qdata.shape[:-1], octets.shape[-1]), "scale": scale_and_zero}
 
     def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `Int4`'s tensors from tiles."""
-        qdata, scale = tensors["qdata"], tensors["scale"]
-        N, half = qdata.shape[0], self.tile_rows // 2
-        tiles = qdata.view(-1, qdata.shape[1], 2, half)
+        qdata, scale = tensors["qdata"].contiguous(), tensors["scale"]
+        half = self.tile_rows // 2
+        tiles = qdata.view(-1, qdata.shape[-1], 2, half)
         octets = tiles.new_empty(len(tiles), 2, half, tiles.shape[1])
         for source, target in self._blocks(tiles, octets):
             first, second = _exchange_nibbles(source[:, :, 0], source[:, :, 1])
             target[:, 0] = first.transpose(1, 2)
             target[:, 1] = second.transpose(1, 2)
-        return {"qdata": octets.view(N, -1).view(torch.int32), "scale": scale[..., 0].t().contiguous()}
+        return {"qdata": octets.view(qdata.shape).view(torch.int32), "scale": scale[..., 0].mT.contiguous()}
 
     def _blocks(self, source: Tensor, target: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return matching parts of few tiles, so that temporaries stay small however large the weight is."""

@@ -2,7 +2,8 @@
 
 Three ways, by the number of rows M of x and the instructions of the CPU:
 
-- `torch._weight_int8pack_mm` for the few rows of a decoding step, 16-bit x only: its float32 path is scalar.
+- `torch._weight_int8pack_mm` for the few rows of a decoding step, 16-bit x only: its float32 path is scalar. With
+  `activations="int8"` too: one op takes .5 to .9 of the time of the dozen that write digits (Xeon with AMX, 1 row).
 - Integer products. Each row of x is written as `top / 127 * (d0 + d1 / 254 + d2 / 254**2)` with integers d in
   [-127, 127], and one `torch._int_mm` multiplies all of them with the codes, exactly. Two digits hold a 16-bit x below
   its own rounding, three a float32 x to 2e-8 of the largest value of the row; one digit is `activations="int8"`.
@@ -31,18 +32,20 @@ _weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 # Devices on which the op beats a product with the dequantized weight.
 DEVICES = {"cpu"}
 
-# Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 to 4096x4096, as speed over bfloat16
-# F.linear. _weight_int8pack_mm against digits: 1.2-1.5 and 1.2-1.5 at 4 rows, .7-.9 and 1.2-1.4 at 8.
+# Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 and 4864x896, as speed over bfloat16
+# F.linear. _weight_int8pack_mm against digits: 1.5 and 1.3 against 1.0 and 1.3 at 4 rows, 1.1 and .7 against 1.0 and
+# 1.2 at 6.
 _PACK_ROWS = 4
 # It reads whole vectors of 16 columns: past the end of a matrix with another K, where it returns garbage or crashes.
 _PACK_COLUMNS = 16
 # It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
 _CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
-# Digits against cast blocks: .6-.9 and .5 at 64 rows, .4-.8 and .5-.6 at 128. Without AMX digits lead there too.
+# Digits against cast blocks: .6 and .7 against .7 and .6 at 64 rows, .5 and .6 against .7 and .7 at 128. Without AMX
+# digits lead there too.
 _DIGIT_ROWS = 64
-# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2-1.4 and .9-1.0 at 16 rows,
-# .7-.8 and .7-.8 at 32, then behind: the result has to be transposed.
-_LEFT_ROWS = 32
+# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.1 and 1.4 against 1.1 and 1.2
+# at 1 row, .9 and 1.1 each at 16, .7 and .7 against .7 and .8 at 32: the result has to be transposed.
+_LEFT_ROWS = 16
 # Rows of x whose digits are held at a time.
 _ROW_BLOCK = 512
 # Elements of x that become digits at a time: 256 kB of float32, twice, within the second-level cache. At 256 rows of
@@ -50,8 +53,8 @@ _ROW_BLOCK = 512
 _DIGIT_ELEMENTS = 1 << 16
 # Integer results held at a time: 2 MB of int32. Speed over F.linear at 256 rows, 4096x4096: 1.05 with a quarter, 1.08.
 _RESULT_ELEMENTS = 1 << 19
-# Codes cast at a time: 4 MB of bfloat16. Speed over F.linear at 256 rows, 4864x896: .54 with a quarter, .65 with half
-# of it, .71.
+# Codes cast at a time at most, in blocks of one size: 4 MB of bfloat16. Speed over F.linear at 256 rows, 4864x896: .69
+# in 2 blocks, .68 in 3, .62 in 6, and .60 in two of 2304 rows and a rest of 256 (896x4864: .69, .74, .66, .69).
 _CAST_ELEMENTS = 1 << 21
 
 # A row of x below it, where 127 / top would overflow, loses relative precision; the digits stay in range.
@@ -83,18 +86,22 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     if x.numel() == 0 or qdata.numel() == 0:
         return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
-    rows = x.reshape(-1, qdata.shape[1])
-    (M, K), is_float32 = rows.shape, x.dtype == torch.float32
+    rows, dtype, is_matrix = x, x.dtype, x.dim() == 2
+    if not is_matrix:
+        rows = x.reshape(-1, qdata.shape[1])
+    M, K = rows.shape
+    is_float32 = dtype == torch.float32
     packs = M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32
-    many = x.dtype == torch.bfloat16 and M > _DIGIT_ROWS
-    if quantize_x or (not packs and not many and _has_integer_products()):
-        out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
-    elif not packs:
-        out = _multiply_cast(rows, qdata, scale, bias)
-    else:
-        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), scale.to(x.dtype).squeeze(-1).contiguous())
+    many = dtype == torch.bfloat16 and M > _DIGIT_ROWS
+    if packs:
+        factors = scale if scale.dtype == dtype else scale.to(dtype)
+        out = _multiply_packed(rows.contiguous(), qdata.contiguous(), factors.view(-1).contiguous())
         out = out if bias is None else out.add_(bias)
-    return out.view(*x.shape[:-1], qdata.shape[0])
+    elif quantize_x or (not many and _has_integer_products()):
+        out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
+    else:
+        out = _multiply_cast(rows, qdata, scale, bias)
+    return out if is_matrix else out.view(*x.shape[:-1], len(qdata))
 
 
 @functools.cache
@@ -180,7 +187,8 @@ def _combine(products: tuple[Tensor, ...]) -> Tensor:
 
 def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     N, K = qdata.shape
-    rows = max(64, _CAST_ELEMENTS // K // 64 * 64)
+    blocks = -(-N * K // _CAST_ELEMENTS)
+    rows = -(-N // (64 * blocks)) * 64
     out, buffer = x.new_empty(x.shape[0], N), SCRATCH.take("cast", (min(rows, N), K), x.dtype)
     scale = scale.to(x.dtype)
     # Sums of codes can overflow in float16, so there the weight is scaled and not the result.

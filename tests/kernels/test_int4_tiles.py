@@ -20,18 +20,20 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import int4_tiles
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, layout, tile_rows
+from hf_trainweights.modules import choose_layouts_
 from hf_trainweights.quantized_tensor import QuantizedTensor
 
 has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
 CONFIG = TrainWeightsConfig("int4", group_size=32)
 
 
-def random_tensors(N: int, K: int, group_size: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
+def random_tensors(*shape: int, group_size: int, dtype: torch.dtype = torch.bfloat16) -> dict[str, Tensor]:
     """Return canonical tensors of every code, with scales of both signs and zero."""
-    generator = torch.Generator().manual_seed(N * K)
-    words = torch.randint(-(2**31), 2**31, (N, K // 8), generator=generator).to(torch.int32)
-    scale = torch.randn(N, K // group_size, generator=generator).to(dtype)
-    scale[0, 0] = 0
+    *lead, K = shape
+    generator = torch.Generator().manual_seed(sum(shape))
+    words = torch.randint(-(2**31), 2**31, (*lead, K // 8), generator=generator).to(torch.int32)
+    scale = torch.randn(*lead, K // group_size, generator=generator).to(dtype)
+    scale.view(-1)[0] = 0
     return {"qdata": words, "scale": scale}
 
 
@@ -54,21 +56,32 @@ def quantized(module: nn.Module) -> dict[str, QuantizedTensor]:
 
 
 @pytest.mark.parametrize("rows", [32, 64])
-@pytest.mark.parametrize(("N", "K", "group_size"), [(64, 32, 32), (128, 192, 64), (320, 1152, 128), (64, 65536, 128)])
-def test_tiles_and_back_are_exact(N: int, K: int, group_size: int, rows: int) -> None:
-    form, tensors = Int4Tiles(group_size, rows), random_tensors(N, K, group_size)
+@pytest.mark.parametrize(
+    ("shape", "group_size"),
+    [((64, 32), 32), ((128, 192), 64), ((320, 1152), 128), ((64, 65536), 128), ((3, 128, 64), 32)],
+)
+def test_tiles_and_back_are_exact(shape: tuple[int, ...], group_size: int, rows: int) -> None:
+    form, tensors = Int4Tiles(group_size, rows), random_tensors(*shape, group_size=group_size)
     tiles = form.from_canonical(tensors)
-    form.check(tiles, (N, K))
-    assert form.shape_of(tiles["qdata"]) == (N, K)
+    form.check(tiles, shape)
+    assert form.shape_of(tiles["qdata"]) == shape
     assert_same(form.to_canonical(tiles), tensors)
     for dtype in (torch.bfloat16, torch.float32):
-        dense = Int4(group_size).dequantize(tensors, (N, K), dtype)
-        assert torch.equal(form.dequantize(tiles, (N, K), dtype), dense)
+        dense = Int4(group_size).dequantize(tensors, shape, dtype)
+        assert torch.equal(form.dequantize(tiles, shape, dtype), dense)
+
+
+def test_experts_are_tiled_one_by_one() -> None:
+    form, tensors = Int4Tiles(32, 64), random_tensors(3, 128, 64, group_size=32)
+    tiles = form.from_canonical(tensors)
+    for index in range(3):
+        expert = form.from_canonical({name: tensor[index] for name, tensor in tensors.items()})
+        assert_same({name: tensor[index] for name, tensor in tiles.items()}, expert)
 
 
 def test_weights_of_many_blocks_convert_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_tiles, "BLOCK_ELEMENTS", 64 * 64)
-    form, tensors = Int4Tiles(32, 64), random_tensors(64 * 7, 64, 32)
+    form, tensors = Int4Tiles(32, 64), random_tensors(64 * 7, 64, group_size=32)
     assert_same(form.to_canonical(form.from_canonical(tensors)), tensors)
 
 
@@ -83,7 +96,7 @@ def test_tiles_are_what_torch_s_own_conversion_makes() -> None:
 
 @pytest.mark.parametrize("rows", [32, 64])
 def test_rows_are_taken_without_the_rest(rows: int) -> None:
-    form, tensors = Int4Tiles(32, rows), random_tensors(192, 64, 32)
+    form, tensors = Int4Tiles(32, rows), random_tensors(192, 64, group_size=32)
     tiles, indices = form.from_canonical(tensors), torch.tensor([0, 191, 33, 64, 33, 31, 32, 63])
     assert_same(form.take_rows(tiles, indices), {name: tensor[indices] for name, tensor in tensors.items()})
     for wrong in (-1, 192):
@@ -96,7 +109,9 @@ def test_rows_are_taken_without_the_rest(rows: int) -> None:
     [
         ((128, 64), Int4Tiles(32, 64)),
         ((96, 64), Int4(32)),
-        ((2, 128, 64), Int4(32)),
+        ((2, 128, 64), Int4Tiles(32, 64)),
+        ((2, 96, 64), Int4(32)),
+        ((0, 128, 64), Int4(32)),
         ((128, 48), Int8()),
         ((0, 64), Int8()),
     ],
@@ -201,6 +216,61 @@ def test_every_other_op_sees_the_canonical_layout(name: str, tensor: QuantizedTe
         assert torch.equal(*(t.dequantize() if isinstance(t, QuantizedTensor) else t for t in (result, expected)))
 
 
+@pytest.fixture
+def experts() -> QuantizedTensor:
+    """Weights of three experts in tiles."""
+    weight = torch.randn(3, 128, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    return QuantizedTensor.quantize(weight, Int4(32)).in_layout(Int4Tiles(32, tile_rows() or 64))
+
+
+CHOOSE_EXPERTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "one": lambda w: w[1],
+    "one by a tensor": lambda w: w[torch.tensor(2)],
+    "some": lambda w: w[1:],
+    "every other": lambda w: w[::2],
+    "a list": lambda w: w[torch.tensor([2, 0, 0])],
+    "all": lambda w: w.unbind()[2],
+    "parts": lambda w: w.split(2)[0],
+    "transposed": lambda w: w.transpose(1, 2)[1],
+}
+
+
+@pytest.mark.parametrize("name", CHOOSE_EXPERTS)
+def test_choosing_experts_keeps_the_layout(name: str, experts: QuantizedTensor) -> None:
+    result, expected = CHOOSE_EXPERTS[name](experts), CHOOSE_EXPERTS[name](experts.canonical())
+    assert isinstance(result, QuantizedTensor)
+    assert result.format == experts.format
+    assert result.shape == expected.shape
+    assert torch.equal(result.dequantize(), expected.dequantize())
+
+
+@pytest.mark.parametrize("name", ["rows", "columns"])
+def test_parts_of_experts_are_canonical(name: str, experts: QuantizedTensor) -> None:
+    part = {"rows": lambda w: w[:, 3:70].dequantize(), "columns": lambda w: w[:, :, 2:7]}[name]
+    assert torch.equal(part(experts), part(experts.canonical()))
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_experts_are_multiplied_as_if_alone(rows: int, experts: QuantizedTensor) -> None:
+    x = torch.randn(3 * rows, 64, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    alone = [F.linear(part, expert) for part, expert in zip(x.split(rows), experts.unbind(), strict=True)]
+    ends = torch.arange(1, 4, dtype=torch.int32) * rows
+    assert torch.equal(torch._grouped_mm(x, experts.mT, ends), torch.cat(alone))
+    assert torch.equal(torch.bmm(x.view(3, rows, 64), experts.mT), torch.stack(alone))
+
+
+@has_tiles
+def test_experts_of_a_model_are_tiled() -> None:
+    holder = nn.Module()
+    holder.experts = nn.Module()
+    for name, N in (("gate_up_proj", 128), ("down_proj", 96)):
+        weight = QuantizedTensor.quantize(torch.ones(3, N, 64, dtype=torch.bfloat16), Int4(32))
+        setattr(holder.experts, name, nn.Parameter(weight, requires_grad=False))
+    choose_layouts_(holder)
+    assert isinstance(holder.experts.gate_up_proj.format, Int4Tiles)
+    assert holder.experts.down_proj.format == Int4(32)
+
+
 def test_rows_are_looked_up_in_tiles(tensor: QuantizedTensor) -> None:
     indices = torch.tensor([[0, 127, 64], [33, 1, 0]])
     assert torch.equal(F.embedding(indices, tensor), F.embedding(indices, tensor.dequantize()))
@@ -261,11 +331,14 @@ def save_by_trainer(model: PreTrainedModel, path: Path) -> None:
 
 
 @has_tiles
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("name", WRITERS)
-def test_no_file_depends_on_the_layout(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    WRITERS[name](tiled_model(), tmp_path / "tiled")
+def test_no_file_depends_on_the_layout(
+    name: str, architecture: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    WRITERS[name](tiled_model(architecture), tmp_path / "tiled")
     monkeypatch.setattr(kernels, "LAYOUTS", {})
-    canonical = ARCHITECTURES["llama"].build(torch.bfloat16)
+    canonical = ARCHITECTURES[architecture].build(torch.bfloat16)
     quantize_(canonical, CONFIG)
     WRITERS[name](canonical, tmp_path / "canonical")
     files = sorted(path.name for path in (tmp_path / "tiled").iterdir())
@@ -302,10 +375,11 @@ def test_an_exported_program_is_saved_in_the_canonical_layout(tmp_path: Path) ->
 
 
 @has_tiles
-def test_loading_tiles_a_model_and_a_reload_gives_equal_weights(tmp_path: Path) -> None:
-    model = tiled_model()
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_loading_tiles_a_model_and_a_reload_gives_equal_weights(architecture: str, tmp_path: Path) -> None:
+    model = tiled_model(architecture)
     model.save_pretrained(tmp_path)
-    reloaded = ARCHITECTURES["llama"].auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    reloaded = ARCHITECTURES[architecture].auto_class.from_pretrained(tmp_path, dtype=torch.bfloat16)
     weights = quantized(reloaded)
     assert weights.keys() == quantized(model).keys()
     for name, weight in quantized(model).items():
