@@ -204,15 +204,12 @@ class QuantizedTensor(Tensor):
         return self.in_layout(self.format.canonical)
 
     def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:  # type: ignore[override]
-        """Return self, frozen as it was: a quantized weight takes no gradient.
-
-        Args:
-            requires_grad: True for a parameter is warned of; `load_state_dict(assign=True)` passes it for a tensor.
-        """
+        """Return self, frozen as it was; True for a parameter is warned of, a quantized weight takes no gradient."""
+        # For another tensor `load_state_dict(assign=True)` passes True, to make it a parameter.
         if requires_grad and isinstance(self, nn.Parameter):
             warnings.warn(
-                "A quantized weight takes no gradient and stays frozen. To train this layer in full (modules_to_save "
-                "of PEFT, for example), name it in modules_to_not_convert, or dequantize() the model first.",
+                "A quantized weight takes no gradient and stays frozen. To train it in full, as by modules_to_save of "
+                "PEFT, name its layer in modules_to_not_convert, or dequantize() the model first.",
                 stacklevel=2,
             )
         return self
@@ -261,8 +258,8 @@ class QuantizedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
         del tensor_contents
-        details = f"{self.format.canonical}, shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device}"
-        return f"QuantizedTensor({details}{', transposed' if self.transposed else ''})"
+        form, shape, transposed = self.format.canonical, tuple(self.shape), ", transposed" * self.transposed
+        return f"QuantizedTensor({form}, shape={shape}, dtype={self.dtype}, device={self.device}{transposed})"
 
     @classmethod
     def __torch_function__(
@@ -274,7 +271,7 @@ class QuantizedTensor(Tensor):
         if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
             return ASSIGNMENTS[func](*args)
         if func in SHORTCUTS and not torch.compiler.is_compiling():
-            # Else each look at the weight's shape and dtype would come here again: 1.5 us, several times a product.
+            # Without it each look at the weight's shape comes here again: 1.5 us, several times a product.
             with torch._C.DisableTorchFunctionSubclass():
                 result = SHORTCUTS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
