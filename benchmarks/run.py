@@ -35,7 +35,7 @@ from benchmarks.speed.plot import DRAWING, draw
 
 RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
-PARTS = ("loading", "linear", "errors", "quantization", "llama", "moe", "generate")
+PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate")
 Failures = dict[str, str]
 PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes", "optimum-quanto")
 
@@ -78,6 +78,7 @@ def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> t
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 3, failures),
         "linear": lambda: linear.speed(micro, rounds, 0.02 if quick else 0.04, failures),
+        "casting": lambda: linear.casting(rounds),
         "errors": lambda: linear.errors(OURS, failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),
         "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),

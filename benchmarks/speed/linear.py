@@ -17,8 +17,13 @@ from hf_trainweights import QuantizedTensor
 # N, K: square and not, in the caches of no CPU and in those of some.
 SHAPES = [(1024, 1024), (4864, 896), (4096, 4096)]
 ROWS = [1, 4, 32, 256]
+# The Linears of the Llama, and the rows of its prompt.
+LAYER_SHAPES = [(896, 896), (4864, 896), (896, 4864)]
+PROMPT_ROWS = 256
 # One weight is used after the other, so that a product reads its weight from memory as a model does.
 _ROTATED_BYTES = 64_000_000
+# As many codes as the package casts at a time.
+_CAST_ELEMENTS = 1 << 21
 
 
 def speed(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
@@ -132,3 +137,35 @@ def quantization(methods: Sequence[Method], rounds: int, failures: dict[str, str
     rows = interleave(runs, rounds, next(iter(runs)))
     gigabytes = N * K * 2 / 1e9
     return [{**row, "gigabytes_per_second": significant(gigabytes / row["seconds"])} for row in rows]
+
+
+@torch.no_grad()
+def casting(rounds: int) -> list[dict[str, Any]]:
+    """Time what a product with int8 codes in memory cannot do without where there is no product of integers.
+
+    The codes are cast in blocks into memory that is used again; then a bfloat16 product follows.
+
+    Args:
+        rounds: Interleaved rounds.
+
+    Returns:
+        Per shape a row `linear`, F.linear with a bfloat16 weight, and a row `cast`, the cast alone.
+    """
+    rows = []
+    for N, K in LAYER_SHAPES:
+        weight, x = _weight(N, K, torch.bfloat16), torch.randn(PROMPT_ROWS, K).bfloat16()
+        count = _ROTATED_BYTES // (N * K)
+        codes = [torch.randint(-127, 128, (N, K), dtype=torch.int8) for _ in range(count)]
+        weights = [weight.clone() for _ in range(count)]
+        block = torch.empty(_CAST_ELEMENTS // K // 64 * 64, K, dtype=torch.bfloat16)
+
+        def cast(index: int, codes: list[Tensor] = codes, block: Tensor = block) -> None:
+            for part in codes[index % len(codes)].split(len(block)):
+                block[: len(part)].copy_(part)
+
+        def linear(index: int, weights: list[Tensor] = weights, x: Tensor = x) -> Tensor:
+            return F.linear(x, weights[index % len(weights)])
+
+        runs = {"linear": timed(linear, count), "cast": timed(cast, count)}
+        rows += [{"N": N, "K": K, "M": PROMPT_ROWS, **row} for row in interleave(runs, rounds, "linear")]
+    return rows

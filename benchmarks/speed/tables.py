@@ -75,6 +75,17 @@ def errors(report: Report) -> str:
     return table(["method", "error", "floor", "ratio"], rows)
 
 
+def casting(report: Report) -> str:
+    """Return what casting int8 codes takes beside a bfloat16 product, and the speed-up that no cast can pass."""
+    header = ["N x K", "F.linear, us", "cast alone, us", "bound of int8 to bf16"]
+    found = {(row["N"], row["K"], row["name"]): row["seconds"] for row in report["casting"]}
+    rows = []
+    for N, K in dict.fromkeys((row["N"], row["K"]) for row in report["casting"]):
+        linear, cast = found[N, K, "linear"], found[N, K, "cast"]
+        rows.append([f"{N}x{K}", f"{linear * 1e6:.0f}", f"{cast * 1e6:.0f}", f"{linear / (linear + cast):.2f}"])
+    return table(header, rows)
+
+
 def quantization(report: Report) -> str:
     """Return how fast weights are quantized."""
     rows = [[row["name"], f"{row['gigabytes_per_second']:.2f}"] for row in report["quantization"]]
@@ -108,6 +119,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
     "speed-model": model_speed,
     "speed-moe": moe_speed,
     "speed-linear": linear_speed,
+    "speed-casting": casting,
     "speed-loading": loading,
     "speed-errors": errors,
     "speed-quantization": quantization,
