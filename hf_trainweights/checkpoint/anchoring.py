@@ -44,7 +44,8 @@ class AnchorState:
         saves: How many checkpoints it has served, the one that it is included.
         first_bits: Stored bits per weight of the first delta against it; None before that.
         last_bits: The same of the newest delta.
-        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps.
+        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
+            as long as all codecs are lossless.
     """
 
     sha256: str
@@ -199,10 +200,15 @@ def encode_against(
         UnstorableError: A value cannot be stored; the error names its key.
         OSError: The disk is full or refuses.
     """
-    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor)
-    if not any("anchor" in codec.references for each in plan.values() for codec in each.candidates):
+    moved = dict.fromkeys(weights, 1.0)
+    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=moved)
+    codecs = [codec for each in plan.values() for codec in each.candidates]
+    if not any("anchor" in codec.references for codec in codecs):
         return None
-    delta_rms = state.delta_rms or measure_delta_rms(weights, anchor)
+    delta_rms = state.delta_rms
+    # To measure takes as long as to decode the anchor, and only lossy codecs have a use for it.
+    if not delta_rms and not all(codec.lossless for codec in codecs):
+        delta_rms = measure_delta_rms(weights, anchor)
     plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=delta_rms)
     encoded = encode_file(weights, plan, anchor=anchor, anchor_link=anchor_link, spool_directory=spool_directory)
     if encoded.anchor is None:
