@@ -40,11 +40,6 @@ _HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
 )
 # Fewer bytes than a frame takes are not worth a try.
 _SMALLEST_FRAME = 12
-# zstd needs as long as the sample to see that fewer bytes than these are noise.
-_NOISE_BYTES = 1 << 17
-_NOISE_SAMPLE = 4096
-# Chi-squared of noise is 255 +- 23. At 405 a code would save 0.4 % of the block.
-_NOISE_CHI_SQUARED = 405
 # A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
 _MAX_WINDOW_BYTES = 1 << 22
 
@@ -85,7 +80,7 @@ class BlockWriter:
     def write(self, block: np.ndarray) -> None:
         """Appends a 1-D contiguous uint8 array."""
         stored = block
-        if len(block) >= _SMALLEST_FRAME and not _is_noise(block):
+        if len(block) >= _SMALLEST_FRAME:
             coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `read`)
             stored = np.frombuffer(coded, np.uint8) if len(coded) < len(block) else block
         self._data.append(stored)
@@ -154,16 +149,6 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
     """Undoes `int16_to_bytes`."""
     low, high = planes.reshape(2, -1)
     return high.astype(np.int16) * np.int16(256) + low
-
-
-def _is_noise(block: np.ndarray) -> bool:
-    """Tells from a sample whether a block is not worth coding: bytes that are all as frequent."""
-    if len(block) < _NOISE_BYTES:
-        return False
-    # An odd step, because rows of tensors have even lengths.
-    sample = block[:: len(block) // _NOISE_SAMPLE | 1]
-    counts = np.bincount(sample, minlength=256)
-    return 256 * int(np.dot(counts, counts)) < len(sample) * (len(sample) + _NOISE_CHI_SQUARED)
 
 
 def _frame_bytes(frame: memoryview) -> int:
