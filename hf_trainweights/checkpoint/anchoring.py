@@ -44,8 +44,9 @@ class AnchorState:
         saves: How many checkpoints it has served, the one that it is included.
         first_bits: Stored bits per weight of the first delta against it; None before that.
         last_bits: The same of the newest delta, without the bits that a finer step cost (see `AnchorSource.fineness`).
-        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps.
-        interval_steps: Training steps from the save before the first delta to that; None where unknown.
+        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
+            as long as all codecs are lossless.
+        interval_steps: Training steps from the save before that delta to it; None where unknown.
     """
 
     sha256: str
@@ -228,11 +229,14 @@ def encode_against(
         UnstorableError: A value cannot be stored; the error names its key.
         OSError: The disk is full or refuses.
     """
-    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor)
-    if not any("anchor" in codec.references for each in plan.values() for codec in each.candidates):
+    moved = dict.fromkeys(weights, 1.0)
+    plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=moved)
+    codecs = [codec for each in plan.values() for codec in each.candidates]
+    if not any("anchor" in codec.references for codec in codecs):
         return None
     state = source.state
-    if state.first_bits is None:
+    # To measure takes as long as to decode the anchor, and only lossy codecs have a use for it.
+    if not state.delta_rms and not all(codec.lossless for codec in codecs):
         delta_rms = measure_delta_rms(weights, anchor)
         state = replace(state, delta_rms=delta_rms, interval_steps=source.interval_steps)
         source = replace(source, state=state)

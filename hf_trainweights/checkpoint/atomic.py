@@ -320,6 +320,33 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+class DigestedFile:
+    """A file that is written to, and the digest of what is: it need not be read again.
+
+    Args:
+        file: A binary file open for writing, at its beginning.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Writes all of `data` and returns its length."""
+        self._digest.update(data)
+        self.size_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Flushes the file: torch.save asks for it."""
+        self._file.flush()
+
+    def sha256(self) -> str:
+        """Returns the SHA-256 of what was written, in hexadecimal."""
+        return self._digest.hexdigest()
+
+
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
     """Removes a directory and everything in it; links are removed, never followed.
 

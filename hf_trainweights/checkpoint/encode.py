@@ -10,12 +10,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.anchors import anchor_file_name
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import ByteBuffer, Codec, Encoded, Json, References
 from hf_trainweights.checkpoint.encoded import Anchor, decode_file
 from hf_trainweights.checkpoint.layout import ALIGNMENT_BYTES, VERSION, padded_length, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.storages import KeyPath, Storage, default_device_cpu, path_text
@@ -148,7 +149,8 @@ def encode_file(
     """
     structure, storages = flatten(tree)
     reference = _anchor_reference(anchor, anchor_link)
-    with _Spool(spool_directory) as spool, torch.no_grad(), default_device_cpu():
+    plain_bytes = sum(map(_plain_bytes, storages))
+    with _Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
         numbers, entries, report = _encode_storages(storages, plan, anchor, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
@@ -328,17 +330,21 @@ def _report(
         codec=codec.codec_id,
         params=encoded.params,
         bound=sum(bounds) if bounds else None,
-        bytes_in=math.prod(storage.shape) * storage.source.itemsize,
+        bytes_in=_plain_bytes(storage),
         bytes_out=encoded.payload_bytes,
     )
+
+
+def _plain_bytes(storage: Storage) -> int:
+    return math.prod(storage.shape) * storage.source.itemsize
 
 
 class _Spool:
     """Collects pieces at multiples of `ALIGNMENT_BYTES`: in memory, and what gets too large in an unlinked file."""
 
-    def __init__(self, directory: Path | None):
+    def __init__(self, directory: Path | None, expected_bytes: int):
         self._directory = directory
-        self._pieces: list[Tensor] = []
+        self._memory = ByteBuffer(min(expected_bytes, _MEMORY_BYTES))
         self._file: BinaryIO | None = None
         self._bytes = 0
 
@@ -350,25 +356,26 @@ class _Spool:
             self._file.close()
 
     def append(self, payload: Tensor) -> None:
-        self._add(torch.zeros(-self._bytes % ALIGNMENT_BYTES, dtype=torch.uint8))
-        self._add(payload)
+        self._add(np.zeros(-self._bytes % ALIGNMENT_BYTES, np.uint8))
+        self._add(payload.numpy())
 
     def finish(self) -> Tensor:
         padding = padded_length(self._bytes) - self._bytes
         for start in range(0, padding, _ZEROS_BYTES):
-            self._add(torch.zeros(min(padding - start, _ZEROS_BYTES), dtype=torch.uint8))
+            self._add(np.zeros(min(padding - start, _ZEROS_BYTES), np.uint8))
         if self._file is None:
-            return torch.cat([empty([0], torch.uint8), *self._pieces], out=empty([self._bytes], torch.uint8))
+            return torch.from_numpy(self._memory.view())
         self._file.flush()
         mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # lives on when the file is closed
         return torch.frombuffer(mapped, dtype=torch.uint8)
 
-    def _add(self, piece: Tensor) -> None:
+    def _add(self, piece: np.ndarray) -> None:
         self._bytes += len(piece)
-        self._pieces.append(piece)
         if self._file is None and self._bytes > _MEMORY_BYTES:
             self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115
-        if self._file is not None:
-            for each in self._pieces:
-                self._file.write(each.numpy().data)
-            self._pieces.clear()
+            self._file.write(self._memory.view().data)
+            self._memory = ByteBuffer()
+        if self._file is None:
+            self._memory.append(piece)
+        else:
+            self._file.write(piece.data)

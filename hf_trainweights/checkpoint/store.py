@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from torch import Tensor
 
@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.anchoring import (
     link_anchor,
 )
 from hf_trainweights.checkpoint.anchors import anchor_file_name
-from hf_trainweights.checkpoint.atomic import TEMPORARY_PREFIX, create_directory, create_file
+from hf_trainweights.checkpoint.atomic import TEMPORARY_PREFIX, DigestedFile, create_directory, create_file
 from hf_trainweights.checkpoint.discovery import checkpoint_directories
 from hf_trainweights.checkpoint.encode import EncodedFile, Plan, encode_file, save_encoded
 from hf_trainweights.checkpoint.encoded import is_encoded, read_structure
@@ -209,7 +209,9 @@ def _encode_weights(
     if result is not None:
         return result
     drift_rms = source.step_rms if source else {}
-    drift_rms = drift_rms or expected_drift_rms(weights.optimizer, weights.optimizer_names)
+    plan = policy.plan_anchor(weights.state, buffers=weights.buffers)
+    if not drift_rms and any(each.round_to for each in plan.values()):
+        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names)
     return encode_full(weights.state, policy, buffers=weights.buffers, drift_rms=drift_rms, spool_directory=directory)
 
 
@@ -228,12 +230,13 @@ def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> File
         OSError: The disk is full or refuses.
     """
     with open_file(path) as file:
-        save_encoded(encoded, file)
+        digested = DigestedFile(file)
+        save_encoded(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
     report = {
         "anchor": encoded.anchor.sha256 if encoded.anchor else None,
         "tensors": [dict(vars(tensor)) for tensor in encoded.report],
     }
-    return FileEntry.of(path, report)
+    return FileEntry(digested.size_bytes, digested.sha256(), report)
 
 
 def remove_checkpoint(path: Path) -> None:

@@ -108,6 +108,14 @@ def test_the_step_of_a_lossy_mode_is_fixed_per_anchor(tmp_path):
     assert len(set(steps)) == 1
 
 
+def test_the_step_is_measured_at_the_first_delta_that_has_one(tmp_path):
+    policies = [Policy(), Policy(), Policy("compact"), Policy("compact")]
+    for step, policy in enumerate(policies, start=1):
+        save(tmp_path, step, {"w": moved(base_weight(), 1e-4 * (step - 1), step)}, policy=policy)
+    measured = [read_manifest(tmp_path / f"checkpoint-{step}").anchor["delta_rms"] for step in (2, 3, 4)]
+    assert measured == [{}, {"w": pytest.approx(2e-4, rel=0.05)}, measured[1]]
+
+
 def anchor_saves(root):
     steps = sorted(int(path.name.removeprefix("checkpoint-")) for path in root.iterdir())
     return [read_manifest(root / f"checkpoint-{step}").anchor["saves"] for step in steps]

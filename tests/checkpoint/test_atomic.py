@@ -189,3 +189,13 @@ def test_temporary_names_are_fresh_and_say_whose_they_are(tmp_path):
     names = {atomic.temporary_path(tmp_path).name for _ in range(100)}
     assert len(names) == 100
     assert all(name.startswith(f"{atomic.TEMPORARY_PREFIX}{os.getpid()}-") for name in names)
+
+
+def test_what_is_written_is_digested_on_the_way(tmp_path):
+    with atomic.create_file(tmp_path / "a") as file:
+        digested = atomic.DigestedFile(file)
+        for data in (b"abc", memoryview(b"x" * 3_000_000), b""):
+            assert digested.write(data) == len(data)
+        digested.flush()
+    assert digested.size_bytes == 3_000_003
+    assert digested.sha256() == atomic.file_sha256(tmp_path / "a")

@@ -250,6 +250,34 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     return torch.from_numpy(buffer).view(dtype).view(shape)
 
 
+class ByteBuffer:
+    """Bytes that others are appended to.
+
+    Args:
+        expected_bytes: Memory is set aside for so many, and more as it is needed; none of it is touched before.
+    """
+
+    def __init__(self, expected_bytes: int = 0):
+        self._memory = np.empty(expected_bytes, np.uint8)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, data: np.ndarray) -> None:
+        """Appends a copy of a 1-D uint8 array."""
+        start, self._length = self._length, self._length + len(data)
+        if self._length > len(self._memory):
+            grown = np.empty(max(2 * start, self._length), np.uint8)
+            grown[:start] = self._memory[:start]
+            self._memory = grown
+        self._memory[start : self._length] = data
+
+    def view(self) -> np.ndarray:
+        """Returns all that was appended, uint8; a view."""
+        return self._memory[: self._length]
+
+
 def _plain(tensor: Tensor) -> Tensor:
     """Returns a contiguous CPU tensor without gradient or lazy conjugation; a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()

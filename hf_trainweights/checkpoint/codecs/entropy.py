@@ -23,7 +23,7 @@ import torch
 import zstandard
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec
+from hf_trainweights.checkpoint.codecs.base import ByteBuffer, Codec
 
 CHUNK = 1 << 18
 """Elements coded together: large enough for good statistics, small enough for the processor's cache."""
@@ -67,24 +67,29 @@ def chunk_count(count: int) -> int:
 
 
 class BlockWriter:
-    """Collects blocks into one payload."""
+    """Collects blocks into one payload.
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    Args:
+        expected_bytes: About how long it becomes.
+    """
+
+    def __init__(self, expected_bytes: int = 0) -> None:
+        self._data = ByteBuffer(expected_bytes)
         self._sizes: list[int] = []
 
     def write(self, block: np.ndarray) -> None:
         """Appends a 1-D contiguous uint8 array."""
-        raw = memoryview(block)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
-        coded = _coders.compressor.compress(raw) if len(raw) >= _SMALLEST_FRAME else raw
-        stored = coded if len(coded) < len(raw) else raw
-        self._data += stored
+        stored = block
+        if len(block) >= _SMALLEST_FRAME:
+            coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `read`)
+            stored = np.frombuffer(coded, np.uint8) if len(coded) < len(block) else block
+        self._data.append(stored)
         self._sizes.append(len(stored))
 
     def payload(self) -> Tensor:
         """Returns what was written, as a uint8 tensor."""
-        self._data += np.array(self._sizes, "<u4").tobytes()
-        return torch.from_numpy(np.frombuffer(self._data, np.uint8))
+        self._data.append(np.array(self._sizes, "<u4").view(np.uint8))
+        return torch.from_numpy(self._data.view())
 
 
 class BlockReader:
@@ -123,7 +128,7 @@ class BlockReader:
         if len(stored) == size:
             return stored
         where = f"block {index} at byte {start}"
-        frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (as above)
+        frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
         if len(frame) > size or _frame_bytes(frame) != size:
             raise self._codec.corrupt(where, f"a frame of {size} bytes", f"{len(frame)} bytes of another")
         try:

@@ -12,7 +12,7 @@ exclusive or, whose carries reach high bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,16 +24,18 @@ from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, Referen
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 from hf_trainweights.checkpoint.codecs.planes import (
     WORDS,
+    cached_ranges,
     fold,
     plane_bits,
     read_planes,
-    sample_of,
+    sample_step,
     unfold_,
     unzigzag_,
     word_layout,
     words_of,
+    write_plain,
     write_planes,
-    zigzag,
+    zigzag_,
 )
 
 
@@ -60,14 +62,15 @@ class PlanesDelta(Codec):
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         words = words_of(tensor)
         anchor = words_of(references["anchor"]) if "anchor" in references else None
-        writer = BlockWriter()
+        writer = BlockWriter(tensor.nbytes)
         is_delta: list[bool] = []
         for chunk in chunk_ranges(len(words)):
             is_delta.append(anchor is not None and _delta_is_smaller(words[chunk], anchor[chunk], tensor.dtype))
             if anchor is not None and is_delta[-1]:
-                write_planes(writer, zigzag(words[chunk] - anchor[chunk]))
+                differences = _differences(words[chunk], anchor[chunk])
+                write_planes(writer, words.itemsize, len(words[chunk]), differences)
             else:
-                write_planes(writer, fold(words[chunk], tensor.dtype))
+                write_plain(writer, words[chunk], tensor.dtype)
         writer.write(np.array(is_delta, np.uint8))
         return Encoded([writer.payload()], {})
 
@@ -86,16 +89,24 @@ class PlanesDelta(Codec):
         reader = BlockReader(cls, payloads[0], chunks * itemsize + 1)
         is_delta = reader.read(chunks * itemsize, chunks)
         anchor = words_of(cls.needed(references, "anchor")) if is_delta.any() else None
-        words = empty([count], WORDS[itemsize])
+        decoded = empty([count], WORDS[itemsize])
         for index, chunk in enumerate(chunk_ranges(count)):
-            read_planes(reader, index * itemsize, words[chunk])
-            if anchor is not None and is_delta[index]:
-                unzigzag_(words[chunk]).add_(anchor[chunk])
-            else:
-                unfold_(words[chunk], dtype)
-        return words.view(dtype).view(shape)
+            out = decoded.numpy()[chunk]
+            for part in read_planes(reader, index * itemsize, out):
+                if anchor is not None and is_delta[index]:
+                    words = unzigzag_(out[part])
+                    np.add(words, anchor[chunk][part], out=words)
+                else:
+                    unfold_(out[part], dtype)
+        return decoded.view(dtype).view(shape)
 
 
-def _delta_is_smaller(words: Tensor, anchor: Tensor, dtype: torch.dtype) -> bool:
-    sample = sample_of(words)
-    return plane_bits(zigzag(sample - sample_of(anchor))) < plane_bits(fold(sample, dtype))
+def _differences(words: np.ndarray, anchor: np.ndarray) -> Iterator[np.ndarray]:
+    for part in cached_ranges(len(words)):
+        yield zigzag_(words[part] - anchor[part])
+
+
+def _delta_is_smaller(words: np.ndarray, anchor: np.ndarray, dtype: torch.dtype) -> bool:
+    step = sample_step(len(words))
+    sample = words[::step]
+    return plane_bits(zigzag_(sample - anchor[::step])) < plane_bits(fold(sample, dtype))

@@ -16,7 +16,7 @@ The tensor is cut into tiles of at most 2**18 elements (see `levels`), each a di
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -26,18 +26,20 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.codecs.entropy import CHUNK, BlockReader, BlockWriter
-from hf_trainweights.checkpoint.codecs.levels import Tile, matrix_shape, tile_count, tiles
+from hf_trainweights.checkpoint.codecs.levels import matrix_shape, tile_count, tiles
 from hf_trainweights.checkpoint.codecs.planes import (
+    CACHED,
     WORDS,
     fold,
     plane_bits,
     read_planes,
-    sample_of,
+    sample_step,
     unfold_,
     unzigzag_,
     words_of,
+    write_plain,
     write_planes,
-    zigzag,
+    zigzag_,
 )
 from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 
@@ -66,18 +68,17 @@ class PlanesRank1(Codec):
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         shape = matrix_shape(tensor.shape)
         means = log_means(tensor.view(shape))
-        words = words_of(tensor).view(shape)
+        words = words_of(tensor).reshape(shape)
         predicted = _predictions(*means, tensor.dtype)
-        writer = BlockWriter()
+        writer = BlockWriter(tensor.nbytes)
         is_difference: list[bool] = []
-        for tile in tiles(*shape, CHUNK):
-            codes = _codes(words[tile], tile, predicted)
-            plain = words[tile].reshape(-1)
-            # The one number below the prediction whose code wraps around to 0 is left to plain tiles.
-            is_exact = np.count_nonzero(codes.numpy()) == np.count_nonzero(plain.numpy())
-            smaller = plane_bits(sample_of(codes)) < plane_bits(fold(sample_of(plain), tensor.dtype))
-            is_difference.append(is_exact and smaller)
-            write_planes(writer, codes if is_difference[-1] else fold(plain, tensor.dtype))
+        for rows, columns in tiles(*shape, CHUNK):
+            tile = words[rows, columns], predicted[0][rows], predicted[1][columns]
+            is_difference.append(_difference_is_smaller(*tile, tensor.dtype) and _is_exact(*tile))
+            if is_difference[-1]:
+                write_planes(writer, words.itemsize, tile[0].size, _codes(*tile))
+            else:
+                write_plain(writer, tile[0].reshape(-1), tensor.dtype)
         writer.write(np.array(is_difference, np.uint8))
         return Encoded([writer.payload(), encode_means(*means)], {})
 
@@ -96,37 +97,73 @@ class PlanesRank1(Codec):
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
         is_difference = reader.read(count * dtype.itemsize, count)
         predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
-        words = empty(matrix, WORDS[dtype.itemsize])
-        for index, tile in enumerate(tiles(*matrix, CHUNK)):
-            out = words[tile]
-            read_planes(reader, index * dtype.itemsize, out.view(-1))
-            if is_difference[index]:
-                _undo_codes_(out, tile, predicted)
-            else:
-                unfold_(out, dtype)
-        return words.view(dtype).view(shape)
+        decoded = empty(matrix, WORDS[dtype.itemsize])
+        for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
+            out = decoded.numpy()[rows, columns]
+            row_bits, column_bits = predicted[0][rows], predicted[1][columns]
+            width = out.shape[1]
+            for part in read_planes(reader, index * dtype.itemsize, out.reshape(-1), _cached_rows(width) * width):
+                if is_difference[index]:
+                    part_rows = slice(part.start // width, part.stop // width)
+                    _undo_codes_(out[part_rows], row_bits[part_rows], column_bits)
+                else:
+                    unfold_(out.reshape(-1)[part], dtype)
+        return decoded.view(dtype).view(shape)
 
 
-def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
     """Returns what rows, [R, 1], and columns, [C], add to the predicted bit pattern; words of the dtype's size."""
     mantissa_bits, bias = _LAYOUTS[dtype]
     unit = (1 << mantissa_bits) // MEAN_UNITS
     rows = (row_means * unit + (bias << mantissa_bits))[:, None]
-    return rows.to(WORDS[dtype.itemsize]), (column_means * unit).to(WORDS[dtype.itemsize])
+    return rows.to(WORDS[dtype.itemsize]).numpy(), (column_means * unit).to(WORDS[dtype.itemsize]).numpy()
 
 
-def _codes(words: Tensor, tile: Tile, predicted: tuple[Tensor, Tensor]) -> Tensor:
-    """Returns the codes of a tile, 1-D."""
-    codes = zigzag((words - predicted[0][tile[0]]).sub_(predicted[1][tile[1]])).add_(1)
-    nonzero = words.numpy() != 0
+def _cached_rows(width: int) -> int:
+    """Returns how many rows are worked on at once."""
+    return max(CACHED // width, 1)
+
+
+def _difference_is_smaller(words: np.ndarray, rows: np.ndarray, columns: np.ndarray, dtype: torch.dtype) -> bool:
+    positions = np.arange(0, words.size, sample_step(words.size))
+    row, column = np.divmod(positions, words.shape[1])
+    sample = words.reshape(-1)[positions]
+    return plane_bits(_code(sample, rows[row, 0], columns[column])) < plane_bits(fold(sample, dtype))
+
+
+def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
+    """Tells that no number's code wraps around to 0: that of the one number 2**31 below its prediction does."""
+    lowest, highest = int(rows.min()) + int(columns.min()), int(rows.max()) + int(columns.max())
+    if words.min() >= 0 and lowest >= 0 and highest <= np.iinfo(words.dtype).max:
+        return True
+    return np.count_nonzero(_code(words, rows, columns)) == np.count_nonzero(words)
+
+
+def _codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
+    """Yields the codes of a tile, 1-D, a few rows at a time."""
+    height = _cached_rows(words.shape[1])
+    for row in range(0, len(words), height):
+        part = slice(row, row + height)
+        yield _code(words[part], rows[part], columns).reshape(-1)
+
+
+def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    codes = words - rows
+    codes -= columns
+    zigzag_(codes)
+    codes += 1
+    nonzero = words != 0
     if not nonzero.all():
-        codes.mul_(torch.from_numpy(nonzero))
-    return codes.view(-1)
+        codes *= nonzero
+    return codes
 
 
-def _undo_codes_(codes: Tensor, tile: Tile, predicted: tuple[Tensor, Tensor]) -> None:
-    """Turns the codes of a tile into words, in place."""
-    nonzero = codes.numpy() != 0
-    unzigzag_(codes.sub_(1)).add_(predicted[0][tile[0]]).add_(predicted[1][tile[1]])
+def _undo_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
+    """Turns codes into words, in place."""
+    nonzero = codes != 0
+    codes -= 1
+    unzigzag_(codes)
+    codes += rows
+    codes += columns
     if not nonzero.all():
-        codes.mul_(torch.from_numpy(nonzero))
+        codes *= nonzero

@@ -2,7 +2,8 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
-from hf_trainweights.checkpoint.codecs.planes import Planes
+from hf_trainweights.checkpoint.codecs.entropy import BlockReader
+from hf_trainweights.checkpoint.codecs.planes import CACHED, Planes
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 
 
@@ -69,6 +70,16 @@ def test_a_close_anchor_helps_and_a_strange_one_does_not_hurt():
     assert bits(PlanesDelta(), weight, {"anchor": weight + normal(512, 512, seed=2, scale=2e-5)}) < plain - 7
     assert bits(PlanesDelta(), weight, {"anchor": weight}) < 0.01
     assert bits(PlanesDelta(), weight) == pytest.approx(plain, abs=0.001)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int16, torch.int32, torch.int64], ids=str)
+def test_planes_hold_the_bytes_of_each_significance(dtype):
+    words = torch.arange(CACHED + 5).to(dtype).mul_(3)
+    payload = Planes().encode(words).payloads[0]
+    expected = words.view(torch.uint8).view(-1, dtype.itemsize).t().numpy()
+    reader = BlockReader(Planes, payload, dtype.itemsize)
+    for index, plane in enumerate(expected):
+        assert (reader.read(index, len(words)) == plane).all()
 
 
 def test_each_chunk_is_plain_or_a_difference_as_is_best():

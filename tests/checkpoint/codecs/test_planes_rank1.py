@@ -44,6 +44,13 @@ def test_zeros_negatives_and_what_is_not_finite_come_back():
     bits(PlanesRank1(), tensor)
 
 
+@pytest.mark.parametrize("shape", [(700, 400), (20, 70_000), (17, 300_000)])
+def test_every_part_of_a_tile_is_put_in_its_place(shape):
+    tensor = squares(*shape)
+    tensor[:, ::7] = 0
+    assert bits(PlanesRank1(), tensor) < bits(Planes(), tensor)
+
+
 def test_the_code_that_wraps_around_to_the_one_of_zero_is_avoided():
     # With one mean for all, 2**-20, these are the predicted number and its negative: bits that differ by 2**31.
     tensor = torch.full([64, 64], 2.0**-20)
