@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.levels import TILE, tiles
+from hf_trainweights.checkpoint.codecs.float_tiles import TILE
+from hf_trainweights.checkpoint.codecs.levels import tiles
 
 MEAN_UNITS = 128
 """Means are whole multiples of one part in so many."""

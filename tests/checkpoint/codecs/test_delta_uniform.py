@@ -115,7 +115,7 @@ def test_step_is_rounded_to_float32_before_it_is_used_and_kept():
 def test_dither_takes_each_of_4093_values_once_and_is_the_documented_one():
     from hf_trainweights.checkpoint.codecs import delta_uniform
 
-    table = delta_uniform._dither_table()
+    table = torch.from_numpy(delta_uniform._dither_table())
     period = table[:4093]
     assert torch.equal(table[4093 : 2 * 4093], period)
     assert torch.equal(period.sort().values, torch.arange(-2046, 2047) / 4096)
