@@ -266,8 +266,9 @@ def _row_classes(sizes: Tensor) -> np.ndarray:
 def _choose_width(levels: np.ndarray) -> int:
     """Returns the narrowest width that fits nearly all levels of a sample."""
     sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1].copy()
+    has_same = sample.min() == _SAME
     for width in _WIDTHS[:-1]:
-        if np.count_nonzero(_escaped(sample, width)) <= _ESCAPES_PER_TILE * len(sample):
+        if np.count_nonzero(_escaped(sample, width, has_same)) <= _ESCAPES_PER_TILE * len(sample):
             return width
     return _WIDTHS[-1]
 
@@ -278,24 +279,28 @@ def _range(width: int) -> tuple[int, int, int]:
     return (-1 if width == 2 else 1 - offset), (1 << width) - 2 - offset, offset
 
 
-def _escaped(levels: np.ndarray, width: int) -> np.ndarray:
-    """Returns bool, true where a level has no symbol."""
+def _escaped(levels: np.ndarray, width: int, has_same: bool) -> np.ndarray:
+    """Returns bool, true where a level has no symbol; `has_same` says whether one is the same."""
     lowest, highest, _ = _range(width)
-    outside = (levels < lowest) | (levels > highest)
-    return outside if width == 2 else outside & (levels != _SAME)
+    # What is below the lowest wraps around.
+    outside = levels.view(np.uint16) - np.uint16(lowest & 0xFFFF) > np.uint16(highest - lowest)
+    if has_same and width > 2:
+        outside &= levels != _SAME
+    return outside
 
 
 def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     """Returns the symbols, uint8 or of more than 8 bits uint16, and the levels of the escapes."""
     lowest, highest, offset = _range(width)
-    escaped = np.empty(0, np.int64)
-    fitting = levels
-    if levels.min() < lowest or levels.max() > highest:
-        escaped = np.flatnonzero(_escaped(levels, width))
-        # The same, which is below every level, becomes 0.
-        fitting = np.clip(levels, np.int16(lowest - 1), np.int16(highest + 1))
+    smallest = levels.min()
+    has_same = bool(smallest == _SAME)
+    # The same, which is below every level, becomes 0; what the escapes become does not matter.
+    fitting = np.clip(levels, np.int16(lowest - 1), np.int16(_EXACT)) if has_same else levels
     symbols = fitting.astype(_symbol_dtype(width))
     symbols += symbols.dtype.type(offset)
+    if smallest >= lowest and levels.max() <= highest:
+        return symbols, levels[:0]
+    escaped = np.flatnonzero(_escaped(levels, width, has_same))
     symbols[escaped] = (1 << width) - 1
     return symbols, levels[escaped]
 
