@@ -41,7 +41,7 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
     counts = torch.zeros(R)
-    for rows, _ in tiles(*sample.shape, _SUMMED_TILE):
+    for rows, _ in tiles(R, sample.shape[1], _SUMMED_TILE):
         logs, counts[rows] = _rough_logs(sample[rows], 1)
         if C >= _FEWEST_PER_MEAN:
             row_means[rows] = _fixed_point(logs.sum(1), counts[rows])
