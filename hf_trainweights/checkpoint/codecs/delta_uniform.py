@@ -39,17 +39,17 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
-from hf_trainweights.checkpoint.codecs.levels import (
+from hf_trainweights.checkpoint.codecs.float_tiles import (
     TILE,
-    LevelWriter,
-    Tile,
-    clip_,
-    matrix_shape,
     moved_from,
-    read_levels,
+    round_to_,
+    scratch,
     split_misfits,
-    tiles,
+    to_float32,
+    work_in,
+    zeros_in,
 )
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, Tile, clip_, matrix_shape, put, read_levels, tiles
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
@@ -102,6 +102,7 @@ class DeltaUniform(Codec):
         # A little below 2 * bound, or the last rounding would push every hundredth element out of bounds.
         return cls(step=bound * (2 - 2**-5), limit=bound)
 
+    @np.errstate(all="ignore")
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         step = float(np.float32(self.step))
         # Errors are compared in float32, which may round them down.
@@ -114,19 +115,24 @@ class DeltaUniform(Codec):
         bound = 0.0
         for tile in tiles(*shape):
             elements = original[tile]
-            x, a = elements.to(torch.float32), _anchor_of(anchor, tile, elements)
-            delta = x - a
-            moved = moved_from(delta)
-            dither = _dither(tile, shape[1], shift)
-            levels = clip_(delta.mul_(1 / step).add_(dither).round_())
-            decoded = _reconstruct(levels, moved, a, dither, step).to(tensor.dtype)
-            misfit, worst = split_misfits(decoded.to(torch.float32).sub_(x).abs_(), limit)
+            x, a, dither = to_float32(elements, "x"), _anchor_of(anchor, tile), _dither(tile, shape[1], shift)
+            levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
+            np.subtract(x, a, out=levels)
+            same = zeros_in(levels)
+            levels *= np.float32(1 / step)
+            levels += dither
+            clip_(np.rint(levels, out=levels))
+            _reconstruct(levels, same, a, dither, step, decoded)
+            round_to_(decoded, tensor.dtype)
+            decoded -= x
+            misfit, worst = split_misfits(decoded, limit)
             bound = max(bound, worst)
-            writer.write(tile, levels, elements, misfit, moved)
+            writer.write(tile, levels, elements, misfit, same)
         params: dict[str, Json] = {"step": step, "anchor": anchor is not None, "shift": shift}
         return Encoded(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
 
     @classmethod
+    @np.errstate(all="ignore")
     def _decode(
         cls,
         payloads: Sequence[Tensor],
@@ -148,9 +154,11 @@ class DeltaUniform(Codec):
         tile_levels = read_levels(cls, payloads, shape, dtype)
         out = empty(matrix, dtype)
         for tile, levels in tile_levels:
-            a = _anchor_of(anchor, tile, out[tile])
-            dither = _dither(tile, matrix[1], shift)
-            levels.put(_reconstruct(levels.values, levels.moved, a, dither, step), out[tile])
+            a, dither = _anchor_of(anchor, tile), _dither(tile, matrix[1], shift)
+            decoded = work_in(out[tile], "decoded")
+            levels.write_to(decoded)
+            _reconstruct(decoded, levels.same, a, dither, step, decoded)
+            put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
 
 
@@ -183,39 +191,47 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     return math.sqrt(total / len(flat)) if total else 0.0
 
 
-def _anchor_of(anchor: Tensor | None, tile: Tile, like: Tensor) -> Tensor:
-    return torch.zeros(like.shape) if anchor is None else anchor[tile].to(torch.float32)
+def _anchor_of(anchor: Tensor | None, tile: Tile) -> np.ndarray | np.float32:
+    return np.float32(0) if anchor is None else to_float32(anchor[tile], "anchor")
 
 
-def _reconstruct(levels: Tensor, moved: Tensor | None, anchor: Tensor, dither: Tensor, step: float) -> Tensor:
-    """Returns the decoded float32 elements; the arithmetic and its order are part of the format."""
-    deltas = (levels - dither).mul_(step)
-    if moved is not None:
-        deltas.mul_(moved)
-    return deltas.add_(anchor)
+def _reconstruct(
+    levels: np.ndarray,
+    same: np.ndarray | None,
+    anchor: np.ndarray | np.float32,
+    dither: np.ndarray,
+    step: float,
+    out: np.ndarray,
+) -> None:
+    """Decodes a tile; the arithmetic and its order are part of the format."""
+    np.subtract(levels, dither, out=out)
+    out *= np.float32(step)
+    if same is not None:
+        out *= moved_from(same)
+    out += anchor
 
 
 def _shift(tensor: Tensor) -> int:
     """Returns where the table of dither begins: another place for every other tensor, the same for an equal one."""
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
-    return int(bits.sum()) % _PRIME
+    return int(bits.numpy().sum(dtype=np.int64)) % _PRIME
 
 
-def _dither(tile: Tile, C: int, shift: int) -> Tensor:
+def _dither(tile: Tile, C: int, shift: int) -> np.ndarray:
     """Returns the dither of a tile of a matrix of C columns."""
     rows, columns = tile
     shape = rows.stop - rows.start, columns.stop - columns.start
     first = (rows.start * C + columns.start + shift) % _PRIME
-    return _dither_table()[first : first + shape[0] * shape[1]].view(shape)
+    return _dither_table()[first : first + shape[0] * shape[1]].reshape(shape)
 
 
 @cache
-def _dither_table() -> Tensor:
+def _dither_table() -> np.ndarray:
     """Returns DITHER repeated: float32, multiples of 1/4096 within +-1/2, each once in 4093.
 
     DITHER[k] = (k**-1 mod 4093 - 2046) / 4096, with 0**-1 = 0: the inverse modulo a prime is a permutation
     without visible order (Eichenauer and Lehn 1986), exact on every machine.
     """
     inverses = [pow(k, _PRIME - 2, _PRIME) for k in range(_PRIME)]
-    period = (torch.tensor(inverses, dtype=torch.float32) - _PRIME // 2) / 4096
-    return period.repeat(TILE // _PRIME + 2)
+    period = (np.array(inverses, np.float32) - np.float32(_PRIME // 2)) / np.float32(4096)
+    return np.tile(period, TILE // _PRIME + 2)

@@ -41,14 +41,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, empty
+from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
+from hf_trainweights.checkpoint.codecs.float_tiles import TILE, moved_from
 
 Tile = tuple[slice, slice]
 """Rows and columns of a matrix that are contiguous in memory."""
-
-TILE = 1 << 17
-"""Most elements of a tile for arithmetic: fewer are slower for the number of calls, more for the cache."""
 
 # Most elements of a tile as it is stored.
 _CODED_TILE = 1 << 16
@@ -85,72 +83,52 @@ def tile_count(R: int, C: int, size: int) -> int:
     return -(-R // max(size // C, 1)) * -(-C // size)
 
 
-def moved_from(values: Tensor) -> Tensor | None:
-    """Returns float32, 0 where the value is zero, else 1; None if no value is zero."""
-    zeros = values.numpy() == 0
-    return torch.from_numpy((~zeros).astype(np.float32)) if zeros.any() else None
-
-
-def split_misfits(errors: Tensor, limit: float) -> tuple[Tensor | None, float]:
-    """Finds the elements of a tile that a lossy codec must store exactly.
-
-    Args:
-        errors: float32, any shape, >= 0 or NaN.
-        limit: The largest error to accept.
-
-    Returns:
-        int64 [m], positions in the flattened tile where the error is larger or NaN, or None if it is nowhere; and
-        the largest other error.
-    """
-    worst = errors.amax().item()
-    if worst <= limit:
-        return None, worst
-    values = errors.numpy()
-    fits = values <= limit
-    return torch.from_numpy(np.flatnonzero(~fits)), float(values[fits].max(initial=0.0))
-
-
-def clip_(levels: Tensor) -> Tensor:
+def clip_(levels: np.ndarray) -> None:
     """Brings levels into the range that can be stored, in place; those that change decode wrong, so are exact."""
-    return levels.clamp_(_SAME + 1, _EXACT - 1)
+    np.clip(levels, np.float32(_SAME + 1), np.float32(_EXACT - 1), out=levels)
 
 
 class LevelWriter:
     """Collects the levels of a matrix [R, C], tile by tile in the order of `tiles`."""
 
     def __init__(self, R: int, C: int):
-        self._levels = empty([R, C], torch.int16)
+        self._levels = np.empty((R, C), np.int16)
         self._row_sizes = torch.zeros(R)
         self._exact: list[Tensor] = []
 
     def write(
-        self, tile: Tile, levels: Tensor, elements: Tensor, exact: Tensor | None, moved: Tensor | None = None
+        self,
+        tile: Tile,
+        levels: np.ndarray,
+        elements: Tensor,
+        exact: Tensor | None,
+        same: np.ndarray | None = None,
     ) -> None:
         """Adds one tile.
 
         Args:
             tile: Which one.
-            levels: float32 [r, c], from `clip_`; overwritten.
+            levels: float32 [r, c], from `clip_`, 0 where the element equals its prediction; overwritten.
             elements: [r, c], the tile's elements.
             exact: int64 [m], positions of elements that must be stored as they are; None: none.
-            moved: float32 [r, c], 0 where the element equals its prediction, else 1; None: 1 everywhere.
+            same: bool [r, c], true where the element equals its prediction; None: nowhere.
         """
         stored = self._levels[tile]
-        if moved is not None:
-            levels.mul_(moved)
-            stored.copy_((moved - 1).mul_(-_SAME).add_(levels))
-        else:
-            stored.copy_(levels)
+        np.copyto(stored, levels, casting="unsafe")
+        if same is not None:
+            # One more than the largest wraps around to the smallest.
+            np.minimum(stored, np.add(same, np.int16(_EXACT), dtype=np.int16), out=stored)
         if exact is not None:
-            levels.view(-1)[exact] = 0
-            stored.view(-1)[exact] = _EXACT
+            positions = exact.numpy()
+            levels.reshape(-1)[positions] = 0
+            stored.reshape(-1)[positions] = _EXACT
             self._exact.append(elements.reshape(-1)[exact])
-        self._row_sizes[tile[0]] += levels.abs_().sum(1)
+        self._row_sizes[tile[0]] += torch.from_numpy(np.abs(levels, out=levels)).sum(1)
 
     def payloads(self, dtype: torch.dtype) -> list[Tensor]:
         """Returns the two payloads, given the tensor's dtype."""
         exact = torch.cat([torch.empty(0, dtype=dtype), *self._exact])
-        return [_encode_levels(self._levels.numpy(), self._row_sizes), exact.view(torch.uint8)]
+        return [_encode_levels(self._levels, self._row_sizes), exact.view(torch.uint8)]
 
 
 @dataclass(frozen=True)
@@ -158,22 +136,31 @@ class Levels:
     """The levels of one tile, read back.
 
     Args:
-        values: float32 [r, c], whole numbers; 0 where the element equals its prediction.
-        moved: float32 [r, c], 0 where the element equals its prediction, else 1; None: 1 everywhere.
+        stored: int16 [r, c]; -32768 where the element equals its prediction.
+        same: bool [r, c], true where the element equals its prediction; None: nowhere.
         exact: int64 [m], positions of elements stored as they are; None: none.
         elements: [m], those elements.
     """
 
-    values: Tensor
-    moved: Tensor | None
+    stored: np.ndarray
+    same: np.ndarray | None
     exact: Tensor | None
     elements: Tensor
 
-    def put(self, decoded: Tensor, out: Tensor) -> None:
-        """Writes the decoded tile [r, c] into `out` [r, c], contiguous, the exact elements in their places."""
-        out.copy_(decoded)
-        if self.exact is not None:
-            out.view(-1)[self.exact] = self.elements
+    def write_to(self, out: np.ndarray) -> None:
+        """Writes the levels to `out`, float32 [r, c], 0 where the element equals its prediction."""
+        if self.same is None:
+            np.copyto(out, self.stored)
+        else:
+            np.multiply(self.stored, moved_from(self.same), out=out)
+
+
+def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor | None) -> None:
+    """Completes the tile `out` [r, c], contiguous, that was decoded in `work_in(out)`."""
+    if out.dtype != torch.float32:
+        out.copy_(torch.from_numpy(decoded))
+    if exact is not None and elements is not None:
+        out.view(-1)[exact] = elements
 
 
 def read_levels(
@@ -191,11 +178,10 @@ def read_levels(
         CorruptFileError: The payloads are damaged or do not fit the shape; all levels are decoded by then, so it
             is safe to allocate the tensor.
     """
-    levels = _decode_levels(codec, payloads[0], *matrix_shape(shape))
+    levels, exact_count = _decode_levels(codec, payloads[0], *matrix_shape(shape))
     if payloads[1].numel() % dtype.itemsize:
         raise codec.corrupt("payload 1", f"elements of {dtype.itemsize} bytes", f"{payloads[1].numel()} bytes")
     elements = payloads[1].clone().view(dtype)
-    exact_count = np.count_nonzero(levels == _EXACT)
     if exact_count != len(elements):
         raise codec.corrupt("payload 1", f"{exact_count} elements", f"{len(elements)}")
     return _split_levels(levels, elements)
@@ -203,15 +189,13 @@ def read_levels(
 
 def _split_levels(levels: np.ndarray, elements: Tensor) -> Iterator[tuple[Tile, Levels]]:
     for tile in tiles(*levels.shape):
-        stored = levels[tile]
-        values, moved, exact = torch.from_numpy(stored).to(torch.float32), None, None
+        stored, same, exact = levels[tile], None, None
         if stored.min() == _SAME:
-            moved = torch.from_numpy((stored != _SAME).astype(np.float32))
-            values.mul_(moved)
-        if stored.max() == _EXACT:
+            same = stored == _SAME
+        if len(elements) and stored.max() == _EXACT:
             exact = torch.from_numpy(np.flatnonzero(stored == _EXACT))
         count = 0 if exact is None else len(exact)
-        yield tile, Levels(values, moved, exact, elements[:count])
+        yield tile, Levels(stored, same, exact, elements[:count])
         elements = elements[count:]
 
 
@@ -231,8 +215,8 @@ def _encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
     return blocks.payload()
 
 
-def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.ndarray:
-    """Returns int16 [R, C]."""
+def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[np.ndarray, int]:
+    """Returns int16 [R, C], and how many elements are exact."""
     count = tile_count(R, C, _CODED_TILE)
     blocks = BlockReader(codec, payload, 3 * count + 2)
     widths = blocks.read(3 * count, count).tolist()
@@ -240,6 +224,7 @@ def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.nd
         raise codec.corrupt("widths of symbols", ", ".join(map(str, _WIDTHS)), str(sorted(set(widths)))[:80])
     classes = blocks.read(3 * count + 1, R if _has_classes(R, C) else 0)
     levels = np.empty((R, C), np.int16)
+    exact_count = 0
     for number, (index, shape) in enumerate(_coded_tiles(classes, R, C)):
         width, elements = widths[number], shape[0] * shape[1]
         high = blocks.read(3 * number, _packed_bytes(elements, width))
@@ -251,8 +236,9 @@ def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> np.nd
         escapes = blocks.read(3 * number + 2, 2 * len(escaped))
         if len(escaped):
             tile[escaped] = bytes_to_int16(escapes)
+            exact_count += int(np.count_nonzero(tile[escaped] == _EXACT))
         levels[index] = tile.reshape(shape)
-    return levels
+    return levels, exact_count
 
 
 def _coded_tiles(
@@ -280,8 +266,9 @@ def _row_classes(sizes: Tensor) -> np.ndarray:
 def _choose_width(levels: np.ndarray) -> int:
     """Returns the narrowest width that fits nearly all levels of a sample."""
     sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1].copy()
+    has_same = sample.min() == _SAME
     for width in _WIDTHS[:-1]:
-        if np.count_nonzero(_escaped(sample, width)) <= _ESCAPES_PER_TILE * len(sample):
+        if np.count_nonzero(_escaped(sample, width, has_same)) <= _ESCAPES_PER_TILE * len(sample):
             return width
     return _WIDTHS[-1]
 
@@ -292,29 +279,40 @@ def _range(width: int) -> tuple[int, int, int]:
     return (-1 if width == 2 else 1 - offset), (1 << width) - 2 - offset, offset
 
 
-def _escaped(levels: np.ndarray, width: int) -> np.ndarray:
-    """Returns bool, true where a level has no symbol."""
+def _escaped(levels: np.ndarray, width: int, has_same: bool) -> np.ndarray:
+    """Returns bool, true where a level has no symbol; `has_same` says whether one is the same."""
     lowest, highest, _ = _range(width)
-    outside = (levels < lowest) | (levels > highest)
-    return outside if width == 2 else outside & (levels != _SAME)
+    # What is below the lowest wraps around.
+    outside = levels.view(np.uint16) - np.uint16(lowest & 0xFFFF) > np.uint16(highest - lowest)
+    if has_same and width > 2:
+        outside &= levels != _SAME
+    return outside
 
 
 def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the symbols, uint16, and the levels of the escapes."""
+    """Returns the symbols, uint8 or of more than 8 bits uint16, and the levels of the escapes."""
     lowest, highest, offset = _range(width)
-    if levels.min() >= lowest and levels.max() <= highest:
-        return levels.view(np.uint16) + np.uint16(offset), levels[:0]
-    escaped = np.flatnonzero(_escaped(levels, width))
-    # The same, which is below every level, becomes 0.
-    symbols = torch.from_numpy(levels).clamp(lowest - 1, highest + 1).numpy().view(np.uint16) + np.uint16(offset)
+    smallest = levels.min()
+    has_same = bool(smallest == _SAME)
+    # The same, which is below every level, becomes 0; what the escapes become does not matter.
+    fitting = np.clip(levels, np.int16(lowest - 1), np.int16(_EXACT)) if has_same else levels
+    symbols = fitting.astype(_symbol_dtype(width))
+    symbols += symbols.dtype.type(offset)
+    if smallest >= lowest and levels.max() <= highest:
+        return symbols, levels[:0]
+    escaped = np.flatnonzero(_escaped(levels, width, has_same))
     symbols[escaped] = (1 << width) - 1
     return symbols, levels[escaped]
+
+
+def _symbol_dtype(width: int) -> type[np.uint8] | type[np.uint16]:
+    return np.uint8 if width <= 8 else np.uint16
 
 
 def _to_levels(symbols: np.ndarray, width: int) -> np.ndarray:
     """Undoes `_to_symbols`, but for the escapes."""
     offset = _range(width)[2]
-    levels = (symbols - np.uint16(offset)).view(np.int16)
+    levels = np.subtract(symbols, np.uint16(offset), dtype=np.uint16).view(np.int16)
     if width > 2 and symbols.min() == 0:
         levels += (symbols == 0) * np.int16(_SAME + offset)
     return levels
@@ -325,22 +323,24 @@ def _pack(symbols: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
     if width > 8:
         low = symbols & np.uint16((1 << (width - 8)) - 1)
         return (symbols >> (width - 8)).astype(np.uint8), low.astype(np.uint8)
-    narrow = symbols.astype(np.uint8)
     size = _packed_bytes(len(symbols), width)
-    packed = narrow[:size]
+    packed = symbols[:size]
     for part in range(1, 8 // width):
-        later = narrow[part * size : (part + 1) * size]
+        later = symbols[part * size : (part + 1) * size]
         packed[: len(later)] += later * np.uint8(1 << (part * width))  # in numpy 2.4 six times as fast as a shift
-    return packed, narrow[:0]
+    return packed, symbols[:0]
 
 
 def _unpack(high: np.ndarray, low: np.ndarray, width: int, count: int) -> np.ndarray:
     """Undoes `_pack`."""
     if width > 8:
         return high.astype(np.uint16) * np.uint16(1 << (width - 8)) + low
-    symbols = np.empty((8 // width, len(high)), np.uint16)
+    if width == 8:
+        return high
+    symbols = np.empty((8 // width, len(high)), np.uint8)
     for part, row in enumerate(symbols):
-        np.bitwise_and(high >> np.uint8(part * width) if part else high, (1 << width) - 1, out=row)
+        np.right_shift(high, np.uint8(part * width), out=row)
+    symbols &= np.uint8((1 << width) - 1)
     return symbols.reshape(-1)[:count]
 
 

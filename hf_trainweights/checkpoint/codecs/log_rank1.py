@@ -39,22 +39,24 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
-from hf_trainweights.checkpoint.codecs.levels import (
-    LevelWriter,
-    Tile,
-    clip_,
-    matrix_shape,
+from hf_trainweights.checkpoint.codecs.float_tiles import (
     moved_from,
-    read_levels,
+    round_to_,
+    scratch,
     split_misfits,
-    tiles,
+    to_float32,
+    work_in,
+    zeros_in,
 )
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, Tile, clip_, matrix_shape, put, read_levels, tiles
 from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
 _LARGEST_STEP = 16
 # In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
 _SLACK = 2**-6
+# The bits of the float32 1.
+_ONE_BITS = torch.from_numpy(np.array(127 << 23, np.int32))
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,7 @@ class LogRank1(Codec):
             allowed = f"a whole number from 1 to {_LARGEST_STEP}"
             raise ConfigError("log-rank1, step", allowed, repr(self.step), "Usual are 1 and 2.")
 
+    @np.errstate(all="ignore")
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
@@ -96,26 +99,35 @@ class LogRank1(Codec):
         out = empty(shape, tensor.dtype)
         bound = 0.0
         for tile in tiles(*shape):
-            elements = original[tile]
-            x = elements.to(torch.float32)
-            moved = moved_from(x)
-            if moved is not None:
-                x = x + (1 - moved)  # zeros have their own symbol: any number does
-            levels = _log2(x).sub_(row_logs[tile[0]]).sub_(column_logs[tile[1]]).mul_(1 / self.step).round_()
-            decoded = _reconstruct(clip_(levels), tile, factors, self.step).to(tensor.dtype)
-            misfit, worst = _split_misfits(decoded.to(torch.float32) / x, self.step / 2 + _SLACK)
+            elements, kept = original[tile], out[tile]
+            x = to_float32(elements, "x")
+            same = zeros_in(x)
+            if same is not None:
+                x = np.add(x, same, out=scratch("x", x.shape))  # zeros have their own symbol: any number does
+            levels, decoded = scratch("levels", x.shape), work_in(kept, "decoded")
+            np.log2(x, out=levels)
+            torch.from_numpy(levels).sub_(row_logs[tile[0]]).sub_(column_logs[tile[1]])
+            if self.step > 1:
+                levels *= np.float32(1 / self.step)
+            clip_(np.rint(levels, out=levels))
+            _reconstruct(levels, tile, factors, self.step, decoded)
+            round_to_(decoded, tensor.dtype)
+            misfit, worst = _split_misfits(
+                np.divide(decoded, x, out=scratch("ratios", x.shape)), self.step / 2 + _SLACK
+            )
             bound = max(bound, worst)
-            if moved is not None:
-                decoded.masked_fill_(moved == 0, 0)
-            out[tile].copy_(decoded)
-            if misfit is not None:
-                out[tile].view(-1)[misfit] = elements.reshape(-1)[misfit]
-            writer.write(tile, levels, elements, misfit, moved)
+            if same is not None:
+                moved = moved_from(same)
+                decoded *= moved
+                levels *= moved
+            put(decoded, kept, misfit, elements.reshape(-1)[misfit] if misfit is not None else None)
+            writer.write(tile, levels, elements, misfit, same)
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
         return Encoded(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
 
     @classmethod
+    @np.errstate(all="ignore")
     def _decode(
         cls,
         payloads: Sequence[Tensor],
@@ -132,19 +144,24 @@ class LogRank1(Codec):
         factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
-            decoded = _reconstruct(levels.values, tile, factors, step)
-            levels.put(decoded if levels.moved is None else decoded.mul_(levels.moved), out[tile])
+            decoded = work_in(out[tile], "decoded")
+            _reconstruct(levels.stored, tile, factors, step, decoded)
+            if levels.same is not None:
+                decoded *= moved_from(levels.same)
+            put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
 
 
-def _reconstruct(levels: Tensor, tile: Tile, factors: tuple[Tensor, Tensor], step: int) -> Tensor:
-    """Returns the decoded float32 elements of a tile; the arithmetic and its order are part of the format.
+def _reconstruct(levels: np.ndarray, tile: Tile, factors: tuple[Tensor, Tensor], step: int, out: np.ndarray) -> None:
+    """Decodes a tile; the arithmetic and its order are part of the format.
 
     A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
     and its element was stored exactly.
     """
-    powers = levels.to(torch.int32).mul_(step << 23).add_(127 << 23).view(torch.float32)
-    return powers.mul_(factors[0][tile[0]]).mul_(factors[1][tile[1]])
+    decoded = torch.from_numpy(out)
+    bits = decoded.view(torch.int32).copy_(torch.from_numpy(levels))
+    torch.add(_ONE_BITS, bits, alpha=step << 23, out=bits)
+    decoded.mul_(factors[0][tile[0]]).mul_(factors[1][tile[1]])
 
 
 def _factors(row_means: Tensor, column_means: Tensor) -> tuple[Tensor, Tensor]:
@@ -168,17 +185,11 @@ def _mantissas() -> Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _split_misfits(ratios: Tensor, limit: float) -> tuple[Tensor | None, float]:
+def _split_misfits(ratios: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
     """As `split_misfits` for errors |log2(ratio)|; takes logarithms of two numbers if it can."""
-    lowest, highest = (ratio.item() for ratio in torch.aminmax(ratios))
+    lowest, highest = float(ratios.min()), float(ratios.max())
     if lowest > 0:
         worst = max(-math.log2(lowest), math.log2(highest))
         if worst <= limit:
             return None, worst
-    return split_misfits(_log2(ratios).abs_(), limit)
-
-
-def _log2(values: Tensor) -> Tensor:
-    """Returns the logarithm of float32 values; faster than torch's."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        return torch.from_numpy(np.log2(values.numpy()))
+    return split_misfits(np.log2(ratios), limit)

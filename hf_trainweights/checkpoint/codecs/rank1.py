@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.levels import TILE, tiles
+from hf_trainweights.checkpoint.codecs.levels import tiles
 
 MEAN_UNITS = 128
 """Means are whole multiples of one part in so many."""
@@ -24,6 +24,8 @@ _FEWEST_PER_MEAN = 16
 # A mean is taken over a sample of so many, column means over rows that are not zero.
 _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
+# Elements summed at a time: another number can change the last bit of a sum.
+_SUMMED_TILE = 1 << 17
 
 
 def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,20 +41,18 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
     counts = torch.zeros(R)
-    for rows, _ in tiles(*sample.shape):
-        logs, present = _rough_logs(sample[rows])
-        counts[rows] = present.sum(1)
+    for rows, _ in tiles(R, sample.shape[1], _SUMMED_TILE):
+        logs, counts[rows] = _rough_logs(sample[rows], 1)
         if C >= _FEWEST_PER_MEAN:
-            row_means[rows] = _fixed_point(logs.mul_(present).sum(1), counts[rows])
+            row_means[rows] = _fixed_point(logs.sum(1), counts[rows])
     if R >= _FEWEST_PER_MEAN:
         live = counts.nonzero().view(-1)
         live = live[:: -(-len(live) // _ROWS_PER_COLUMN_MEAN) or 1]
-        width = max(TILE // max(len(live), 1), 1)
+        width = max(_SUMMED_TILE // max(len(live), 1), 1)
         for column in range(0, C, width):
             columns = slice(column, column + width)
-            logs, present = _rough_logs(original[:, columns].index_select(0, live))
-            residuals = logs.sub_(row_means[live, None] / MEAN_UNITS).mul_(present)
-            column_means[columns] = _fixed_point(residuals.sum(0), present.sum(0))
+            residuals, present = _rough_logs(original[:, columns].index_select(0, live), 0, row_means[live, None])
+            column_means[columns] = _fixed_point(residuals.sum(0), present)
     return row_means, column_means
 
 
@@ -80,11 +80,20 @@ def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[T
     return row_means, column_means
 
 
-def _rough_logs(values: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns log2 to within .09, read from the bits, and 1 where the value is positive, else 0."""
-    x = values.to(torch.float32).contiguous()
-    logs = x.view(torch.int32).to(torch.float32).mul_(2**-23).sub_(127)
-    return logs, torch.from_numpy((x.numpy() > 0).astype(np.float32))
+def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Returns log2 to within .09, read from the bits, less the means, 0 where the value is not positive.
+
+    The second tensor is, along `dim`, how many values are positive.
+    """
+    x = np.ascontiguousarray(values.to(torch.float32).numpy())
+    logs = torch.from_numpy(np.multiply(x.view(np.int32), np.float32(2**-23), dtype=np.float32, casting="unsafe"))
+    logs.sub_(127)
+    if means is not None:
+        logs.sub_(means / MEAN_UNITS)
+    if x.size and x.min() > 0:
+        return logs, torch.full([x.shape[1 - dim]], float(x.shape[dim]))
+    present = torch.from_numpy((x > 0).astype(np.float32))
+    return logs.mul_(present), present.sum(dim)
 
 
 def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:

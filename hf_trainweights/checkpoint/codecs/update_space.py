@@ -29,7 +29,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, matrix_shape, read_levels, split_misfits, tiles
+from hf_trainweights.checkpoint.codecs.float_tiles import round_to_, scratch, split_misfits, to_float32, work_in
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, matrix_shape, put, read_levels, tiles
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
@@ -68,6 +69,7 @@ class UpdateSpace(Codec):
             allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
             raise ConfigError("update-space, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
 
+    @np.errstate(all="ignore")
     def _encode(self, tensor: Tensor, references: References) -> Encoded:
         if "exp_avg_sq" not in references:
             next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
@@ -79,15 +81,19 @@ class UpdateSpace(Codec):
         bound = 0.0
         for tile in tiles(*shape):
             elements = original[tile]
-            m = elements.to(torch.float32)
-            unit = _unit(squares[tile], step)
-            divisor = unit.clamp(min=_TINY)
-            levels = clip_((m / divisor).round_())
-            decoded = (levels * unit).to(tensor.dtype)
-            errors = decoded.to(torch.float32).sub_(m).abs_().div_(divisor)
-            if not unit.amin().item() >= _TINY:
+            m, unit = to_float32(elements, "m"), _unit(squares[tile], step)
+            is_tiny = not unit.min() >= _TINY
+            divisor = np.maximum(unit, _TINY, out=scratch("divisor", unit.shape)) if is_tiny else unit
+            levels, errors = scratch("levels", m.shape), scratch("errors", m.shape)
+            np.divide(m, divisor, out=levels)
+            clip_(np.rint(levels, out=levels))
+            np.multiply(levels, unit, out=errors)
+            round_to_(errors, tensor.dtype)
+            errors -= m
+            errors /= divisor
+            if is_tiny:
                 # Here the divisor is not the unit, which is zero: accept nothing but zero.
-                errors.view(-1)[np.flatnonzero((unit.numpy() < _TINY) & (m.numpy() != 0))] = torch.inf
+                errors.reshape(-1)[np.flatnonzero((unit < _TINY) & (m != 0))] = np.inf
             misfit, worst = split_misfits(errors, _LIMIT)
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit)
@@ -96,6 +102,7 @@ class UpdateSpace(Codec):
         return Encoded(writer.payloads(tensor.dtype), {"step": step}, bound)
 
     @classmethod
+    @np.errstate(all="ignore")
     def _decode(
         cls,
         payloads: Sequence[Tensor],
@@ -112,16 +119,19 @@ class UpdateSpace(Codec):
         tile_levels = read_levels(cls, payloads, shape, dtype)
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
-            levels.put(levels.values.mul_(_unit(squares[tile], step)), out[tile])
+            decoded = work_in(out[tile], "decoded")
+            levels.write_to(decoded)
+            decoded *= _unit(squares[tile], step)
+            put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
 
 
-def _unit(squares: Tensor, step: float) -> Tensor:
+def _unit(squares: Tensor, step: float) -> np.ndarray:
     """Returns the float32 distance of two levels; the arithmetic is part of the format.
 
     numpy's square root is the processor's, correctly rounded; torch's (2.13, MKL) is not, in one case of six, and
     ten times slower on zeros.
     """
-    with np.errstate(invalid="ignore"):
-        roots = np.sqrt(squares.to(torch.float32).numpy())
-    return torch.from_numpy(roots).mul_(step)
+    unit = np.sqrt(to_float32(squares, "squares"), out=scratch("unit", squares.shape))
+    unit *= np.float32(step)
+    return unit

@@ -115,7 +115,7 @@ def test_step_is_rounded_to_float32_before_it_is_used_and_kept():
 def test_dither_takes_each_of_4093_values_once_and_is_the_documented_one():
     from hf_trainweights.checkpoint.codecs import delta_uniform
 
-    table = delta_uniform._dither_table()
+    table = torch.from_numpy(delta_uniform._dither_table())
     period = table[:4093]
     assert torch.equal(table[4093 : 2 * 4093], period)
     assert torch.equal(period.sort().values, torch.arange(-2046, 2047) / 4096)
@@ -141,3 +141,15 @@ def test_steps_that_cannot_be_used_are_errors(value):
         DeltaUniform(value)
     with pytest.raises(ConfigError, match="delta-uniform, limit: expected a number from"):
         DeltaUniform(1.0, limit=value)
+
+
+def test_zeros_keep_the_sign_that_files_have_always_decoded_to():
+    from hf_trainweights.checkpoint.codecs import delta_uniform
+
+    anchor = torch.full([1, 4093], -0.0)
+    encoded = DeltaUniform(0.1).encode(anchor.clone(), {"anchor": anchor})
+    decoded = decode(DeltaUniform(0.1), encoded, anchor, {"anchor": anchor})
+    shift = encoded.params["shift"]
+    assert isinstance(shift, int)
+    dither = delta_uniform._dither_table()[shift : shift + 4093]
+    assert torch.equal(decoded.signbit().view(-1), torch.from_numpy(dither >= 0))

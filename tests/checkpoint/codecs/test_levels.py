@@ -3,17 +3,16 @@ import math
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import bits_equal
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.float_tiles import TILE
 from hf_trainweights.checkpoint.codecs.levels import (
-    TILE,
     LevelWriter,
+    _to_symbols,
     clip_,
     matrix_shape,
-    moved_from,
+    put,
     read_levels,
-    split_misfits,
     tiles,
 )
 
@@ -23,30 +22,33 @@ def written(levels, exact_share=0.0, same_share=0.0, seed=0):
     rng = np.random.default_rng(seed)
     elements = torch.from_numpy(rng.standard_normal(levels.shape)).to(torch.float32)
     exact = torch.from_numpy(rng.random(levels.shape) < exact_share)
-    moved = torch.from_numpy(rng.random(levels.shape) >= same_share).float()
+    same = torch.from_numpy(rng.random(levels.shape) < same_share)
     writer = LevelWriter(*levels.shape)
     for tile in tiles(*levels.shape):
         positions = exact[tile].reshape(-1).nonzero().view(-1)
         writer.write(
             tile,
-            clip_(levels[tile].clone()),
+            levels[tile].masked_fill(same[tile], 0).numpy(),
             elements[tile],
             positions if exact_share else None,
-            moved[tile] if same_share else None,
+            same[tile].numpy() if same_share else None,
         )
-    return writer.payloads(torch.float32), elements, exact, moved
+    return writer.payloads(torch.float32), elements, exact, same
 
 
 def check(levels, **shares):
     """Writes and reads back; returns the size of the levels in bits an element."""
-    payloads, elements, exact, moved = written(levels, **shares)
-    moved[exact] = 1
+    payloads, elements, exact, same = written(levels, **shares)
+    same[exact] = False
     for tile, back in read_levels(DeltaUniform, payloads, levels.shape, torch.float32):
         found = torch.zeros_like(elements[tile])
-        back.put(back.values, found)
-        expected = torch.where(exact[tile], elements[tile], levels[tile] * moved[tile])
+        back.write_to(found.numpy())
+        put(found.numpy(), found, back.exact, back.elements)
+        expected = torch.where(exact[tile], elements[tile], levels[tile].masked_fill(same[tile], 0))
         assert torch.equal(found, expected)
-        assert torch.equal(moved[tile], torch.ones_like(found) if back.moved is None else back.moved)
+        assert torch.equal(
+            same[tile], torch.zeros_like(same[tile]) if back.same is None else torch.from_numpy(back.same)
+        )
     return 8 * len(payloads[0]) / max(levels.numel(), 1)
 
 
@@ -73,9 +75,9 @@ def test_levels_at_the_edges_of_the_symbols_come_back(limit):
 
 
 def test_clipping_keeps_what_fits_and_nan():
-    levels = torch.tensor([-torch.inf, -32768, -32767, 5, 32766, 32767, torch.inf, torch.nan])
-    expected = torch.tensor([-32767, -32767, -32767, 5, 32766, 32766, 32766, torch.nan])
-    assert torch.equal(clip_(levels).nan_to_num(1), expected.nan_to_num(1))
+    levels = np.array([-np.inf, -32768, -32767, 5, 32766, 32767, np.inf, np.nan], np.float32)
+    clip_(levels)
+    np.testing.assert_array_equal(levels, [-32767, -32767, -32767, 5, 32766, 32766, 32766, np.nan])
 
 
 def gaussian(shape, spread, rows=0.0):
@@ -105,9 +107,9 @@ def test_rows_of_different_size_cost_less_than_the_entropy_of_all():
 def test_rows_of_the_same_cost_next_to_nothing():
     levels = gaussian([2000, 384], 1)
     writer = LevelWriter(*levels.shape)
-    moved = (torch.arange(2000) % 8 == 0).float()[:, None].expand(levels.shape).contiguous()
+    same = (torch.arange(2000) % 8 != 0)[:, None].expand(levels.shape).contiguous()
     for tile in tiles(*levels.shape):
-        writer.write(tile, levels[tile].clone(), levels[tile], None, moved[tile])
+        writer.write(tile, levels[tile].masked_fill(same[tile], 0).numpy(), levels[tile], None, same[tile].numpy())
     bits = 8 * len(writer.payloads(torch.float32)[0]) / levels.numel()
     assert bits < check(levels) / 8 + 0.06
 
@@ -139,18 +141,18 @@ def test_tiles_cover_every_element_once_in_row_major_order(shape):
     assert torch.equal(torch.cat([seen.new_empty(0), *[part.reshape(-1) for part in parts]]), seen.view(-1))
 
 
-def test_misfits_are_where_errors_are_too_large_or_nan():
-    errors = torch.tensor([[0.1, 0.5, torch.nan], [0.4, torch.inf, 0.0]])
-    positions, worst = split_misfits(errors, 0.45)
-    assert positions is not None
-    assert positions.tolist() == [1, 2, 4]
-    assert worst == pytest.approx(0.4)
-    assert split_misfits(errors[:, :1], 0.45) == (None, pytest.approx(0.4))
-    assert split_misfits(torch.full([3], torch.nan), 0.45)[1] == 0.0
-
-
-def test_moved_is_none_or_zero_where_the_value_is_zero():
-    assert moved_from(torch.tensor([1.0, -1e-45, torch.nan])) is None
-    moved = moved_from(torch.tensor([0.0, -0.0, 3.0, torch.inf]))
-    assert moved is not None
-    assert bits_equal(moved, torch.tensor([0.0, 0.0, 1.0, 1.0]))
+@pytest.mark.parametrize("width", [2, 4, 8, 10, 16])
+@pytest.mark.parametrize("same", [False, True])
+def test_symbols_are_the_documented_ones(width, same):
+    c = 2 ** (width - 1)
+    levels = np.unique(np.clip([-c - 1, -c, 1 - c, -2, -1, 0, 1, 2, c - 2, c - 1, c], -32767, 32766)).astype(np.int16)
+    if same:
+        levels = np.append(levels, np.int16(-32768))
+    symbols, escapes = _to_symbols(levels, width)
+    offset, lowest, highest = (1, -1, 1) if width == 2 else (c, 1 - c, c - 2)
+    fits = (levels >= lowest) & (levels <= highest)
+    expected = np.where(fits, levels.astype(int) + offset, 2 * c - 1)
+    if same and width > 2:
+        expected[-1] = 0
+    assert symbols.tolist() == expected.tolist()
+    assert escapes.tolist() == levels[expected == 2 * c - 1].tolist()
