@@ -238,6 +238,8 @@ def encode_against(
     # To measure takes as long as to decode the anchor, and only lossy codecs have a use for it.
     if not state.delta_rms and not all(codec.lossless for codec in codecs):
         delta_rms = measure_delta_rms(weights, anchor)
+        # The anchor itself, made small once more, says nothing about how far weights move.
+        delta_rms = delta_rms if any(delta_rms.values()) else {}
         state = replace(state, delta_rms=delta_rms, interval_steps=source.interval_steps)
         source = replace(source, state=state)
     plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=source.step_rms)

@@ -6,7 +6,7 @@ float32, each operation rounded once, no fused multiply-add:
 | | |
 |---|---|
 | encode | level q = round((x - a) / step + d); x equal to a has its own symbol |
-| decode | a + (q - d) * step, then rounded to the tensor's dtype; a itself for the own symbol |
+| decode | a + (q - d) * step, then rounded to the tensor's dtype; a for the own symbol, where -0.0 may become 0.0 |
 
 An element that would miss the bound, is not finite or too far away is stored as it is (see `levels`).
 
