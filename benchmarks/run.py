@@ -66,7 +66,7 @@ def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> t
         name: One of `PARTS`.
         paths: The saved models.
         peers: Whether other quantizers are measured too.
-        quick: Fewer rounds, one thread only, no compilation.
+        quick: Less time for each Linear, one thread only, no compilation.
     """
     compared = methods(peers)
     bf16 = [method for method in compared if method.dtype == torch.bfloat16]
@@ -74,9 +74,9 @@ def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> t
     ours = [method for method in (*FLOATS, *OURS) if method.dtype == torch.bfloat16]
     few = [method for method in ours if method.name in ("bf16", "int8", "int4 g128")]
     threads = [1] if quick else sorted({1, min(2, os.cpu_count() or 1)})
-    rounds, failures = 3 if quick else 5, {}
+    rounds, failures = 3, {}
     parts: dict[str, Callable[[], list[dict[str, Any]]]] = {
-        "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 3, failures),
+        "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures),
         "linear": lambda: linear.speed(micro, rounds, 0.02 if quick else 0.04, failures),
         "casting": lambda: linear.casting(rounds),
         "errors": lambda: linear.errors(OURS, failures),
@@ -91,7 +91,7 @@ def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> t
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="measure torchao, bitsandbytes and quanto as well")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, one thread, nothing compiled")
+    parser.add_argument("--quick", action="store_true", help="less time for each, one thread, nothing compiled")
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
