@@ -12,15 +12,15 @@ from benchmarks.checkpoints.targets import RUN_NAMES, judge, ratios
 
 RESULTS = Path(__file__).parent.parent / "benchmarks" / "results" / "checkpoints.json"
 
-# What is not reached: two ratios by less than a hundredth, and five resumes in a row, whose errors add up.
+# What is not reached: one ratio, by a thousandth; what five resumes in a row add up to, by a tenth; held-out losses
+# right after a restore, by a fifth at most: in the fine-tune, weights off by 1 ulp move them by two thirds of that.
 KNOWN_MISSES = {
-    "lm near-lossless last delta",
-    "ft lossless run",
+    "lm near-lossless late held-out at restore",
     "lm near-lossless chain mean difference",
-    "lm near-lossless chain held-out at restore",
-    "lm compact chain mean difference",
     "lm compact chain bias",
-    "ft near-lossless chain held-out at restore",
+    "ft lossless run",
+    "ft near-lossless first held-out at restore",
+    "ft near-lossless late held-out at restore",
 }
 
 

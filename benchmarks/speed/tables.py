@@ -17,6 +17,18 @@ def newest() -> Path:
     return max(_RESULTS.glob("speed-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
 
 
+def summary(report: Report) -> str:
+    """Return what most readers ask for: speed with one thread, memory, and the time of a reload."""
+    speeds = {(row["name"], row["phase"]): row["ratio"] for row in report["llama"] if row["threads"] == 1}
+    rows = []
+    for row in report["loading"]:
+        name = row["name"]
+        ratios = (f"{speeds[name, phase]:.2f}" if (name, phase) in speeds else "" for phase in ("decode", "prefill"))
+        cells = (_cell(key, row.get(key)) for key in ("payload_bytes", "load_peak_bytes", "reload_seconds"))
+        rows.append([name, *ratios, *cells])
+    return table(["method", "decode", "prefill", "weights", "load: peak", "reload: CPU s"], rows)
+
+
 def model_speed(report: Report) -> str:
     """Return decoding and prefill of the Llama, as ratios to the float model."""
     threads = sorted({row["threads"] for row in report["llama"]})
@@ -116,6 +128,7 @@ def failures(report: Report) -> str:
 
 
 TABLES: dict[str, Callable[[Report], str]] = {
+    "speed-summary": summary,
     "speed-model": model_speed,
     "speed-moe": moe_speed,
     "speed-linear": linear_speed,
