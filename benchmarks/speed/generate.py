@@ -19,8 +19,6 @@ from benchmarks.speed.rounds import Run, clock, interleave
 PROMPT_TOKENS = 16
 PREFILL_TOKENS = 256
 GENERATED_TOKENS = 16
-# Models beside the float one; all at once would not fit into memory.
-LOADED_AT_ONCE = 4
 # What torch.compile is given.
 COMPILATIONS: dict[str, dict[str, Any] | None] = {
     "eager": None,
@@ -36,7 +34,9 @@ RELOADED_COMPILATIONS = {name: COMPILATIONS[name] for name in ("eager", "max-aut
 def speed(
     path: Path, methods: Sequence[Method], threads: Sequence[int], rounds: int, failures: dict[str, str]
 ) -> list[dict[str, Any]]:
-    """Time decoding and prefill of a model, a few methods and the float model loaded at once.
+    """Time decoding and prefill of a model, each method with nothing but the float model beside it.
+
+    The more models a process holds, the slower each of them decodes.
 
     Args:
         path: The saved float model.
@@ -51,17 +51,16 @@ def speed(
     rows: list[dict[str, Any]] = []
     for versus in dict.fromkeys(method.versus for method in methods):
         baseline, *others = (method for method in methods if method.versus == versus)
-        for start in range(0, len(others), LOADED_AT_ONCE):
-            group = [baseline, *others[start : start + LOADED_AT_ONCE]]
-            taken = _speed_of_group(path, group, threads, rounds, failures)
-            rows += [row for row in taken if start == 0 or row["name"] != baseline.name]
+        for other in others:
+            taken = _speed_of_pair(path, baseline, other, threads, rounds, failures)
+            rows += [row for row in taken if other is others[0] or row["name"] != baseline.name]
     return rows
 
 
-def _speed_of_group(
-    path: Path, group: Sequence[Method], threads: Sequence[int], rounds: int, failures: dict[str, str]
+def _speed_of_pair(
+    path: Path, baseline: Method, other: Method, threads: Sequence[int], rounds: int, failures: dict[str, str]
 ) -> list[dict[str, Any]]:
-    loaded = {method.name: guarded(failures, method.name, load, path, method) for method in group}
+    loaded = {method.name: guarded(failures, method.name, load, path, method) for method in (baseline, other)}
     models = {name: model for name, model in loaded.items() if model is not None}
     rows: list[dict[str, Any]] = []
     for count in threads:
@@ -69,7 +68,7 @@ def _speed_of_group(
         for phase, make in (("decode", _decode), ("prefill", _prefill)):
             made = {name: guarded(failures, name, make, model) for name, model in models.items()}
             runs = {name: run for name, run in made.items() if run is not None}
-            taken = interleave(runs, rounds, group[0].name)
+            taken = interleave(runs, rounds, baseline.name)
             rows += [{"threads": count, "phase": phase, **row} for row in taken]
     torch.set_num_threads(1)
     return rows
