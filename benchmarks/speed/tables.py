@@ -24,9 +24,9 @@ def summary(report: Report) -> str:
     for row in report["loading"]:
         name = row["name"]
         ratios = (f"{speeds[name, phase]:.2f}" if (name, phase) in speeds else "" for phase in ("decode", "prefill"))
-        cells = (_cell(key, row.get(key)) for key in ("payload_bytes", "load_peak_bytes", "reload_seconds"))
+        cells = (_cell(key, row.get(key)) for key in ("disk_bytes", "load_peak_bytes", "reload_seconds"))
         rows.append([name, *ratios, *cells])
-    return table(["method", "decode", "prefill", "weights", "load: peak", "reload: CPU s"], rows)
+    return table(["method", "decode", "prefill", "on disk", "load: peak", "reload: CPU s"], rows)
 
 
 def model_speed(report: Report) -> str:
@@ -60,10 +60,10 @@ def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tupl
 
 def loading(report: Report) -> str:
     """Return what loads and saves take."""
-    header = ["method", "payload", "load: CPU s", "load: peak", "after it", "save: CPU s", "reload: CPU s", "on disk"]
+    header = ["method", "load: CPU s", "load: peak", "after it", "save: CPU s", "reload: CPU s", "on disk"]
     rows = []
     for row in report["loading"]:
-        keys = ("payload_bytes", "load_seconds", "load_peak_bytes", "load_resident_bytes", "save_seconds")
+        keys = ("load_seconds", "load_peak_bytes", "load_resident_bytes", "save_seconds")
         cells = [_cell(key, row.get(key)) for key in (*keys, "reload_seconds", "disk_bytes")]
         rows.append([row["name"], *cells])
     return table(header, rows)
