@@ -13,6 +13,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights import kernels
 from hf_trainweights.config import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError
+from hf_trainweights.formats.base import largest_magnitude
 from hf_trainweights.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
 from hf_trainweights.selection import Choice, Summary, unused_overrides
 
@@ -239,7 +240,8 @@ def _check_values(choice: Choice) -> None:
         raise QuantizationError(
             choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
         )
-    if weight.numel() and not torch.isfinite(weight.detach().abs().amax()):
+    # The largest magnitude carries both NaN and Inf.
+    if weight.numel() and not largest_magnitude(weight.detach().contiguous()).amax().isfinite():
         raise QuantizationError(
             choice.name,
             "finite values",
