@@ -96,8 +96,7 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         device(type='cpu')
     """
     saved = _read_config(source)
-    name = next(iter(saved.architectures or ()), "none")
-    cls = getattr(transformers, name, None)
+    name, cls = _saved_class(saved)
     if cls is None:
         next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
@@ -135,7 +134,7 @@ def parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
         saved = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError):
         return None
-    cls = getattr(transformers, next(iter(saved.architectures or ()), "none"), None)
+    _, cls = _saved_class(saved)
     if cls is None:
         return None
     with torch.device("meta"):
@@ -169,6 +168,12 @@ def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
+
+
+def _saved_class(saved: PretrainedConfig) -> tuple[str, Any]:
+    """Return the name of the class that a model was saved as, and the class; None if Transformers has none such."""
+    name = next(iter(saved.architectures or ()), "none")
+    return name, getattr(transformers, name, None)
 
 
 def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:

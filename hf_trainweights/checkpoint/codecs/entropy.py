@@ -55,10 +55,10 @@ class _Coders(threading.local):
 _coders = _Coders()
 
 
-def chunk_ranges(count: int) -> Iterator[slice]:
-    """Yields the slices of `CHUNK` elements, the last one shorter, that make up `count` elements."""
-    for start in range(0, count, CHUNK):
-        yield slice(start, min(start + CHUNK, count))
+def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
+    """Yields the slices of `size` elements, the last one shorter, that make up `count` elements."""
+    for start in range(0, count, size):
+        yield slice(start, min(start + size, count))
 
 
 def chunk_count(count: int) -> int:

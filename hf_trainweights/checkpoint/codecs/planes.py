@@ -105,12 +105,6 @@ def words_of(tensor: Tensor) -> np.ndarray:
     return tensor.reshape(-1).view(WORDS[word_layout(tensor.shape, tensor.dtype)[0]]).numpy()
 
 
-def cached_ranges(count: int, size: int = CACHED) -> Iterator[slice]:
-    """Yields the slices of `size` words, the last one shorter, that make up `count` words."""
-    for start in range(0, count, size):
-        yield slice(start, min(start + size, count))
-
-
 def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     """Rotates floats left by one bit; returns a copy of integers."""
     if not _is_rotated(words, dtype):
@@ -170,7 +164,8 @@ def plane_bits(words: np.ndarray) -> float:
 
 def write_plain(writer: BlockWriter, words: np.ndarray, dtype: torch.dtype) -> None:
     """Writes the planes of a chunk that is no difference to anything."""
-    write_planes(writer, words.itemsize, len(words), (fold(words[part], dtype) for part in cached_ranges(len(words))))
+    parts = (fold(words[part], dtype) for part in chunk_ranges(len(words), CACHED))
+    write_planes(writer, words.itemsize, len(words), parts)
 
 
 def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray]) -> None:
@@ -202,7 +197,7 @@ def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: in
     """
     planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
     out_bytes = out.view(np.uint8).reshape(-1, out.itemsize)
-    for part in cached_ranges(len(out), size):
+    for part in chunk_ranges(len(out), size):
         for index, plane in enumerate(planes):
             out_bytes[part, index] = plane[part]
         yield part

@@ -23,8 +23,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 from hf_trainweights.checkpoint.codecs.planes import (
+    CACHED,
     WORDS,
-    cached_ranges,
     fold,
     plane_bits,
     read_planes,
@@ -102,7 +102,7 @@ class PlanesDelta(Codec):
 
 
 def _differences(words: np.ndarray, anchor: np.ndarray) -> Iterator[np.ndarray]:
-    for part in cached_ranges(len(words)):
+    for part in chunk_ranges(len(words), CACHED):
         yield zigzag_(words[part] - anchor[part])
 
 
