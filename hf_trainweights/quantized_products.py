@@ -58,7 +58,10 @@ def is_plain(*tensors: Tensor | None) -> bool:
     Args:
         tensors: Tensors, or None for one that is not there.
     """
-    return all(tensor is None or type(tensor) in (Tensor, nn.Parameter) for tensor in tensors)
+    for tensor in tensors:
+        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return False
+    return True
 
 
 def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
@@ -73,8 +76,12 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
     )
 
 
+def _is_bias(bias: Tensor, weight: QuantizedTensor) -> bool:
+    return bias.shape == weight.shape[:1]
+
+
 def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    if weight.dim() == 2 and _fits(x, weight, transposed=False) and (bias is None or bias.shape == weight.shape[:1]):
+    if weight.dim() == 2 and _fits(x, weight, transposed=False) and (bias is None or _is_bias(bias, weight)):
         return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, x, weight, bias)
 
@@ -141,16 +148,26 @@ def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
 
     Only where nothing else wants to see the product: autograd, autocast, a transform or a mode that watches ops.
     """
-    plain = (
-        not torch.is_grad_enabled()
-        and is_plain(x, bias)
-        and isinstance(weight, QuantizedTensor)
-        and not torch._C._is_any_autocast_enabled()
-        and torch._C._len_torch_dispatch_stack() == 0
-        and torch._C._functorch.peek_interpreter_stack() is None  # type: ignore[attr-defined]
-        and torch.autograd.forward_ad._current_level < 0
+    watched = (
+        torch.is_grad_enabled()
+        or type(weight) is not QuantizedTensor
+        or not is_plain(x, bias)
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.autograd.forward_ad._current_level >= 0
     )
-    return _linear(F.linear, x, weight, bias) if plain else NotImplemented
+    if watched:
+        return NotImplemented
+    known = weight.few_rows
+    if known is None or known[0] is not weight.qdata:
+        known = weight.few_rows = weight.qdata, kernels.few_rows(weight.tensors, weight.format, weight.dtype)
+    multiply_few = known[1]
+    if multiply_few is not None and _fits(x, weight, transposed=False) and (bias is None or _is_bias(bias, weight)):
+        out = multiply_few(x, bias)
+        if out is not None:
+            return out
+    return _linear(F.linear, x, weight, bias)
 
 
 SHORTCUTS[F.linear] = _linear_at_once

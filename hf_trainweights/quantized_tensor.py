@@ -76,6 +76,7 @@ class QuantizedTensor(Tensor):
     format: Format
     stored_shape: tuple[int, ...]
     transposed: bool
+    few_rows: tuple[Tensor, Callable[[Tensor, Tensor | None], Tensor | None] | None] | None  # by `quantized_products`
 
     @staticmethod
     def __new__(
@@ -123,6 +124,7 @@ class QuantizedTensor(Tensor):
         self.format = format
         self.stored_shape = tuple(shape)
         self.transposed = transposed
+        self.few_rows = None
 
     @classmethod
     def quantize(
@@ -268,14 +270,14 @@ class QuantizedTensor(Tensor):
         # Below this level a trace no longer shows, and what it would save of this tensor is garbage.
         if torch._C._get_tracing_state():
             raise unsupported_by_torchscript()
-        if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
-            return ASSIGNMENTS[func](*args)
         if func in SHORTCUTS and not torch.compiler.is_compiling():
             # Without it each look at the weight's shape comes here again: 1.5 us, several times a product.
             with torch._C.DisableTorchFunctionSubclass():
                 result = SHORTCUTS[func](*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
+        if func in ASSIGNMENTS and isinstance(args[0], QuantizedTensor):
+            return ASSIGNMENTS[func](*args)
         return torch._C._disabled_torch_function_impl(func, types, args, kwargs or {})
 
     @classmethod

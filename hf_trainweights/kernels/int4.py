@@ -7,7 +7,7 @@ and float32, as it is on disk. A block of either is dequantized in whole words: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -50,6 +50,31 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | 
     if not isinstance(form, Int4Tiles):
         return LINEAR(x, qdata, scale, bias)
     return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if x.dtype == scale.dtype else None
+
+
+def few_rows(
+    tensors: Mapping[str, Tensor], form: Int4Tiles, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+    """As `hf_trainweights.kernels.few_rows`: by PyTorch's op on tiles.
+
+    Args:
+        tensors: `qdata` and `scale` in the format `form`.
+        form: The tiles.
+        dtype: Dtype of x.
+    """
+    qdata, scale = tensors["qdata"], tensors["scale"]
+    ready = qdata.dim() == 2 and qdata.is_contiguous() and form.tile_rows == int4_tiles.tile_rows()
+    if not ready or scale.dtype != dtype:
+        return None
+    N, K = qdata.shape[0], qdata.shape[1] * 2
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        M = x.numel() // K
+        if not 0 < M <= TILED_ROWS or not x.is_contiguous():
+            return None
+        return _add(multiply_tiles(x.view(M, K), qdata, scale), bias).view(*x.shape[:-1], N)
+
+    return multiply
 
 
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

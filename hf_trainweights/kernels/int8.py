@@ -4,10 +4,12 @@ Three ways, by the number of rows M of x and the instructions of the CPU:
 
 - `torch._weight_int8pack_mm` for the few rows of a decoding step, 16-bit x only: its float32 path is scalar. With
   `activations="int8"` too: one op takes .5 to .9 of the time of the dozen that write digits (Xeon with AMX, 1 row).
-- Integer products. Each row of x is written as `top / 127 * (d0 + d1 / 254 + d2 / 254**2)` with integers d in
-  [-127, 127], and one `torch._int_mm` multiplies all of them with the codes, exactly. Two digits hold a 16-bit x below
-  its own rounding, three a float32 x to 2e-8 of the largest value of the row; one digit is `activations="int8"`.
-- Blocks of codes cast to the dtype of x and multiplied there, for many rows of bfloat16 and for CPUs without VNNI.
+- Integer products. Each row of x is written as `top / 127 * (d0 + d1 / 256 + d2 / 256**2)`, where the digits d are the
+  signed bytes of one integer, and one `torch._int_mm` multiplies all of them with the codes, exactly. Two digits hold a
+  16-bit x below its own rounding, three a float32 x to 6e-8 of the largest value of the row; one digit is
+  `activations="int8"`.
+- Blocks of codes cast to the dtype of x and multiplied there, for many rows of bfloat16, for small weights and for CPUs
+  without VNNI.
 
 A row of x can therefore give a result that differs in its rounding when it comes alone and when it comes among others.
 NaN or infinity in a row of x makes its whole result NaN where the product is one of integers.
@@ -16,7 +18,8 @@ NaN or infinity in a row of x makes its whole result NaN where the product is on
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,16 +43,22 @@ _PACK_ROWS = 4
 _PACK_COLUMNS = 16
 # It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
 _CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
-# Digits against cast blocks: .6 and .7 against .7 and .6 at 64 rows, .5 and .6 against .7 and .7 at 128. Without AMX
-# digits lead there too.
+# Digits against cast blocks, in bfloat16: .6 and .7 against .6 and .6 at 48 rows, .5 and .6 against .6 and .6 at 128.
 _DIGIT_ROWS = 64
+# In float32 digits lead there too (1.1 and 1.7 against .9 and .9), but for short rows: 1536x384 .8 against .9.
+_DIGIT_COLUMNS = 512
+# One digit alone, at 128 rows: .5 against .6 with 768x768 weights, .7 against .6 with 4864x896. Without AMX a product
+# of bfloat16 takes far longer, and one digit leads always.
+_ONE_DIGIT_WEIGHTS = 1 << 22
+# The calls that write digits take longer than such a weight's product: at 4 rows of float32 .5 against .9 with 384x384
+# weights, .9 against 1.1 with 512x512, 1.2 against 1.1 with 640x640.
+_CAST_WEIGHTS = 1 << 18
 # The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.1 and 1.4 against 1.1 and 1.2
 # at 1 row, .9 and 1.1 each at 16, .7 and .7 against .7 and .8 at 32: the result has to be transposed.
 _LEFT_ROWS = 16
 # Rows of x whose digits are held at a time.
 _ROW_BLOCK = 512
-# Elements of x that become digits at a time: 256 kB of float32, twice, within the second-level cache. At 256 rows of
-# 4864 it takes 1.7 ms, and 2.2 ms all at once.
+# Elements of x that become digits at a time: 256 kB of float32, twice, within the second-level cache.
 _DIGIT_ELEMENTS = 1 << 16
 # Integer results held at a time: 2 MB of int32. Speed over F.linear at 256 rows, 4096x4096: 1.05 with a quarter, 1.08.
 _RESULT_ELEMENTS = 1 << 19
@@ -57,8 +66,8 @@ _RESULT_ELEMENTS = 1 << 19
 # in 2 blocks, .68 in 3, .62 in 6, and .60 in two of 2304 rows and a rest of 256 (896x4864: .69, .74, .66, .69).
 _CAST_ELEMENTS = 1 << 21
 
-# A row of x below it, where 127 / top would overflow, loses relative precision; the digits stay in range.
-_SMALLEST_TOP = 2.0**-119
+# A row of x below it, where the last of three digits would be worth a subnormal number, loses relative precision.
+_SMALLEST_TOP = 2.0**-103
 
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | None) -> Tensor | None:
@@ -78,6 +87,44 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | 
     return LINEAR(x, qdata, scale, bias, form.activations is not None)
 
 
+def few_rows(
+    tensors: Mapping[str, Tensor], form: Int8, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+    """As `hf_trainweights.kernels.few_rows`: by the op that reads the codes as they are.
+
+    Args:
+        tensors: `qdata` `[N, K]` and `scale` `[N, 1]`.
+        form: The format.
+        dtype: Dtype of x.
+    """
+    qdata, scale = tensors["qdata"], tensors["scale"]
+    ready = (
+        form.group_size is None
+        and qdata.dim() == 2
+        and qdata.device.type == "cpu"
+        and dtype in (torch.bfloat16, torch.float16)
+        and scale.dtype == dtype
+        and qdata.numel() > 0
+        and qdata.shape[1] % _PACK_COLUMNS == 0
+        and qdata.is_contiguous()
+        and qdata.data_ptr() % _CODES_ALIGNMENT == 0
+    )
+    if not ready:
+        return None
+    (N, K), factors = qdata.shape, scale.view(-1)
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        M = x.numel() // K
+        if not 0 < M <= _PACK_ROWS or not x.is_contiguous() or x.data_ptr() % _X_ALIGNMENT:
+            return None
+        out = _weight_int8pack_mm(x.view(M, K), qdata, factors)
+        if bias is not None:
+            out.add_(bias)
+        return out.view(*x.shape[:-1], N)
+
+    return multiply
+
+
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     del scale, bias, quantize_x
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))
@@ -87,28 +134,41 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     if x.numel() == 0 or qdata.numel() == 0:
         return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
     rows, dtype, is_matrix = x, x.dtype, x.dim() == 2
+    N, K = qdata.shape
     if not is_matrix:
-        rows = x.reshape(-1, qdata.shape[1])
-    M, K = rows.shape
-    is_float32 = dtype == torch.float32
-    packs = M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32
-    many = dtype == torch.bfloat16 and M > _DIGIT_ROWS
-    if packs:
+        rows = x.reshape(-1, K)
+    M, is_float32 = rows.shape[0], dtype == torch.float32
+    if M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32:
         factors = scale if scale.dtype == dtype else scale.to(dtype)
         out = _multiply_packed(rows.contiguous(), qdata.contiguous(), factors.view(-1).contiguous())
         out = out if bias is None else out.add_(bias)
-    elif quantize_x or (not many and _has_integer_products()):
+    elif _prefers_digits(M, N, K, dtype, quantize_x):
         out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
     else:
         out = _multiply_cast(rows, qdata, scale, bias)
-    return out if is_matrix else out.view(*x.shape[:-1], len(qdata))
+    return out if is_matrix else out.view(*x.shape[:-1], N)
+
+
+def _prefers_digits(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) -> bool:
+    # With one column PyTorch takes the transpose's strides for those of a plain matrix, and its result is wrong.
+    if N * K <= _CAST_WEIGHTS or K == 1 or not _has_integer_products():
+        return False
+    if M <= _DIGIT_ROWS:
+        return True
+    if quantize_x:
+        return dtype != torch.bfloat16 or N * K >= _ONE_DIGIT_WEIGHTS or not _capabilities().get("amx_bf16")
+    return dtype != torch.bfloat16 and K >= _DIGIT_COLUMNS
+
+
+@functools.cache
+def _capabilities() -> dict[str, Any]:
+    return getattr(torch.cpu, "get_capabilities", dict)()
 
 
 @functools.cache
 def _has_integer_products() -> bool:
     """Return whether this CPU multiplies int8 fast and exactly; without VNNI pairs of products saturate at 16 bits."""
-    capabilities = getattr(torch.cpu, "get_capabilities", dict)()
-    if not any(capabilities.get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")):
+    if not any(_capabilities().get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")):
         return False
     x, codes = torch.full((3, 64), 127, dtype=torch.int8), torch.full((32, 64), -128, dtype=torch.int8)
     return bool((_int_mm.default(codes, x.t()) == -128 * 127 * 64).all())
@@ -117,16 +177,20 @@ def _has_integer_products() -> bool:
 def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the digits of x, int8 `[count, M, K]` in scratch memory, and what the first one is worth, `[M, 1]`."""
     digits = SCRATCH.take("digits", (count, *x.shape), torch.int8)
-    top = torch.empty(x.shape[0], 1)
+    worth = torch.empty(x.shape[0], 1)
     step = max(1, _DIGIT_ELEMENTS // x.shape[1])
     for part in (slice(start, start + step) for start in range(0, x.shape[0], step)):
         rest = SCRATCH.take("rest", x[part].shape, torch.float32).copy_(x[part])
-        digit = torch.abs(rest, out=SCRATCH.take("digit", rest.shape, torch.float32))
-        top[part] = digit.amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
-        digits[0, part].copy_(torch.round(rest.div_(top[part]), out=digit))
-        for index in range(1, count):
-            digits[index, part].copy_(torch.round(rest.sub_(digit).mul_(254.0), out=digit))
-    return digits, top
+        words = SCRATCH.take("words", rest.shape, torch.int32)
+        top = torch.abs(rest, out=words.view(torch.float32)).amax(-1, keepdim=True)
+        first = torch.mul(top.clamp_min_(_SMALLEST_TOP), 1 / 127, out=worth[part])
+        words.copy_(rest.div_(first * 256.0 ** (1 - count)).round_())
+        for index in reversed(range(count)):
+            # The low byte, as a signed number; what is left is a multiple of 256.
+            digits[index, part].copy_(words)
+            if index:
+                words.add_(128).bitwise_right_shift_(8)
+    return digits, worth
 
 
 def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
@@ -145,12 +209,9 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
 
 def _multiply_integers(codes: Tensor, digits: Tensor) -> Tensor:
     """Return float32 `codes @ digits.T` of int8 matrices, in scratch memory."""
-    # With one column PyTorch takes the transpose's strides for those of a plain matrix, and its result is wrong.
-    if _has_integer_products() and codes.shape[1] > 1:
-        shape = (codes.shape[0], digits.shape[0])
-        products = _int_mm.out(codes, digits.t(), out=SCRATCH.take("products", shape, torch.int32))
-        return SCRATCH.take("sums", shape, torch.float32).copy_(products)
-    return torch.mm(codes.float(), digits.float().t())
+    shape = (codes.shape[0], digits.shape[0])
+    products = _int_mm.out(codes, digits.t(), out=SCRATCH.take("products", shape, torch.int32))
+    return SCRATCH.take("sums", shape, torch.float32).copy_(products)
 
 
 def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
@@ -181,7 +242,7 @@ def _combine(products: tuple[Tensor, ...]) -> Tensor:
     """Return the sum of the digits' products, in the memory of the last one."""
     out = products[-1]
     for product in reversed(products[:-1]):
-        out = out.mul_(1 / 254).add_(product)
+        out = torch.add(product, out, alpha=1 / 256, out=out)
     return out
 
 
@@ -191,9 +252,11 @@ def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None)
     rows = -(-N // (64 * blocks)) * 64
     out, buffer = x.new_empty(x.shape[0], N), SCRATCH.take("cast", (min(rows, N), K), x.dtype)
     scale = scale.to(x.dtype)
+    whole = qdata, scale, out
     # Sums of codes can overflow in float16, so there the weight is scaled and not the result.
     first = x.dtype == torch.float16
-    for codes, factors, block in zip(qdata.split(rows), scale.split(rows), out.split(rows, dim=1), strict=True):
+    blocks = zip(qdata.split(rows), scale.split(rows), out.split(rows, dim=1), strict=True) if rows < N else [whole]
+    for codes, factors, block in blocks:
         weight = buffer[: codes.shape[0]].copy_(codes)
         torch.mm(x, (weight.mul_(factors) if first else weight).t(), out=block)
     if first:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+# Shapes that are kept at most for each use; the layers of a model ask for a handful.
+_VIEWS = 64
 
 
 class Scratch(threading.local):
@@ -18,8 +20,9 @@ class Scratch(threading.local):
 
     def __init__(self) -> None:
         self._buffers: dict[str, Tensor] = {}
+        self._views: dict[str, dict[tuple[tuple[int, ...], torch.dtype], Tensor]] = {}
 
-    def take(self, use: str, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Return uninitialised memory, valid until the next `take` for the same use in this thread.
 
         Args:
@@ -30,13 +33,24 @@ class Scratch(threading.local):
         Returns:
             A contiguous CPU tensor, a view of the buffer.
         """
+        # One token after the other asks for the same shapes, and to make a view costs 2 us.
+        views = self._views.setdefault(use, {})
+        view = views.get((shape, dtype))
+        if view is None:
+            if len(views) == _VIEWS:
+                views.clear()
+            view = views[shape, dtype] = self._view(use, shape, dtype)
+        return view
+
+    def _view(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         size_bytes = math.prod(shape) * dtype.itemsize
         buffer = self._buffers.get(use)
-        if buffer is None or len(buffer) < size_bytes:
-            # A tensor that is made in inference mode can never be written to outside it.
-            with torch.inference_mode(False):
+        # A tensor that is made in inference mode can never be written to outside it.
+        with torch.inference_mode(False):
+            if buffer is None or len(buffer) < size_bytes:
+                self._views[use].clear()
                 buffer = self._buffers[use] = torch.empty(size_bytes, dtype=torch.uint8)
-        return buffer[:size_bytes].view(dtype).view(shape)
+            return buffer[:size_bytes].view(dtype).view(shape)
 
 
 SCRATCH = Scratch()

@@ -12,14 +12,28 @@ from torch import Tensor, nn
 from weights import random_weight
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import int8, linear
+from hf_trainweights.kernels import few_rows, int8, layout, linear
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 # On both sides of every threshold, and more than one block of rows.
 ROWS = [1, 3, 4, 5, 16, 17, 64, 65, 130, 513]
+
+
+@pytest.fixture(autouse=True)
+def small_weights_take_every_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let digits be written for weights of any size; a test of the sizes themselves asks for `real_thresholds`."""
+    if "real_thresholds" not in request.fixturenames:
+        for name in ("_CAST_WEIGHTS", "_ONE_DIGIT_WEIGHTS", "_DIGIT_COLUMNS"):
+            monkeypatch.setattr(int8, name, 0)
+
+
+@pytest.fixture
+def real_thresholds() -> None:
+    """Leave the sizes as they are."""
 
 
 @pytest.fixture(params=[True, False], ids=["integer", "cast"])
@@ -177,7 +191,7 @@ def test_int8_activations_leave_few_rows_as_they_are(rows: int, dtype: torch.dty
 
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
-def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype, integer_products: bool) -> None:
+def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype) -> None:
     # 90 columns: never taken by the op for few rows.
     weight, inputs = quantized(80, 90, dtype, Int8(activations="int8")), x(rows, 90, dtype=dtype)
     rounded = inputs.float() / (inputs.float().abs().amax(-1, keepdim=True) / 127)
@@ -187,6 +201,39 @@ def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype
     # Half a step of each token's largest value, 127 steps: uniform rounding of a normal row is about 1 % of its norm.
     assert relative_error(result, inputs.double() @ weight.dequantize(torch.float64).t()) < 1.5e-2
     assert relative_error(result, expected) <= max(2e-3, torch.finfo(dtype).eps)
+
+
+@every_dtype
+def test_int8_activations_are_not_rounded_where_no_product_of_integers_is_faster(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    for rows in (5, 70):
+        assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations="int8")))
+
+
+@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.usefixtures("real_thresholds")
+def test_what_is_multiplied_by_digits(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "_capabilities", lambda: {"amx_bf16": amx})
+
+    def ways(N: int, K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
+        return [int8._prefers_digits(M, N, K, dtype, quantize_x) for M in (1, 64, 65)]
+
+    for dtype in FLOAT_DTYPES:
+        assert ways(384, 384, dtype) == ways(1 << 20, 1, dtype) == [False] * 3
+    assert ways(1536, 384, torch.float32) == ways(4096, 4096, torch.bfloat16) == [True, True, False]
+    assert ways(4096, 4096, torch.float32) == ways(4096, 4096, torch.bfloat16, quantize_x=True) == [True] * 3
+    assert ways(1024, 1024, torch.bfloat16, quantize_x=True) == [True, True, not amx]
+
+
+@every_dtype
+@pytest.mark.usefixtures("real_thresholds")
+@pytest.mark.parametrize("shape", [(384, 384), (1100, 520), (700, 768)])
+def test_the_real_thresholds_keep_the_bound(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    for rows in (1, 5, 70):
+        assert_linear(x(rows, shape[1], dtype=dtype), quantized(*shape, dtype))
 
 
 def test_int8_activations_change_nothing_that_is_stored() -> None:
@@ -256,3 +303,41 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
         assert torch.equal(F.linear(inputs, weight, bias), expected)
         assert torch.equal(torch.addmm(bias, inputs, weight.t()), expected)
         assert torch.equal(F.linear(inputs[None], weight, bias)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["int8", "int4"])
+def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(name: str) -> None:
+    form = get_format({"format": name})
+    weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=torch.bfloat16), form)
+    weight = weight.in_layout(layout(form, weight.stored_shape, torch.bfloat16, weight.device))
+    bias = x(128, dtype=torch.bfloat16, seed=2)
+    at_once = few_rows(weight.tensors, weight.format, torch.bfloat16)
+    assert at_once is not None
+    for shape in [(1, 128), (2, 2, 128), (128,)]:
+        for added in (None, bias):
+            inputs = x(*shape, dtype=torch.bfloat16)
+            result = at_once(inputs, added)
+            assert result is not None
+            expected = linear(inputs, weight.tensors, weight.format, added)
+            assert expected is not None
+            assert torch.equal(result, expected)
+            assert result.shape == expected.shape
+    assert at_once(x(0, 128, dtype=torch.bfloat16), None) is None
+    assert at_once(x(33, 128, dtype=torch.bfloat16), None) is None
+    assert at_once(x(128, 2, dtype=torch.bfloat16).t(), None) is None
+
+
+def test_few_rows_follow_what_the_weight_holds() -> None:
+    first, second = quantized(80, 96, torch.bfloat16), quantized(80, 96, torch.bfloat16).mul(-1)
+    second = QuantizedTensor.quantize(second, Int8())
+    inputs = x(1, 96, dtype=torch.bfloat16)
+    with torch.no_grad():
+        before = F.linear(inputs, first)
+        first.copy_(second)
+        assert torch.equal(F.linear(inputs, first), -before)
+        first.data = quantized(80, 96, torch.bfloat16)
+        assert torch.equal(F.linear(inputs, first), before)
+        first.qdata = second.qdata
+        assert torch.equal(F.linear(inputs, first), -before)
+    assert few_rows(quantized(80, 90, torch.bfloat16).tensors, Int8(), torch.bfloat16) is None
+    assert few_rows(quantized(80, 96, torch.float32).tensors, Int8(), torch.float32) is None
