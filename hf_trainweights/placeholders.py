@@ -129,7 +129,7 @@ class Placeholders:
                 raise _changed(f"{group.name}, {key}", tensor, place)
             with place.file.open("r+b") as stream:
                 stream.seek(place.start)
-                stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+                stream.write(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _changed(where: str, tensor: Tensor, place: StoredTensorPlace | None) -> SaveError:
