@@ -25,6 +25,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -33,6 +34,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles
+from hf_trainweights.placeholders import Placeholders
 from hf_trainweights.weight_files import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
@@ -309,6 +311,35 @@ def test_what_changes_a_private_layouts_tensors_on_their_way_is_refused(
     with pytest.raises(SaveError, match=r"qdata: expected torch\.int32 of shape .*as it was handed over"):
         layouts[1].save_pretrained(tmp_path)
     assert contents(tmp_path) == {}
+
+
+def test_a_disk_that_is_full_when_a_weight_is_written_over_its_placeholder_changes_nothing(
+    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    layouts[0].save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    monkeypatch.setattr(Placeholders, "_write", fail)
+    with pytest.raises(SaveError, match=r"expected enough free disk space.*Nothing was changed there"):
+        layouts[1].save_pretrained(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_adapters_are_saved_without_making_the_weights_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    config = TrainWeightsConfig("int4", group_size=64)
+    adapted = in_layouts(quantize_on_load(tmp_path / "float", "llama", config), tiled=True)
+    adapted.add_adapter(LoraConfig(target_modules=["v_proj"]))
+    monkeypatch.setattr(Int4Tiles, "to_canonical", refuse)
+    adapted.save_pretrained(tmp_path / "adapters")
+    assert weight_files(tmp_path / "adapters") == {"adapter_model.safetensors"}
+    assert all("lora" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
 
 
 # ---- options
