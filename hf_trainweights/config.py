@@ -37,6 +37,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         activations: "int8" to round what is multiplied with the weights to int8 too, for speed: dynamically, one scale
             a token; up to 4 tokens of 16 bits are left as they are, which is faster still. Only with format "int8" and
             no groups; the error of a product is about four times that of bfloat16.
+        base_model: Hub id of the float model; a model that is loaded from there by this configuration has it in its
+            own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
         quant_method: What config.json says beside the values.
 
@@ -61,6 +63,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         overrides: Mapping[str, str | Mapping[str, Any] | None] | None = None,
         include_embeddings: bool = False,
         activations: str | None = None,
+        base_model: str | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
     ):
@@ -83,6 +86,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if type(include_embeddings) is not bool:
             raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
         self.include_embeddings = include_embeddings
+        if not isinstance(base_model, str | None):
+            raise ConfigError("base_model", "the id of a repository or None", repr(base_model), "Leave it out.")
+        self.base_model = base_model
 
     @classmethod
     def from_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base returns a tuple where it is asked to)

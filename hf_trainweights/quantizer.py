@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from hf_trainweights.conversion import (
     return_freed_memory,
 )
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.model_card import hub_id
 from hf_trainweights.modules import announce, check_choice, check_not_empty, choose_layouts_, dequantize_, model_skips
 from hf_trainweights.saving import attach_saving, flat_state_dict
 from hf_trainweights.selection import Summary, choose, survey
@@ -139,7 +141,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Raise what is wrong with the model's config.json, with its path or repository."""
         error = self.quantization_config.read_error
         if error is not None:
-            where = f"{Path(config.name_or_path, 'config.json')}: quantization_config: {error.where}"
+            where = f"{Path(config.name_or_path or '', 'config.json')}: quantization_config: {error.where}"
             raise ConfigError(where, error.expected, error.found, error.next_step) from error
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
@@ -229,6 +231,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.state.error is not None:
             raise self.state.error
+        if not self.pre_quantized and self.quantization_config.base_model is None:
+            # A copy: the user may quantize another model by the same configuration.
+            self.quantization_config = copy.copy(self.quantization_config)
+            self.quantization_config.base_model = hub_id(model)
+            model.config.quantization_config = self.quantization_config
         config = self.quantization_config
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)

@@ -34,6 +34,7 @@ EVERYTHING = {
     "activations": None,
     "overrides": {"re:.*down_proj": "int8", "lm_head": None, "a.b": {"format": "int8", "group_size": 64}},
     "include_embeddings": True,
+    "base_model": "someone/tiny-llama",
 }
 
 
@@ -198,6 +199,7 @@ BAD = {
     "activations of int4": ({"format": "int4", "activations": "int8"}, "format int4: expected group_size, found activ"),
     "no group size": ({"format": "float8_e4m3", "group_size": 32}, "format float8_e4m3: expected no parameters"),
     "include": ({"include_embeddings": 1}, "include_embeddings: expected True or False, found 1"),
+    "base": ({"base_model": 1}, "base_model: expected the id of a repository or None, found 1"),
     "skip text": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list of module names"),
     "skip number": ({"modules_to_not_convert": 5}, "modules_to_not_convert: expected a list of module names, found 5"),
     "skip numbers": ({"modules_to_not_convert": [5]}, r"expected a list of module names, found \[5\]"),
