@@ -7,6 +7,7 @@ no longer fits, and from then on it is kept as it is.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -19,11 +20,14 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 from transformers.modelcard import TASK_MAPPING
+from yaml import YAMLError
 
 from hf_trainweights.selection import Choice
 from hf_trainweights.weight_digests import package_versions
 
 CARD_NAME = "README.md"
+
+_logger = logging.getLogger(__name__)
 
 _LIBRARY = "transformers"
 _TAG = "hf-trainweights"
@@ -64,8 +68,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     if quantizer is None or getattr(model, "_hf_peft_config_loaded", False):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
-    beside = Path(model.config.name_or_path or "", CARD_NAME)
-    cards = [_metadata(beside.read_text(encoding="utf-8") if beside.is_file() else None), _metadata(earlier)]
+    cards = [_metadata(text) for text in (_card_beside(model.config.name_or_path), earlier) if text]
     base = _base_model(model, cards)
     formats = [choice.format.name for choice in choices if choice.format is not None]
     inherited: dict[str, Any] = {"pipeline_tag": _task(model)} | _inherited(cards)
@@ -138,8 +141,18 @@ def _task(model: PreTrainedModel) -> str | None:
     return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
 
 
-def _metadata(text: str | None) -> dict[str, Any]:
-    return ModelCard(text, ignore_metadata_errors=True).data.to_dict() if text else {}
+def _card_beside(source: str | None) -> str | None:
+    """Return the card that lies beside the weights that a model was loaded from."""
+    beside = Path(source, CARD_NAME) if source else None
+    return beside.read_text(encoding="utf-8", errors="replace") if beside and beside.is_file() else None
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, YAMLError) as error:
+        _logger.warning("The metadata of a %s cannot be read, so nothing is taken from it: %s", CARD_NAME, error)
+        return {}
 
 
 def _signed(data: ModelCardData, parts: Iterable[str]) -> str:

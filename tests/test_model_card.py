@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import logging
 import re
 from pathlib import Path
 
@@ -136,11 +137,31 @@ def test_licence_and_task_of_the_float_models_card_are_kept(tmp_path: Path) -> N
     assert metadata(model_card(reloaded, "me/small", earlier=text)) == metadata(text)
 
 
-def test_a_card_that_is_none_says_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("card", "warned"),
+    [
+        (b"# No metadata\n", False),
+        (b"---\nlicense: [mit\n---\n", True),
+        (b"---\n- license\n---\n", True),
+        (b"---\ntags: 3\n---\n", True),
+        (b"\xff\xfe", False),
+    ],
+)
+def test_a_card_that_cannot_be_read_says_nothing(
+    card: bytes, warned: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     quantized_from("").save_pretrained(tmp_path)
-    (tmp_path / CARD_NAME).write_text("# No metadata\n")
-    data = metadata(model_card(LlamaForCausalLM.from_pretrained(tmp_path), "me/small"))
+    (tmp_path / CARD_NAME).write_bytes(card)
+    with caplog.at_level(logging.WARNING, "hf_trainweights"):
+        data = metadata(model_card(LlamaForCausalLM.from_pretrained(tmp_path), "me/small"))
     assert data.keys() == {"library_name", "pipeline_tag", "tags"}
+    assert ("nothing is taken from it" in caplog.text) == warned
+
+
+def test_a_card_in_the_working_directory_is_no_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / CARD_NAME).write_text(THEIRS)
+    monkeypatch.chdir(tmp_path)
+    assert "license" not in metadata(model_card(quantized_from(""), "me/small"))
 
 
 @pytest.mark.parametrize(
