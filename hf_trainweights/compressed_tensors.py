@@ -138,20 +138,21 @@ def _unsupported(names: Iterable[str], found: str, next_step: str) -> Unsupporte
 
 def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, dict[str, slice]]:
     """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts."""
-    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied.
+    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
+    # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
     names, numbers, ends = list(weights), {}, [0]
     for name, weight in weights.items():
         *lead, _ = weight.stored_shape
         ends.append(ends[-1] + math.prod(lead))
-        numbers[name] = torch.arange(ends[-2], ends[-1]).view(*lead, 1)
+        numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
     matrices: dict[str, dict[str, slice]] = defaultdict(dict)
     for saved_name, rows in revert_weight_conversion(model, numbers).items():
-        first, count = int(rows.flatten()[0]), rows.numel()
+        first, count = int(rows.flatten()[0]), rows.numel() // 2
         place = bisect.bisect_right(ends, first) - 1
         weight = weights[names[place]]
         N = weight.stored_shape[-2]
         start = first - ends[place]
-        whole = torch.equal(rows, torch.arange(first, first + count).view(count, 1))
+        whole = torch.equal(rows.reshape(-1, 2), torch.arange(first, first + count).view(count, 1).expand(count, 2))
         fits = count == N if weight.dim() == 2 else start // N == (start + count - 1) // N
         if not (whole and fits and saved_name.endswith(".weight")):
             found = "weights that their checkpoint splits, merges or reorders"
