@@ -8,7 +8,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quanti
 from hf_trainweights import quantized_ops  # noqa: F401  (registers the ops)
 from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback as TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.discovery import latest as latest
-from hf_trainweights.config import QUANT_METHOD
+from hf_trainweights.config import QUANT_METHOD, StoredConfig
 from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
 from hf_trainweights.errors import TrainWeightsError as TrainWeightsError
 from hf_trainweights.export import export_compressed_tensors as export_compressed_tensors
@@ -24,7 +24,7 @@ __version__ = importlib.metadata.version("hf_trainweights")
 
 # A reload of this module must not register a second time: Transformers refuses that.
 if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-    register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
+    register_quantization_config(QUANT_METHOD)(StoredConfig)
     register_quantizer(QUANT_METHOD)(TrainWeightsHfQuantizer)
 
 add_safe_globals([rebuild_quantized_tensor])

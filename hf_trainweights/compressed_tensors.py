@@ -13,7 +13,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -38,24 +38,30 @@ _EXPERT_MODULE = r".*\.experts\.\d+\..*"
 
 _BYTES_PER_WORD = 4
 
+# From the name of a weight, tensors without memory, and a function that makes them, to what is written for them.
+Put = Callable[[str, Mapping[str, Tensor], Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
 
-def lay_out(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+
+def lay_out(
+    model: PreTrainedModel, state_dict: Mapping[str, Tensor], put: Put
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
 
     Args:
         model: A quantized model.
         state_dict: All its tensors, a tied one once, none on the meta device.
+        put: `Placeholders.put`, or what else turns a function that makes the tensors of a weight into tensors. Called
+            once for each quantized weight, with the name, tensors on the meta device, and the function.
 
     Returns:
-        Name in the checkpoint to a view of the model's own tensor, or of a copy where a kernel holds the weight in
-        a layout of its own, each to be passed through `pack` when it is written; and JSON values.
+        Name in the checkpoint to a view of the model's own tensor or to what `put` returned; and JSON values.
 
     Raises:
         ConfigError: Nothing is quantized.
         UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
             model has adapters.
     """
-    quantized = {name: each.canonical() for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
+    quantized = {name: each for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
     if not quantized:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
     if getattr(model, "_hf_peft_config_loaded", False):
@@ -65,31 +71,27 @@ def lay_out(model: PreTrainedModel, state_dict: Mapping[str, Tensor]) -> tuple[d
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     tensors = dict(revert_weight_conversion(model, others))
     _check_float_experts(model, tensors)
-    for name, (weight, rows) in _matrices(model, quantized).items():
-        stored = {key: tensor.flatten(0, -2)[rows] for key, tensor in weight.tensors.items()}
-        tensors |= _name_tensors(name, weight.format, stored["qdata"], stored["scale"])
+    for name, rows in _matrices(model, quantized).items():
+        tensors |= _put_weight(name, quantized[name], rows, put)
     return dict(sorted(tensors.items())), _configure(model, quantized)
 
 
-def pack(name: str, tensor: Tensor) -> Tensor:
-    """Return a tensor of `lay_out` as it is written: int8 codes in int32 words, all others as they are.
+def pack(codes: Tensor) -> Tensor:
+    """Return int8 codes in int32 words.
 
     Args:
-        name: Its name in the checkpoint.
-        tensor: The tensor.
+        codes: Int8 `[N, K]`.
 
     Returns:
-        Int8 codes `[N, K]` as int32 `[N, ceil(K / 4)]`, each code + 128, the first one in the lowest bits.
+        A new int32 tensor `[N, ceil(K / 4)]`, each code + 128, the first one in the lowest bits.
 
     Example:
         >>> codes = torch.tensor([[-128, -127, 0, 127]], dtype=torch.int8)
-        >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack("q_proj.weight_packed", codes)[0].tolist()]
+        >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack(codes)[0].tolist()]
         ['FF800100']
     """
-    if not name.endswith(".weight_packed") or tensor.dtype != torch.int8:
-        return tensor
     # An offset of 128 is the sign bit flipped.
-    octets = F.pad(tensor.view(torch.uint8) ^ 128, (0, -tensor.shape[-1] % _BYTES_PER_WORD))
+    octets = F.pad(codes.view(torch.uint8) ^ 128, (0, -codes.shape[-1] % _BYTES_PER_WORD))
     return octets.view(torch.int32)
 
 
@@ -99,8 +101,9 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
     misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, weight in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        if weight.format.name not in _SCHEMES or weight.format.tensor_names != ("qdata", "scale"):
-            misfits[f"weights in {weight.format}", in_float].append(name)
+        form = weight.format.canonical
+        if form.name not in _SCHEMES or form.tensor_names != ("qdata", "scale"):
+            misfits[f"weights in {form}", in_float].append(name)
         elif weight.numel() == 0:
             misfits["weights without elements", in_float].append(name)
         elif weight.transposed:
@@ -114,7 +117,7 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
     if misfits:
         (found, next_step), names = next(iter(misfits.items()))
         raise _unsupported(names, found, next_step)
-    experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
+    experts = {name: weight.format.canonical for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:
         found = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
         raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads all by one.")
@@ -133,43 +136,57 @@ def _unsupported(names: Iterable[str], found: str, next_step: str) -> Unsupporte
     return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
 
 
-def _matrices(
-    model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]
-) -> dict[str, tuple[QuantizedTensor, slice]]:
-    """Return for each matrix in a checkpoint the weight that holds it, and its rows there, those of all experts."""
-    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied.
+def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, dict[str, slice]]:
+    """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts."""
+    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
+    # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
     names, numbers, ends = list(weights), {}, [0]
     for name, weight in weights.items():
         *lead, _ = weight.stored_shape
         ends.append(ends[-1] + math.prod(lead))
-        numbers[name] = torch.arange(ends[-2], ends[-1]).view(*lead, 1)
-    matrices = {}
+        numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
+    matrices: dict[str, dict[str, slice]] = defaultdict(dict)
     for saved_name, rows in revert_weight_conversion(model, numbers).items():
-        first, count = int(rows.flatten()[0]), rows.numel()
+        first, count = int(rows.flatten()[0]), rows.numel() // 2
         place = bisect.bisect_right(ends, first) - 1
         weight = weights[names[place]]
         N = weight.stored_shape[-2]
         start = first - ends[place]
-        whole = torch.equal(rows, torch.arange(first, first + count).view(count, 1))
+        whole = torch.equal(rows.reshape(-1, 2), torch.arange(first, first + count).view(count, 1).expand(count, 2))
         fits = count == N if weight.dim() == 2 else start // N == (start + count - 1) // N
         if not (whole and fits and saved_name.endswith(".weight")):
             found = "weights that their checkpoint splits, merges or reorders"
             raise _unsupported([names[place]], found, "Quantize the model again and leave these in float.")
-        matrices[saved_name] = weight, slice(start, start + count)
+        matrices[names[place]][saved_name] = slice(start, start + count)
     return matrices
 
 
+def _put_weight(name: str, weight: QuantizedTensor, matrices: Mapping[str, slice], put: Put) -> Mapping[str, Tensor]:
+    form = weight.format.canonical
+
+    def lay_out_matrices(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {}
+        for saved_name, rows in matrices.items():
+            codes, scale = (stored[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
+            tensors |= _name_tensors(saved_name, form, codes, scale)
+        return tensors
+
+    like = lay_out_matrices(form.empty(weight.stored_shape, weight.scale.dtype, "meta"))
+    return put(name, like, lambda: lay_out_matrices(weight.canonical().tensors))
+
+
 def _name_tensors(name: str, form: Format, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of one matrix of a checkpoint under their names in the layout."""
+    """Return the tensors of one matrix of a checkpoint as they are in the layout."""
     if _SCHEMES[form.name][2] == "float-quantized":
         return {name: codes, f"{name}_scale": scale}
-    return {f"{name}_packed": codes, f"{name}_scale": scale, f"{name}_shape": torch.tensor(form.shape_of(codes))}
+    packed = pack(codes) if codes.dtype == torch.int8 else codes
+    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": torch.tensor(form.shape_of(codes))}
 
 
 def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:
     """Return the configuration: a group for each format, the most frequent one for whatever is not named."""
-    modules = {name.rpartition(".")[0]: weight.format for name, weight in weights.items() if weight.dim() == 2}
-    experts = {weight.format for weight in weights.values() if weight.dim() == 3}
+    modules = {n.rpartition(".")[0]: weight.format.canonical for n, weight in weights.items() if weight.dim() == 2}
+    experts = {weight.format.canonical for weight in weights.values() if weight.dim() == 3}
     counts = Counter(modules.values())
     formats = sorted({*modules.values(), *experts}, key=lambda form: (-counts[form], str(form)))
     groups = {}

@@ -37,17 +37,23 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         activations: "int8" to round what is multiplied with the weights to int8 too, for speed: dynamically, one scale
             a token; up to 4 tokens of 16 bits are left as they are, which is faster still. Only with format "int8" and
             no groups; the error of a product is about four times that of bfloat16.
+        base_model: Hub id of the float model; a model that is loaded from there by this configuration has it in its
+            own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
-        unknown: Keys of a newer version; kept, written back, and logged.
+        quant_method: What config.json says beside the values.
 
     Raises:
         ConfigError: A value is not allowed; the message lists those that are.
+        TypeError: There is no such argument.
 
     Example:
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
         >>> config.format_for(["model.layers.0.mlp.down_proj"])
         (Int8(group_size=None, activations=None), True)
     """
+
+    # Why the file that this was read from is not valid.
+    read_error: ConfigError | None = None
 
     def __init__(
         self,
@@ -57,16 +63,13 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         overrides: Mapping[str, str | Mapping[str, Any] | None] | None = None,
         include_embeddings: bool = False,
         activations: str | None = None,
+        base_model: str | None = None,
         version: int = CONFIG_VERSION,
-        **unknown: Any,
+        quant_method: str = QUANT_METHOD,
     ):
-        self.quant_method = unknown.pop("quant_method", QUANT_METHOD)  # type: ignore[assignment]
-        if self.quant_method != QUANT_METHOD:
-            raise ConfigError(
-                "quant_method", repr(QUANT_METHOD), repr(self.quant_method), "Use that method's own class."
-            )
-        if unknown.get("dequantize"):
-            raise ConfigError("dequantize", "no such key", "True", "Load the model, then call model.dequantize().")
+        if quant_method != QUANT_METHOD:
+            raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
+        self.quant_method = quant_method  # type: ignore[assignment]
         if type(version) is not int or version != CONFIG_VERSION:
             raise ConfigError(
                 "version",
@@ -83,9 +86,50 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if type(include_embeddings) is not bool:
             raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
         self.include_embeddings = include_embeddings
-        for key, value in unknown.items():
-            _check_unknown(key, value)
-            setattr(self, key, value)
+        if not isinstance(base_model, str | None):
+            raise ConfigError("base_model", "the id of a repository or None", repr(base_model), "Leave it out.")
+        self.base_model = base_model
+
+    @classmethod
+    def from_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base returns a tuple where it is asked to)
+        cls, config_dict: Mapping[str, Any], **kwargs: Any
+    ) -> Any:
+        """Return the configuration that a file holds.
+
+        Args:
+            config_dict: JSON values as `to_dict` returns them. Keys that only a newer version knows are kept, written
+                back, and logged.
+            kwargs: As for Transformers: values that replace those of the file, and `return_unused_kwargs`.
+
+        Returns:
+            The configuration; with `return_unused_kwargs=True` also a dict of the `kwargs` that it does not have.
+
+        Raises:
+            ConfigError: A value is not allowed.
+
+        Example:
+            >>> TrainWeightsConfig.from_dict({"format": "int4", "group_size": 32}).default_format
+            Int4(group_size=32)
+        """
+        known = {key: value for key, value in config_dict.items() if key in _known_keys()}
+        result = super().from_dict(known, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        for key in config_dict.keys() - known.keys():
+            _check_unknown(key, config_dict[key])
+            setattr(config, key, config_dict[key])
+        return result
+
+    def check_quantizing(self) -> None:
+        """Check that a float model can be quantized by this configuration.
+
+        Raises:
+            ConfigError: A value of a file is not allowed, or a key is unknown: another version's, or misspelt.
+        """
+        if self.read_error is not None:
+            raise self.read_error
+        unknown = ", ".join(sorted(vars(self).keys() - _known_keys()))
+        if unknown:
+            raise ConfigError("quantization_config", f"keys among {', '.join(_known_keys())}", unknown, "Leave it out.")
 
     @property
     def default_format(self) -> Format:
@@ -122,6 +166,33 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         return isinstance(other, TrainWeightsConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+class StoredConfig(TrainWeightsConfig):
+    """What Transformers reads `quantization_config` of a config.json with, before it tells of which model it is."""
+
+    @classmethod
+    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
+        """Return the configuration as `TrainWeightsConfig` reads it.
+
+        Args:
+            config_dict: As for `TrainWeightsConfig`.
+            kwargs: Likewise.
+
+        Returns:
+            A `TrainWeightsConfig`; where a value is not allowed, one whose `read_error` says so. The quantizer raises
+            it as soon as it knows the file.
+        """
+        try:
+            return TrainWeightsConfig.from_dict(config_dict, **kwargs)
+        except ConfigError as error:
+            config = TrainWeightsConfig()
+            config.read_error = error
+            return config
+
+
+def _known_keys() -> list[str]:
+    return list(inspect.signature(TrainWeightsConfig).parameters)
 
 
 def _format_of(name: str, group_size: int | None, activations: str | None) -> Format:
@@ -172,7 +243,9 @@ def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def _check_unknown(key: str, value: Any) -> None:
-    known = ", ".join(list(inspect.signature(TrainWeightsConfig).parameters)[:-1])
+    if key == "dequantize" and value:
+        raise ConfigError(key, "no such key", repr(value), "Load the model, then call model.dequantize().")
+    known = ", ".join(_known_keys())
     try:
         json.dumps(value)
     except (TypeError, ValueError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from transformers.dynamic_module_utils import custom_object_save
 
 from hf_trainweights import compressed_tensors
 from hf_trainweights.model_directory import copy_companions, load_saved
+from hf_trainweights.placeholders import Placeholders
 from hf_trainweights.saving import move_into_place, staged_directory, whole_state_dict
 
 
@@ -28,7 +29,7 @@ def export_compressed_tensors(
     """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
 
     Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
-    bit. Beside the model itself, one shard is in memory at most, and a copy of int4 weights in the CPU's layout.
+    bit. Beside the model itself, one weight is in memory at a time, in the layout that is written.
 
     Args:
         model_or_directory: A quantized model, or the directory that one was saved to; of a directory the tokenizer
@@ -47,13 +48,14 @@ def export_compressed_tensors(
     """
     directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
+    placeholders = Placeholders()
+    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model), placeholders.put)
     target = Path(out)
     with staged_directory(target) as staging:
         if directory is not None:
             copy_companions(directory, staging)
         _write_config(model, staging, quantization_config)
-        _write_shards(tensors, compressed_tensors.pack, staging, max_shard_size)
+        placeholders.fill(_write_shards(tensors, staging, max_shard_size))
         move_into_place(staging, target, variant=None, quantized=True)
 
 
@@ -69,16 +71,16 @@ def _write_config(model: PreTrainedModel, staging: Path, quantization_config: di
         model.generation_config.save_pretrained(staging)
 
 
-def _write_shards(
-    tensors: Mapping[str, Tensor], convert: Callable[[str, Tensor], Tensor], staging: Path, max_shard_size: int | str
-) -> None:
+def _write_shards(tensors: Mapping[str, Tensor], staging: Path, max_shard_size: int | str) -> list[Path]:
     """Write safetensors files, and their index where there are several.
 
     Args:
         tensors: By name; views are well.
-        convert: From name and tensor to the one to be written, of about the same size.
         staging: Where to.
         max_shard_size: As for `export_compressed_tensors`.
+
+    Returns:
+        The safetensors files.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -87,9 +89,10 @@ def _write_shards(
         max_shard_size=max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
-        shard = {name: convert(name, tensors[name].cpu()).contiguous() for name in names}
+        shard = {name: tensors[name].cpu().contiguous() for name in names}
         save_file(shard, staging / file, metadata={"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return [staging / file for file in split.filename_to_tensors]

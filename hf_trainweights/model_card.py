@@ -7,6 +7,7 @@ no longer fits, and from then on it is kept as it is.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
@@ -18,14 +19,21 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
+from transformers.modelcard import TASK_MAPPING
+from yaml import YAMLError
 
 from hf_trainweights.selection import Choice
 from hf_trainweights.weight_digests import package_versions
 
 CARD_NAME = "README.md"
 
+_logger = logging.getLogger(__name__)
+
 _LIBRARY = "transformers"
 _TAG = "hf-trainweights"
+_LICENSE = ("license", "license_name", "license_link")
+# The Hub has no such task any more, nor has Transformers 5 a pipeline for it.
+_GONE_TASKS = ("text2text-generation",)
 _MARK = "<!-- hf_trainweights wrote this card and writes it anew until someone edits it: {} -->\n"
 _MARK_LENGTH = len(_MARK.format("0" * 64))
 
@@ -49,8 +57,8 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
             quantized weights.
         repo_id: Where it is going to lie.
         tags: Tags beside our own.
-        earlier: A card of ours for an earlier version of it; where the model was loaded quantized, only that knows the
-            base model.
+        earlier: A card for an earlier version of it. What it, or one beside the weights that the model was loaded
+            from, says of licence and task is kept.
 
     Returns:
         Metadata and Markdown. Equal models of equal names give equal text.
@@ -60,12 +68,15 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     if quantizer is None or getattr(model, "_hf_peft_config_loaded", False):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
-    base = base_model(model, earlier)
+    cards = [_metadata(text) for text in (_card_beside(model.config.name_or_path), earlier) if text]
+    base = _base_model(model, cards)
     formats = [choice.format.name for choice in choices if choice.format is not None]
+    inherited: dict[str, Any] = {"pipeline_tag": _task(model)} | _inherited(cards)
     data = ModelCardData(
         base_model=base,
         base_model_relation="quantized" if base else None,
         library_name=_LIBRARY,
+        **inherited,
         tags=list(dict.fromkeys([_TAG, "quantized", *formats, *tags])),
     )
     return _signed(data, [title, _about(choices, base), _use(model, repo_id), _contents(choices)])
@@ -87,31 +98,61 @@ def with_tags(text: str, tags: Iterable[str]) -> str:
     return str(card)
 
 
-def base_model(model: PreTrainedModel, earlier: str | None = None) -> str | None:
-    """Return the Hub id of the float model that a model was quantized from, None where nobody knows.
+def hub_id(model: PreTrainedModel) -> str | None:
+    """Return the Hub id that a model was loaded from, None where it was not.
 
     Args:
-        model: A quantized model.
-        earlier: As for `model_card`.
+        model: Any model; ask before the working directory changes, or a relative path may look like an id.
     """
-    quantizer: Any = model.hf_quantizer
     source = model.config.name_or_path or ""
-    if not quantizer.pre_quantized:
-        return source if _is_repository(source) else None
-    beside = Path(source) / CARD_NAME
-    for text in (earlier, beside.read_text(encoding="utf-8") if beside.is_file() else None):
-        base = ModelCard(text, ignore_metadata_errors=True).data.get("base_model") if text else None
-        if isinstance(base, str):
-            return base
-    return None
-
-
-def _is_repository(source: str) -> bool:
     try:
         validate_repo_id(source)
     except HFValidationError:
-        return False
-    return source != "" and not os.path.exists(source)
+        return None
+    return None if source == "" or os.path.exists(source) else source
+
+
+def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str | None:
+    """Return the Hub id of the float model that a model was quantized from, None where nobody knows."""
+    quantizer: Any = model.hf_quantizer
+    known = quantizer.quantization_config.base_model
+    if known is not None or not quantizer.pre_quantized:
+        return known
+    named = (card.get("base_model") for card in cards)
+    return next((base for base in named if isinstance(base, str)), None)
+
+
+def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the licence and the task that cards tell, which quantizing does not change."""
+    licensed = next((card for card in cards if card.get("license")), {})
+    inherited = {key: licensed[key] for key in _LICENSE if key in licensed}
+    task = next((card["pipeline_tag"] for card in cards if card.get("pipeline_tag")), None)
+    return inherited | ({"pipeline_tag": task} if task else {})
+
+
+def _task(model: PreTrainedModel) -> str | None:
+    """Return the Hub's name of what a model's class is for, None for a bare one."""
+    tasks = [
+        task
+        for task, classes in TASK_MAPPING.items()
+        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values())
+    ]
+    # Of several the last one says the most: Gemma 3 takes images too, BART is no fill-mask model.
+    return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
+
+
+def _card_beside(source: str | None) -> str | None:
+    """Return the card that lies beside the weights that a model was loaded from."""
+    beside = Path(source, CARD_NAME) if source else None
+    return beside.read_text(encoding="utf-8", errors="replace") if beside and beside.is_file() else None
+
+
+def _metadata(text: str) -> dict[str, Any]:
+    try:
+        return ModelCard(text, ignore_metadata_errors=True).data.to_dict()
+    except (ValueError, TypeError, YAMLError) as error:
+        _logger.warning("The metadata of a %s cannot be read, so nothing is taken from it: %s", CARD_NAME, error)
+        return {}
 
 
 def _signed(data: ModelCardData, parts: Iterable[str]) -> str:

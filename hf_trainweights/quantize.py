@@ -27,7 +27,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         What was done with each parameter; the same is logged in one line.
 
     Raises:
-        ConfigError: There is nothing to quantize.
+        ConfigError: There is nothing to quantize, or the configuration was read from a file and has unknown keys.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Example:
@@ -35,6 +35,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
+    config.check_quantizing()
     summary = choose(module, config, model_skips(module, config))
     check_choice(module, summary, config)
     quantize_chosen(module, summary)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,6 +22,7 @@ from hf_trainweights.conversion import (
     return_freed_memory,
 )
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.model_card import hub_id
 from hf_trainweights.modules import announce, check_choice, check_not_empty, choose_layouts_, dequantize_, model_skips
 from hf_trainweights.saving import attach_saving, flat_state_dict
 from hf_trainweights.selection import Summary, choose, survey
@@ -35,6 +38,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     Args:
         quantization_config: What the user chose, or what config.json says.
         kwargs: `pre_quantized`, whether the checkpoint is quantized already.
+
+    Raises:
+        ConfigError: A float model is to be quantized, and a value or a key of the configuration is not allowed.
     """
 
     requires_parameters_quantization = True
@@ -42,6 +48,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def __init__(self, quantization_config: TrainWeightsConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
         self.quantization_config: TrainWeightsConfig = quantization_config
+        if not self.pre_quantized:
+            quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._summary: Summary | None = None
 
@@ -117,7 +125,27 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             _logger.warning('Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.')
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Return the configuration unchanged; the first hook of Transformers 5.23 that tells which model it is of.
+
+        Args:
+            config: The model's configuration.
+
+        Raises:
+            ConfigError: Its `quantization_config` has a value that is not allowed.
+        """
+        self._check_read(config)
+        return config
+
+    def _check_read(self, config: Any) -> None:
+        """Raise what is wrong with the model's config.json, with its path or repository."""
+        error = self.quantization_config.read_error
+        if error is not None:
+            where = f"{Path(config.name_or_path or '', 'config.json')}: quantization_config: {error.where}"
+            raise ConfigError(where, error.expected, error.found, error.next_step) from error
+
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        self._check_read(model.config)
         self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
         config = self.quantization_config
         summary = choose(model, config, model_skips(model, config))
@@ -140,7 +168,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
         Args:
             config: The model's configuration.
+
+        Raises:
+            ConfigError: Its `quantization_config` has a value that is not allowed.
         """
+        self._check_read(config)
         return config
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
@@ -199,6 +231,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         if self.state.error is not None:
             raise self.state.error
+        if not self.pre_quantized and self.quantization_config.base_model is None:
+            # A copy: the user may quantize another model by the same configuration.
+            self.quantization_config = copy.copy(self.quantization_config)
+            self.quantization_config.base_model = hub_id(model)
+            model.config.quantization_config = self.quantization_config
         config = self.quantization_config
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)

@@ -1,8 +1,9 @@
 """save_pretrained and push_to_hub of a quantized model: both serializations, all or nothing.
 
 Transformers 5 writes safetensors only. So its own save_pretrained writes into a temporary directory beside the old
-files, each shard is rewritten as a `.bin` of the same plain tensors where that is asked for, and then every file is
-renamed into place. A file that is memory-mapped by the very model that is saved is replaced, never overwritten.
+files. Weights that a kernel holds in a layout of its own are then written into the shards one by one, each shard is
+rewritten as a `.bin` of the same plain tensors where that is asked for, and every file is renamed into place. A file
+that is memory-mapped by the very model that is saved is replaced, never overwritten.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import tempfile
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from huggingface_hub import CommitInfo
@@ -31,6 +32,7 @@ from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.hub import Push, begin_push
 from hf_trainweights.model_card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.placeholders import Placeholders
 from hf_trainweights.quantized_tensor import QuantizedTensor
 from hf_trainweights.state_dict import flatten_state_dict
 from hf_trainweights.weight_digests import digests_name, write_digests
@@ -41,8 +43,20 @@ try:
 except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
     fcntl = None
 
-# For a quantized model Transformers' save_pretrained drops the state_dict it was given and asks the quantizer for one.
-_STATE_DICT: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("state_dict", default=None)
+
+class _Save(NamedTuple):
+    """What one save hands to the quantizer, past Transformers.
+
+    Args:
+        state_dict: What to save; the model's own if None. For a quantized model Transformers drops it.
+        placeholders: For tensors that are to be made after the file is there; None to make them at once.
+    """
+
+    state_dict: Mapping[str, Any] | None = None
+    placeholders: Placeholders | None = None
+
+
+_SAVE: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_Save())  # noqa: B039  (immutable)
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
@@ -141,9 +155,13 @@ def _save(
     """Save a model and, if there is a push, upload what was saved."""
     variant = options.get("variant")
     card = None
+    placeholders = Placeholders()
     with staged_directory(directory) as staging:
-        with _given(options.get("state_dict")):
+        with _handed(_Save(options.get("state_dict"), placeholders)):
             type(model).save_pretrained(model, staging, **options)
+        shards = [file for file in sorted(staging.iterdir()) if is_weight_file(file.name, variant)]
+        if shards:  # Adapters alone, or another rank's share, hold none of what was put in.
+            placeholders.fill(file for file in shards if file.suffix == ".safetensors")
         if not safe:
             _rewrite_as_bin(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
@@ -175,13 +193,13 @@ def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Pa
 
 
 @contextlib.contextmanager
-def _given(state_dict: Mapping[str, Any] | None) -> Iterator[None]:
-    """Pass a state dict to the quantizer, to whom Transformers does not hand it."""
-    token = _STATE_DICT.set(state_dict)
+def _handed(save: _Save) -> Iterator[None]:
+    """Hand something to the quantizer, past Transformers."""
+    token = _SAVE.set(save)
     try:
         yield
     finally:
-        _STATE_DICT.reset(token)
+        _SAVE.reset(token)
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
@@ -203,8 +221,18 @@ def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
     Args:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
+
+    Returns:
+        Names to tensors. Where a kernel's private layout holds a weight they are copies, or within a save of this
+        module placeholders.
     """
-    return flatten_state_dict(whole_state_dict(model, _STATE_DICT.get()), default)
+    save = _SAVE.get()
+    state_dict = whole_state_dict(model, save.state_dict)
+    if save.placeholders is not None:
+        for name, tensor in state_dict.items():
+            if isinstance(tensor, QuantizedTensor):
+                state_dict[name] = save.placeholders.stand_in(name, tensor)
+    return flatten_state_dict(state_dict, default)
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

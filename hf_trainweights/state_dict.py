@@ -72,11 +72,15 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
     """
     weight = weight.canonical()
     flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
-    if weight.format != default or weight.transposed:
+    if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
         text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
         flat[stored_name(name, FORMAT_SUFFIX)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return flat
+
+
+def _needs_format(weight: QuantizedTensor, default: Format) -> bool:
+    return weight.format.canonical != default or weight.transposed
 
 
 def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, default: Format) -> QuantizedTensor:
@@ -182,12 +186,15 @@ class FoldStoredTensors:
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
             weight = _parameter(module, name)
-            if isinstance(weight, QuantizedTensor) and flatten_weight(name, weight, self.default).keys() <= {
-                stored_name(name, suffix) for suffix in tensors
-            }:
+            if isinstance(weight, QuantizedTensor) and _stored_suffixes(weight, self.default) <= tensors.keys():
                 folded = unflatten_weight(name, tensors, weight.dtype, self.default)
                 state_dict[prefix + name] = folded.map(lambda stored, device=weight.device: stored.to(device))
                 del self.pending[name]
+
+
+def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
+    """Return what `flatten_weight` stores of a weight."""
+    return {*weight.format.canonical.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -48,6 +48,24 @@ class StoredWeight(NamedTuple):
     stored_bytes: int
 
 
+class StoredTensorPlace(NamedTuple):
+    """Where a tensor lies in a safetensors file.
+
+    Args:
+        file: The file.
+        name: Its name there.
+        shape: Its shape.
+        start: Its first byte, counted from the beginning of the file.
+        end: The byte behind its last.
+    """
+
+    file: Path
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
 def is_weight_file(name: str, variant: str | None = None) -> bool:
     """Return whether a file name is one that Transformers looks for weights under, shards and indices included.
 
@@ -134,6 +152,25 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     if 8 + length + data_bytes != size:
         raise CorruptFileError(str(file), f"{8 + length + data_bytes} bytes, as its header says", f"{size}", _AGAIN)
     return header
+
+
+def tensor_places(file: Path) -> list[StoredTensorPlace]:
+    """Return where each tensor of a safetensors file lies.
+
+    Args:
+        file: Path of the file.
+
+    Raises:
+        CorruptFileError: It is no whole safetensors file.
+    """
+    header = read_safetensors_header(file)
+    # The format allows no holes, so the tensors are the end of the file.
+    data = file.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    return [
+        StoredTensorPlace(file, name, tuple(entry["shape"]), data + start, data + end)
+        for name, entry in header.items()
+        for start, end in [entry["data_offsets"]]
+    ]
 
 
 def align_int8(file: Path) -> None:

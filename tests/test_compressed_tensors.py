@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -12,7 +13,7 @@ from architectures import ARCHITECTURES
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -33,13 +34,19 @@ def quantized(architecture: str, dtype: torch.dtype = torch.float32, **config: A
 
 
 def laid_out(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return lay_out(model, whole_state_dict(model))
+    def put(name: str, like: Mapping[str, Tensor], make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
+        assert all(tensor.is_meta or tensor.nbytes == 16 for tensor in like.values())
+        made = make()
+        assert {key: (t.shape, t.dtype) for key, t in made.items()} == {k: (t.shape, t.dtype) for k, t in like.items()}
+        return made
+
+    return lay_out(model, whole_state_dict(model), put)
 
 
 @pytest.mark.parametrize("K", [1, 3, 4, 32, 36, 37])
 def test_int8_codes_are_packed_as_compressed_tensors_packs_them(K: int) -> None:
     codes = torch.randint(-128, 128, (5, K), dtype=torch.int8, generator=torch.Generator().manual_seed(0))
-    assert torch.equal(pack("q_proj.weight_packed", codes), pack_to_int32(codes, 8))
+    assert torch.equal(pack(codes), pack_to_int32(codes, 8))
 
 
 def test_int4_codes_are_packed_as_compressed_tensors_packs_them() -> None:
@@ -47,7 +54,7 @@ def test_int4_codes_are_packed_as_compressed_tensors_packs_them() -> None:
     weight = model.model.layers[0].mlp.down_proj.weight
     codes = (weight.dequantize().unflatten(-1, (-1, 32)) / weight.scale.unsqueeze(-1)).flatten(-2).round()
     packed = laid_out(model)[0]["model.layers.0.mlp.down_proj.weight_packed"]
-    assert torch.equal(pack("down_proj.weight_packed", packed), pack_to_int32(codes.to(torch.int8), 4))
+    assert torch.equal(packed, pack_to_int32(codes.to(torch.int8), 4))
 
 
 def test_tensors_are_named_as_the_layout_names_them() -> None:
@@ -73,7 +80,7 @@ def test_experts_are_named_one_by_one() -> None:
 
 @pytest.mark.parametrize("architecture", ["llama_tied", "qwen3_moe"])
 def test_tensors_are_the_models_own(architecture: str) -> None:
-    model = quantized(architecture, format="int8")
+    model = quantized(architecture, **INT4)
     held = {tensor.untyped_storage().data_ptr() for tensor in model.buffers()}
     for parameter in model.parameters():
         tensors = parameter.tensors.values() if isinstance(parameter, QuantizedTensor) else [parameter]

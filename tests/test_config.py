@@ -17,7 +17,7 @@ from transformers import AutoConfig, LlamaConfig
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.config import CONFIG_VERSION, QUANT_METHOD
+from hf_trainweights.config import CONFIG_VERSION, QUANT_METHOD, StoredConfig
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
@@ -34,6 +34,7 @@ EVERYTHING = {
     "activations": None,
     "overrides": {"re:.*down_proj": "int8", "lm_head": None, "a.b": {"format": "int8", "group_size": 64}},
     "include_embeddings": True,
+    "base_model": "someone/tiny-llama",
 }
 
 
@@ -104,9 +105,16 @@ def test_repr_names_the_format() -> None:
 # Unknown keys
 
 
-def test_unknown_keys_are_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("key", ["modules_to_not_covert", "formt", "dequantize", "calibration"])
+def test_an_argument_that_does_not_exist_is_a_type_error(key: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected keyword argument '{key}'"):
+        TrainWeightsConfig("int8", **{key: None})
+
+
+def test_unknown_keys_of_a_file_are_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    stored = {"format": "int8", "calibration": {"samples": 8}, "modules_to_not_covert": ["lm_head"]}
     with caplog.at_level(logging.WARNING, "hf_trainweights"):
-        config = TrainWeightsConfig("int8", calibration={"samples": 8}, modules_to_not_covert=["lm_head"])
+        config = TrainWeightsConfig.from_dict(stored)
     assert len(caplog.messages) == 2
     assert "keeps modules_to_not_covert=['lm_head'] but does not use it: it knows format, group_size" in caplog.text
     assert config.to_dict()["calibration"] == {"samples": 8}
@@ -114,16 +122,38 @@ def test_unknown_keys_are_kept_and_logged(caplog: pytest.LogCaptureFixture) -> N
     assert config != TrainWeightsConfig("int8")
 
 
+def test_a_float_model_is_not_quantized_by_unknown_keys() -> None:
+    config = TrainWeightsConfig.from_dict({"format": "int8", "modules_to_not_covert": ["lm_head"]})
+    with pytest.raises(ConfigError, match=r"expected keys among format, group_size.*found modules_to_not_covert\. L"):
+        config.check_quantizing()
+    TrainWeightsConfig(**EVERYTHING).check_quantizing()
+
+
 @pytest.mark.parametrize("value", [torch.float32, {1, 2}, object()], ids=["dtype", "set", "object"])
 def test_an_unknown_value_that_json_cannot_hold_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r"dtype: expected one of format, group_size, .* or a JSON value to keep"):
-        TrainWeightsConfig("int8", dtype=value)
+        TrainWeightsConfig.from_dict({"dtype": value})
 
 
-@pytest.mark.parametrize("key", ["default_format", "format_for", "to_dict", "update"])
+@pytest.mark.parametrize("key", ["default_format", "format_for", "to_dict", "update", "read_error"])
 def test_an_unknown_key_must_not_hide_a_method(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: expected one of format, .* found the name of a method"):
-        TrainWeightsConfig("int8", **{key: 1})
+        TrainWeightsConfig.from_dict({key: 1})
+
+
+def test_values_beside_a_files_are_taken_as_transformers_takes_them() -> None:
+    config, unused = TrainWeightsConfig.from_dict(
+        {"format": "int4", "new": 1}, return_unused_kwargs=True, include_embeddings=True, token="x"
+    )
+    assert (config.include_embeddings, config.new, unused) == (True, 1, {"token": "x"})
+
+
+def test_an_error_in_a_file_waits_until_the_file_is_known() -> None:
+    config = StoredConfig.from_dict({"format": "int3"})
+    assert type(config) is TrainWeightsConfig
+    with pytest.raises(ConfigError, match=r"format: expected one of .* found 'int3'"):
+        config.check_quantizing()
+    assert type(StoredConfig.from_dict(TrainWeightsConfig(**EVERYTHING).to_dict())) is TrainWeightsConfig
 
 
 # Values
@@ -169,6 +199,7 @@ BAD = {
     "activations of int4": ({"format": "int4", "activations": "int8"}, "format int4: expected group_size, found activ"),
     "no group size": ({"format": "float8_e4m3", "group_size": 32}, "format float8_e4m3: expected no parameters"),
     "include": ({"include_embeddings": 1}, "include_embeddings: expected True or False, found 1"),
+    "base": ({"base_model": 1}, "base_model: expected the id of a repository or None, found 1"),
     "skip text": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list of module names"),
     "skip number": ({"modules_to_not_convert": 5}, "modules_to_not_convert: expected a list of module names, found 5"),
     "skip numbers": ({"modules_to_not_convert": [5]}, r"expected a list of module names, found \[5\]"),
@@ -268,4 +299,4 @@ def test_any_configuration_round_trips(overrides: dict[str, Any], include_embedd
 def test_dequantizing_on_load_is_refused() -> None:
     # Transformers would take the quantizer off the model and leave its weights quantized.
     with pytest.raises(ConfigError, match=r"call model\.dequantize\(\)"):
-        TrainWeightsConfig("int8", dequantize=True)
+        TrainWeightsConfig.from_dict({"format": "int8", "dequantize": True})

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
+from packaging.version import Version
 from safetensors.torch import load_file
 from stock_reader import StockReader, stock_reader
 from transformers import PreTrainedModel
@@ -33,6 +34,11 @@ FORMATS: dict[str, dict[str, Any]] = {
     "float8": {"format": "float8_e4m3"},
     "mixed": INT4 | {"overrides": {"re:.*(o_proj|experts.*)": "int8", "re:.*v_proj": "float8_e4m3", "lm_head": "int8"}},
 }
+
+
+# What docs/export.md says that the oldest supported Transformers does not read, or not exactly.
+OLD_READER = Version(transformers.__version__) < Version("5.18")
+NOT_BY_5_17 = pytest.mark.skipif(OLD_READER, reason="Transformers 5.17 initializes T5's dequantized Linears by name")
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +83,8 @@ def files_in(directory: Path) -> dict[str, bytes]:
 def test_stock_transformers_computes_the_same(
     tmp_path: Path, reader: StockReader, architecture: str, name: str, dtype: torch.dtype
 ) -> None:
+    if OLD_READER and (architecture, name, dtype) == ("qwen3_moe", "float8", torch.float32):
+        pytest.skip("Transformers 5.17 casts float8 experts to bfloat16")
     config = dict(FORMATS[name])
     if architecture == "llama_tied" and name == "mixed":
         config["overrides"] = {key: value for key, value in config["overrides"].items() if key != "lm_head"}
@@ -98,7 +106,7 @@ def test_stock_transformers_reads_other_architectures(tmp_path: Path, reader: St
     assert_reads_the_same(reader, tmp_path / "out", model, architecture)
 
 
-@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", "t5"])
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", pytest.param("t5", marks=NOT_BY_5_17)])
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "float8"])
 def test_stock_transformers_dequantizes_while_it_loads(
     tmp_path: Path, reader: StockReader, architecture: str, name: str

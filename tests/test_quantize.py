@@ -10,6 +10,7 @@ from architectures import ARCHITECTURES, outputs
 from transformers import PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights.errors import ConfigError
 
 
 @pytest.fixture(params=["llama", "gpt_neox", "qwen3_moe"])
@@ -73,3 +74,12 @@ def test_an_override_that_matches_nothing_is_said(
     with caplog.at_level("WARNING", logger="hf_trainweights"):
         quantize_(model, TrainWeightsConfig("int8", overrides={selector: "float8_e4m3"}))
     assert ("matches no module" in caplog.text) is not is_used
+
+
+def test_a_configuration_with_unknown_keys_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = ARCHITECTURES["llama"].build()
+    config = TrainWeightsConfig.from_dict({"format": "int8", "group_sise": 32})
+    assert "group_sise" in caplog.text
+    with pytest.raises(ConfigError, match="found group_sise"):
+        quantize_(model, config)
+    assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())

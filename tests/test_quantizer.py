@@ -279,8 +279,10 @@ def test_the_size_that_device_maps_are_made_from_is_the_size_that_is_held(
 def test_a_plain_dict_is_a_configuration(float_directory: FloatDirectory, expected: list[Tensor]) -> None:
     model = load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int8"})
     assert computes(model, expected)
-    with pytest.raises(ConfigError, match="format: expected one of int8"):
+    with pytest.raises(ConfigError, match=r"^format: expected one of int8"):
         load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int3"})
+    with pytest.raises(ConfigError, match=r"^quantization_config: expected keys among format.*found formt\."):
+        load(float_directory(), quantization_config={"quant_method": "trainweights", "formt": "int4"})
 
 
 def test_a_configuration_for_a_quantized_model_is_ignored_with_a_warning(
@@ -486,12 +488,17 @@ def test_a_pickle_with_a_foreign_global_is_never_loaded(
         load(directory, **options)
 
 
+IN_FILE = r"changed/config\.json: quantization_config: "
+
+
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"format": "int3"}, ConfigError, "format: expected one of int8, int4.*found 'int3'"),
-        ({"version": 99}, ConfigError, "version: expected 1, found 99. Install"),
-        ({"overrides": {"lm_head": "int3"}}, ConfigError, r"overrides\['lm_head'\]: expected one of"),
+        ({"format": "int3"}, ConfigError, f"{IN_FILE}format: expected one of int8, int4.*found 'int3'"),
+        ({"version": 99}, ConfigError, f"{IN_FILE}version: expected 1, found 99. Install"),
+        ({"format": "int4", "group_size": 3}, ConfigError, f"{IN_FILE}group_size: expected one of 32.*found 3"),
+        ({"overrides": {"lm_head": "int3"}}, ConfigError, rf"{IN_FILE}overrides\['lm_head'\]: expected one of"),
+        ({"dequantize": True}, ConfigError, f"{IN_FILE}dequantize: expected no such key"),
         ({"format": "int4", "group_size": 32}, CorruptFileError, r"model\.safetensors: .*expected qdata to be"),
     ],
 )

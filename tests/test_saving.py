@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,12 +25,16 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
+from peft import LoraConfig
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels.int4_tiles import Int4Tiles
+from hf_trainweights.placeholders import Placeholders
 from hf_trainweights.weight_files import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
@@ -227,6 +232,114 @@ def test_a_tied_quantized_weight_is_written_once(serialization: str, tied: PreTr
     reloaded = load(tmp_path)
     assert reloaded.lm_head.weight is reloaded.model.embed_tokens.weight
     assert computes_the_same(reloaded, tied)
+
+
+# ---- weights in a kernel's private layout
+
+
+# Linears, a tied head, experts, a checkpoint with other names than the modules', weights kept transposed.
+TILED = ["llama", "llama_tied", "qwen3_moe", "gpt_neox", "gpt2"]
+
+
+def in_layouts(model: PreTrainedModel, tiled: bool) -> PreTrainedModel:
+    """Return the model with every int4 weight that fits in tiles, or with all in the layout of files."""
+    copied = copy.deepcopy(model)
+    for owner in copied.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            if isinstance(weight, QuantizedTensor):
+                form = weight.format.canonical
+                if tiled and isinstance(form, Int4):
+                    form = Int4Tiles(form.group_size, 32).fallback(weight.stored_shape)
+                setattr(owner, name, nn.Parameter(weight.in_layout(form), requires_grad=False))
+    copied.tie_weights()
+    return copied
+
+
+@pytest.fixture(scope="module", params=TILED)
+def layouts(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """Return a model in the layout of files and the same one in tiles."""
+    config = TrainWeightsConfig("int4", group_size=64, overrides={"re:.*o_proj": {"format": "int4", "group_size": 32}})
+    model = quantize_on_load(tmp_path_factory.mktemp("float"), request.param, config)
+    plain, tiled = in_layouts(model, tiled=False), in_layouts(model, tiled=True)
+    assert any(isinstance(weight.format, Int4Tiles) for weight in tiled.parameters() if hasattr(weight, "format"))
+    return plain, tiled
+
+
+@pytest.mark.parametrize("serialization", SERIALIZATIONS)
+@pytest.mark.parametrize("options", [{}, {"variant": "v"}, {"save_original_format": False}], ids=str)
+def test_the_layout_in_memory_changes_no_byte_of_a_file(
+    options: dict[str, Any],
+    serialization: str,
+    layouts: tuple[PreTrainedModel, PreTrainedModel],
+    tmp_path: Path,
+) -> None:
+    plain, tiled = layouts
+    for model, directory in ((plain, tmp_path / "plain"), (tiled, tmp_path / "tiled")):
+        model.save_pretrained(directory, **SERIALIZATIONS[serialization], **options)
+        model.save_pretrained(directory / "given", state_dict=model.state_dict(), **SERIALIZATIONS[serialization])
+    assert contents(tmp_path / "tiled") == contents(tmp_path / "plain")
+
+
+def test_weights_in_a_private_layout_are_made_one_by_one(
+    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    alive: list[weakref.ref[Tensor]] = []
+    to_canonical = Int4Tiles.to_canonical
+
+    def watched(form: Int4Tiles, tensors: Any) -> dict[str, Tensor]:
+        assert all(made() is None for made in alive), "an earlier weight is still there"
+        made = to_canonical(form, tensors)
+        alive.append(weakref.ref(made["qdata"]))
+        return made
+
+    monkeypatch.setattr(Int4Tiles, "to_canonical", watched)
+    layouts[1].save_pretrained(tmp_path)
+    assert len(alive) > 2
+
+
+def test_what_changes_a_private_layouts_tensors_on_their_way_is_refused(
+    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = transformers.modeling_utils.safe_save_file
+
+    def halved(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
+        save({name: tensor[: len(tensor) // 2].clone() for name, tensor in tensors.items()}, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", halved)
+    with pytest.raises(SaveError, match=r"qdata: expected torch\.int32 of shape .*as it was handed over"):
+        layouts[1].save_pretrained(tmp_path)
+    assert contents(tmp_path) == {}
+
+
+def test_a_disk_that_is_full_when_a_weight_is_written_over_its_placeholder_changes_nothing(
+    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    layouts[0].save_pretrained(tmp_path)
+    before = contents(tmp_path)
+    monkeypatch.setattr(Placeholders, "_write", fail)
+    with pytest.raises(SaveError, match=r"expected enough free disk space.*Nothing was changed there"):
+        layouts[1].save_pretrained(tmp_path)
+    assert contents(tmp_path) == before
+
+
+def test_adapters_are_saved_without_making_the_weights_below_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError
+
+    config = TrainWeightsConfig("int4", group_size=64)
+    adapted = in_layouts(quantize_on_load(tmp_path / "float", "llama", config), tiled=True)
+    adapted.add_adapter(LoraConfig(target_modules=["v_proj"]))
+    monkeypatch.setattr(Int4Tiles, "to_canonical", refuse)
+    adapted.save_pretrained(tmp_path / "adapters")
+    assert weight_files(tmp_path / "adapters") == {"adapter_model.safetensors"}
+    assert all("lora" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
 
 
 # ---- options

@@ -23,6 +23,7 @@ LAYERS = [
     {"quantized_ops"},
     {"state_dict"},
     {"weight_files", "weight_digests"},
+    {"placeholders"},
     {"config"},
     {"selection"},
     {"modules"},

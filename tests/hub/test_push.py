@@ -216,6 +216,7 @@ def test_a_card_is_written_anew_until_someone_edits_it(
         "base_model": "someone/tiny-llama",
         "base_model_relation": "quantized",
         "library_name": "transformers",
+        "pipeline_tag": "text-generation",
         "tags": ["hf-trainweights", "quantized", "int4", "first"],
     }
     other.push_to_hub("me/model")
