@@ -157,7 +157,9 @@ def _save(
     card = None
     placeholders = Placeholders()
     with staged_directory(directory) as staging:
-        with _handed(_Save(options.get("state_dict"), placeholders)):
+        # A class with a save_pretrained of its own might write them into files that are not looked into below.
+        usual = type(model).save_pretrained is PreTrainedModel.save_pretrained
+        with _handed(_Save(options.get("state_dict"), placeholders if usual else None)):
             type(model).save_pretrained(model, staging, **options)
         shards = [file for file in sorted(staging.iterdir()) if is_weight_file(file.name, variant)]
         if shards:  # Adapters alone, or another rank's share, hold none of what was put in.

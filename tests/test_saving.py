@@ -423,6 +423,25 @@ def test_a_class_with_a_save_pretrained_of_its_own_is_saved_by_it(
     assert load(tmp_path).lm_head.weight.eq(3.0).all()
 
 
+def test_a_class_with_a_save_pretrained_of_its_own_gets_no_placeholders(tmp_path: Path) -> None:
+    model = quantize_on_load(tmp_path / "float", "llama", TrainWeightsConfig("int4", group_size=64))
+
+    class Own(type(model)):  # type: ignore[misc]
+        def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:
+            tensors = self.hf_quantizer.get_state_dict_and_metadata(self)[0]
+            save_file(tensors, Path(save_directory, "own.safetensors"))
+
+    tiled = in_layouts(model, tiled=True)
+    expected = {
+        name: tensor.clone() for name, tensor in tiled.hf_quantizer.get_state_dict_and_metadata(tiled)[0].items()
+    }
+    tiled.__class__ = Own
+    tiled.save_pretrained(tmp_path / "saved")
+    written = load_file(tmp_path / "saved" / "own.safetensors")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in expected)
+
+
 def test_a_class_keeps_its_own_save_pretrained(model: PreTrainedModel) -> None:
     assert type(model).save_pretrained is PreTrainedModel.save_pretrained
     assert type(model).push_to_hub is PreTrainedModel.push_to_hub
