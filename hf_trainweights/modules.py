@@ -261,14 +261,21 @@ def _check_values(choice: Choice) -> None:
         raise QuantizationError(
             choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
         )
-    # The largest magnitude carries both NaN and Inf.
-    if weight.numel() and not largest_magnitude(weight.detach().contiguous()).amax().isfinite():
+    if not _all_finite(weight.detach()):
         raise QuantizationError(
             choice.name,
             "finite values",
             "NaN or Inf",
             "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
         )
+
+
+def _all_finite(weight: Tensor) -> bool:
+    # No sum gets rid of NaN or Inf, and it takes a third of the time of the largest magnitude, which carries both, too.
+    # Only a sum of finite values may overflow.
+    if weight.numel() == 0 or weight.sum().isfinite():
+        return True
+    return bool(largest_magnitude(weight.contiguous()).isfinite().all())
 
 
 def _places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
