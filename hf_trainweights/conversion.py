@@ -172,7 +172,7 @@ def _wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileEr
 class _OwnConverter(WeightConverter):
     """A converter whose deep copy is what Transformers makes one for: the same for another weight, nothing collected.
 
-    Transformers copies one for every tensor of the file, patterns and compiled expression too: a sixth of a reload.
+    Transformers copies one for every tensor of the file, patterns too: a tenth of a reload.
     """
 
     __slots__ = ()
