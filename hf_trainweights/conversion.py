@@ -6,8 +6,10 @@ its weight through `LoadState.build`, which keeps the first typed error; the qua
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import sys
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Self
 
@@ -17,6 +19,7 @@ from transformers.core_model_loading import Concatenate, ConversionOps, MergeMod
 
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.modules import as_parameter
 from hf_trainweights.quantized_tensor import QuantizedTensor
 from hf_trainweights.selection import Choice
 from hf_trainweights.state_dict import FORMAT_SUFFIX, TENSOR_SUFFIXES, stored_name, unflatten_weight
@@ -36,7 +39,7 @@ class LoadState:
         self.stored: Mapping[str, StoredWeight] = {}
         self.error: TrainWeightsError | None = None
 
-    def build(self, skeleton: Tensor, make: Callable[[], Tensor]) -> nn.Parameter:
+    def build(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter:
         """Return a weight, or once the load has failed a stand-in for it that takes no memory.
 
         Args:
@@ -45,7 +48,7 @@ class LoadState:
         """
         if self.error is None:
             try:
-                return nn.Parameter(make(), requires_grad=False)
+                return as_parameter(make())
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)
@@ -111,7 +114,7 @@ class TrainWeightsQuantize(_SharedOp):
             return weight
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
 
-        def make() -> Tensor:
+        def make() -> QuantizedTensor:
             _check_shape(name, weight, skeleton.shape)
             return QuantizedTensor.quantize(weight, form, choice.transposed, name)
 
@@ -143,7 +146,7 @@ class TrainWeightsDeserialize(_SharedOp):
             for key, value in input_dict.items()
         }
 
-        def make() -> Tensor:
+        def make() -> QuantizedTensor:
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
             _check_shape(full_layer_name, weight, skeleton.shape)
             return weight
@@ -166,6 +169,20 @@ def _wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileEr
     )
 
 
+class _OwnConverter(WeightConverter):
+    """A converter whose deep copy is what Transformers makes one for: the same for another weight, nothing collected.
+
+    Transformers copies one for every tensor of the file, patterns too: a tenth of a reload.
+    """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        copied = copy.copy(self)
+        copied.collected_tensors, copied.layer_targets = defaultdict(list), defaultdict(set)
+        return copied
+
+
 def deserialize_converters(state: LoadState, leaves: set[str]) -> list[WeightConverter]:
     """Return the converters that put stored tensors together.
 
@@ -175,7 +192,7 @@ def deserialize_converters(state: LoadState, leaves: set[str]) -> list[WeightCon
     """
     suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
     return [
-        WeightConverter(
+        _OwnConverter(
             source_patterns=[stored_name(leaf, suffix) for suffix in suffixes],
             target_patterns=leaf,
             operations=[TrainWeightsDeserialize(state)],
@@ -184,7 +201,7 @@ def deserialize_converters(state: LoadState, leaves: set[str]) -> list[WeightCon
     ]
 
 
-class QuantizeThenMerge(WeightConverter):
+class QuantizeThenMerge(_OwnConverter):
     """Merges experts after quantizing them one by one, so that no merged float weight is ever in memory.
 
     Rows are quantized independently, so stacking and concatenating rows of codes gives the very same tensors.

@@ -15,10 +15,16 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter
+from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter, WeightTransform
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
-from hf_trainweights.conversion import LoadState, QuantizeThenMerge, TrainWeightsDeserialize, TrainWeightsQuantize
+from hf_trainweights.conversion import (
+    LoadState,
+    QuantizeThenMerge,
+    TrainWeightsDeserialize,
+    TrainWeightsQuantize,
+    deserialize_converters,
+)
 from hf_trainweights.errors import CorruptFileError, QuantizationError, TrainWeightsError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.selection import choose
@@ -176,6 +182,29 @@ def test_a_wrapped_converter_keeps_patterns_scope_and_place() -> None:
         "base_model_prefix",
     ):
         assert getattr(wrapped, attribute) == getattr(converter, attribute)
+
+
+@pytest.mark.parametrize("kind", ["stored tensors", "experts"])
+def test_a_copied_converter_does_the_same_for_a_weight_of_its_own(kind: str, state: LoadState) -> None:
+    merge = WeightConverter(["x.*.a", "x.*.b"], "x.c", [MergeModulelist(dim=0), Concatenate(dim=1)], force_cpu=True)
+    merge.scope_prefix, merge.base_model_prefix = "text", "model"
+    original = (
+        deserialize_converters(state, {"weight"})[0] if kind == "stored tensors" else QuantizeThenMerge.wrap(merge)
+    )
+    copies = [copy.deepcopy(original) for _ in range(2)]
+    for number, copied in enumerate(copies):
+        assert type(copied) is type(original)
+        copied.add_tensor(f"target {number}", "key", original.source_patterns[0], number)
+        copied.quantization_operation = TrainWeightsQuantize(state)
+    own = {"collected_tensors", "layer_targets", "quantization_operation"}
+    for copied in copies:
+        for attribute in {*WeightTransform.__slots__, *WeightConverter.__slots__} - own:
+            assert getattr(copied, attribute) == getattr(original, attribute)
+    assert [list(copied.layer_targets) for copied in copies] == [["target 0"], ["target 1"]]
+    assert all(len(copied.collected_tensors[original.source_patterns[0]]) == 1 for copied in copies)
+    assert not original.collected_tensors
+    assert not original.layer_targets
+    assert original.quantization_operation is None
 
 
 # ---- the ops themselves

@@ -26,6 +26,7 @@ from weights import same_stored
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.modules import choose_layouts_, model_skips
 from hf_trainweights.quantized_tensor import FALLBACKS
 
@@ -184,6 +185,14 @@ def test_a_value_that_is_not_finite_is_named_and_leaves_the_module_untouched(nam
         quantize_(module, INT4)
     assert all(weight is module.get_parameter(name) for name, weight in before)
     assert "QuantizedTensor" not in str(list(module.parameters()))
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES)
+def test_finite_weights_are_quantized_however_large_their_sum(dtype: torch.dtype) -> None:
+    module = nn.Sequential(nn.Linear(64, 64, bias=False, dtype=dtype))
+    nn.init.constant_(module[0].weight, torch.finfo(dtype).max / 2)
+    quantize_(module, TrainWeightsConfig("int8"))
+    assert isinstance(module[0].weight, QuantizedTensor)
 
 
 def test_a_module_on_meta_is_refused_and_left_alone() -> None:

@@ -80,7 +80,7 @@ def test_experts_are_tiled_one_by_one() -> None:
 
 
 def test_weights_of_many_blocks_convert_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int4_tiles, "BLOCK_ELEMENTS", 64 * 64)
+    monkeypatch.setattr(int4_tiles, "_BLOCK_BYTES", 2 * 64 * 32)
     form, tensors = Int4Tiles(32, 64), random_tensors(64 * 7, 64, group_size=32)
     assert_same(form.to_canonical(form.from_canonical(tensors)), tensors)
 
