@@ -26,7 +26,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, outputs
 from peft import LoraConfig
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -432,9 +432,8 @@ def test_a_class_with_a_save_pretrained_of_its_own_gets_no_placeholders(tmp_path
             save_file(tensors, Path(save_directory, "own.safetensors"))
 
     tiled = in_layouts(model, tiled=True)
-    expected = {
-        name: tensor.clone() for name, tensor in tiled.hf_quantizer.get_state_dict_and_metadata(tiled)[0].items()
-    }
+    stored, _ = tiled.hf_quantizer.get_state_dict_and_metadata(tiled)
+    expected = {name: tensor.clone() for name, tensor in stored.items()}
     tiled.__class__ = Own
     tiled.save_pretrained(tmp_path / "saved")
     written = load_file(tmp_path / "saved" / "own.safetensors")

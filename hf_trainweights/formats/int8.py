@@ -77,9 +77,13 @@ class Int8(Format):
         """Fill codes `round(w * (1 / scale))`, the scale rounded to its dtype first."""
         groups = rows.view(*amax.shape, -1)
         scale = out["scale"].copy_(round_scale(amax / 127, 128, rows.dtype))
-        inverse, codes = reciprocal(scale).unsqueeze(-1), out["qdata"].view(groups.shape)
+        inverse, codes = reciprocal(scale), out["qdata"].view(groups.shape)
+        # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
+        fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
+        inverse = inverse.unsqueeze(-1)
         for tile, values in float32_tiles(groups):
-            codes[tile].copy_(values.mul_(inverse[tile]).round_().clamp_(-128, 127))
+            values.mul_(inverse[tile]).round_()
+            codes[tile].copy_(values if fits else values.clamp_(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""
