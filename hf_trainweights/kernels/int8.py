@@ -253,8 +253,9 @@ def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None)
     out, buffer = x.new_empty(x.shape[0], N), SCRATCH.take("cast", (min(rows, N), K), x.dtype)
     scale = scale.to(x.dtype)
     whole = qdata, scale, out
-    # Sums of codes can overflow in float16, so there the weight is scaled and not the result.
-    first = x.dtype == torch.float16
+    # Sums of codes can overflow in float16, so there the weight is scaled and not the result. To scale a small weight
+    # takes little, and saves the sums of bfloat16 a rounding.
+    first = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and N * K <= _CAST_WEIGHTS)
     blocks = zip(qdata.split(rows), scale.split(rows), out.split(rows, dim=1), strict=True) if rows < N else [whole]
     for codes, factors, block in blocks:
         weight = buffer[: codes.shape[0]].copy_(codes)
