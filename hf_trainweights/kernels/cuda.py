@@ -49,7 +49,7 @@ _SMALLEST_TOP = 2.0**-119
 
 
 class Tile(NamedTuple):
-    """What a program of the kernel for several rows takes at a time; no one of these spills a register."""
+    """What a program takes of products with several rows; none spills a register where K is a multiple of 16."""
 
     M: int
     N: int
@@ -59,7 +59,7 @@ class Tile(NamedTuple):
 
 
 # By ascending M; the last one serves all larger M.
-_TILES = [Tile(16, 64, 128, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 64, 128, 4, 3), Tile(128, 128, 64, 8, 3)]
+_TILES = [Tile(16, 64, 128, 4, 3), Tile(64, 64, 128, 8, 3), Tile(128, 128, 64, 8, 3)]
 _FLOAT32_TILE = Tile(16, 64, 64, 4, 3)
 
 # Whether a kernel gives right products: by device, format, dtype of x and of the scales, and tile.

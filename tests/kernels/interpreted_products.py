@@ -53,7 +53,7 @@ def assert_product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bia
 @every_case
 @pytest.mark.parametrize(
     ("M", "dtype"),
-    [*((M, torch.float32) for M in (1, 16, 17)), *((M, torch.float16) for M in (1, 2, 16, 17, 33, 130))],
+    [*((M, torch.float32) for M in (1, 16)), *((M, torch.float16) for M in (1, 2, 16, 17, 130))],
     ids=str,
 )
 def test_every_shape_keeps_the_bound(M: int, dtype: torch.dtype, form: Int8 | Int4, N: int, K: int) -> None:
@@ -96,7 +96,8 @@ def test_what_is_not_finite_stays_in_its_row(form: Int8 | Int4, value: float) ->
 
 
 @pytest.mark.parametrize("form", [Int8(), Int8(64), Int4(32)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("M", [1, 16, 128])
+@pytest.mark.parametrize(
+    ("M", "dtype"), [(1, torch.float32), (16, torch.float32), (1, torch.float16), (128, torch.float16)], ids=str
+)
 def test_the_check_before_the_first_use_passes(M: int, dtype: torch.dtype, form: Int8 | Int4) -> None:
     assert cuda._check(M, dtype, dtype, torch.device("cpu"), form)
