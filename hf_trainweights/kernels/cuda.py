@@ -29,6 +29,8 @@ _KERNEL_ROWS = {torch.bfloat16: 512, torch.float16: 512, torch.float32: 16}
 
 # The least M for a product of integers, as torch._int_mm wants it, and what divides N and K there.
 _INTEGER_ROWS, _INTEGER_ALIGNMENT = 17, 8
+# About so many rows are rounded and multiplied at a time: their float32 values and sums take twice as much as x.
+_INTEGER_BLOCK_ROWS = 2048
 
 # A product for one row: rows of the weight and columns that a program takes at a time. 32 codes a thread, 16 bytes or
 # more a load.
@@ -79,7 +81,7 @@ def serves(x: Tensor, qdata: Tensor, group_size: int | None) -> bool:
 
 
 @functools.cache
-def _compiles(index: int) -> bool:
+def _compiles(index: int | None) -> bool:
     # Looked for, not imported: that takes a second and is left to the first product.
     found = importlib.util.find_spec("triton") is not None and torch.version.cuda is not None
     return found and torch.cuda.is_available() and torch.cuda.get_device_capability(index) >= (8, 0)
@@ -200,11 +202,15 @@ def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
     Returns:
         A new tensor `[M, N]` of the dtype of `x`.
     """
-    values = x.float()
-    top = values.abs().amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
-    codes = (values / top).round_().to(torch.int8)
-    out = torch.ops.aten._int_mm(codes, qdata.contiguous().t()).float().mul_(top).mul_(scale.view(-1))
-    return (out if bias is None else out.add_(bias)).to(x.dtype)
+    codes, factors, out = qdata.contiguous().t(), scale.view(-1), x.new_empty(len(x), len(qdata))
+    count = -(-len(x) // _INTEGER_BLOCK_ROWS)
+    for rows, block in zip(x.tensor_split(count), out.tensor_split(count), strict=True):
+        values = rows.float()
+        top = values.abs().amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
+        rounded = (values / top).round_().to(torch.int8)
+        product = torch.ops.aten._int_mm(rounded, codes).float().mul_(top).mul_(factors)
+        block.copy_(product if bias is None else product.add_(bias))
+    return out
 
 
 def multiply_dequantized(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Format) -> Tensor:
@@ -220,12 +226,13 @@ def multiply_dequantized(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor |
     Returns:
         A new tensor `[M, N]` of the dtype of `x`.
     """
-    (M, K), N = x.shape, len(qdata)
-    out, step = x.new_empty(M, N), max(1, _DEQUANTIZED_ELEMENTS // max(1, K))
-    for part in (slice(start, start + step) for start in range(0, N, step)):
+    K, N = x.shape[1], len(qdata)
+    step = max(1, _DEQUANTIZED_ELEMENTS // max(1, K))
+    out = []
+    for part in (slice(start, start + step) for start in range(0, max(1, N), step)):
         weight = form.dequantize_rows({"qdata": qdata[part], "scale": scale[part]}, K, x.dtype)
-        out[:, part] = F.linear(x, weight, None if bias is None else bias[part])
-    return out
+        out.append(F.linear(x, weight, None if bias is None else bias[part]))
+    return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
 
 def _gives_right_products(x: Tensor, scale_dtype: torch.dtype, form: Int8 | Int4) -> bool:
@@ -240,26 +247,32 @@ def _gives_right_products(x: Tensor, scale_dtype: torch.dtype, form: Int8 | Int4
 
 
 def _check(M: int, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device, form: Int8 | Int4) -> bool:
-    """Return whether a kernel multiplies a small weight, no size of it a multiple of the blocks, as it should."""
-    N, K = 80, 1024 + 2 * (form.group_size or 8)
-    # The sines of squares are as good as random here, and leave the state of torch's generators alone.
-    numbers = torch.arange(max(M, N) * K, dtype=torch.float64, device=device).square_()
-    weight = numbers.mul(0.7).sin_()[: N * K].view(N, K).to(scale_dtype)
-    x = numbers.mul(0.3).cos_()[: M * K].view(M, K).to(dtype)
-    tensors = form.quantize(weight)
-    exact = x.double() @ form.dequantize_rows(tensors, K, torch.float64).t()
+    """Return whether a kernel multiplies small weights as it should, in one part of K and in several."""
+    span = form.group_size or 16
     try:
-        result = multiply(x, tensors["qdata"], tensors["scale"], x.new_ones(N)).double() - 1
+        # A sum, because it is NaN where one of them is.
+        difference = sum(_difference(M, 80, K, dtype, scale_dtype, device, form) for K in (2 * span, 1024 + 2 * span))
     # Whatever goes wrong inside Triton, its compiler or its driver: the weight can still be dequantized.
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
-        difference = ((result - exact).norm() / exact.norm()).item()
         if difference <= max(torch.finfo(dtype).eps, _FLOAT32_ERROR):
             return True
         reason = f"its products differ by {difference:.2g} of their norm"
     _logger.warning(
-        "The Triton kernel for %s, %s and %d rows fails on %s (%s); weights are dequantized instead: as exact, slower.",
+        "The Triton kernel for %s, %s and %d rows fails on %s (%s). Weights are dequantized instead, which is slower.",
         *(form, dtype, M, device, reason),
     )
     return False
+
+
+def _difference(
+    M: int, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype, device: torch.device, form: Int8 | Int4
+) -> float:
+    # The sines of squares are as good as random here, and leave the state of torch's generators alone.
+    numbers = torch.arange(max(M, N) * K, dtype=torch.float64, device=device).square_()
+    tensors = form.quantize(numbers.mul(0.7).sin_()[: N * K].view(N, K).to(scale_dtype))
+    x = numbers.mul(0.3).cos_()[: M * K].view(M, K).to(dtype)
+    exact = x.double() @ form.dequantize_rows(tensors, K, torch.float64).t() + 1
+    result = multiply(x, tensors["qdata"], tensors["scale"], x.new_ones(N))
+    return ((result.double() - exact).norm() / exact.norm()).item()

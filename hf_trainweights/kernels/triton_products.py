@@ -73,7 +73,8 @@ def multiply_row(
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+# These two change from call to call, and no other program is better for some of their values.
+@triton.jit(do_not_specialize=["M", "blocks_of_part"])
 def multiply_tiles(
     x,
     qdata,

@@ -58,7 +58,7 @@ def assert_product(result: Tensor, x: Tensor, tensors: dict[str, Tensor], form: 
 
 @every_form
 @every_dtype
-@pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 3, 96), (600, 96)])
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 3, 96), (600, 96)], ids=str)
 def test_with_and_without_kernels_products_are_right(
     shape: tuple[int, ...], dtype: torch.dtype, form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,13 +80,17 @@ def test_a_kernel_is_checked_once_for_each_tile(form: Int8 | Int4, monkeypatch: 
     tensors = form.quantize(random_weight(8, 96, dtype=torch.bfloat16))
     for rows in (1, 1, 5, 16, 300):
         product(random_weight(rows, 96, dtype=torch.bfloat16), tensors, form)
-    assert kernel.rows == [1, 1, 1, 16, 5, 16, 128, 300]
+    assert kernel.rows == [1, 1, 1, 1, 16, 16, 5, 16, 128, 128, 300]
 
 
 @every_form
 @pytest.mark.parametrize(
     ("factor", "error", "reason"),
-    [(1.1, None, "of their norm"), (1.0, RuntimeError("out of resources"), "out of resources")],
+    [
+        (1.1, None, "differ by 0.2 of their norm"),
+        (torch.nan, None, "differ by nan of their norm"),
+        (1.0, RuntimeError("out of resources"), "RuntimeError: out of resources"),
+    ],
 )
 def test_a_kernel_that_fails_its_check_is_never_used(
     form: Int8 | Int4,
@@ -103,7 +107,7 @@ def test_a_kernel_that_fails_its_check_is_never_used(
         first, second = product(x, tensors, form), product(x, tensors, form)
     assert torch.equal(first, second)
     assert torch.equal(first, F.linear(x, form.dequantize_rows(tensors, 96, torch.float32)))
-    assert len(kernel.rows) == 1
+    assert len(kernel.rows) == (1 if error else 2)
     assert [reason in record.message for record in caplog.records] == [True]
 
 
@@ -121,10 +125,17 @@ def test_nothing_is_checked_while_a_graph_is_captured(form: Int8 | Int4, monkeyp
     assert kernel.rows == [3]
 
 
+@pytest.mark.parametrize(("N", "K"), [(0, 96), (80, 0), (0, 0)])
+def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
+    tensors, bias = Int8().quantize(torch.empty(N, K)), random_weight(N)
+    assert torch.equal(product(torch.empty(2, 3, K), tensors, Int8(), bias), bias.expand(2, 3, N))
+
+
 @every_dtype
-def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
     tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
-    x, bias = random_weight(20, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
+    x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     before = x.clone()
     result = product(x, tensors, Int8(activations="int8"), bias)
     expected = int8.LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
