@@ -6,6 +6,10 @@ instead of rounded. So of bfloat16 only the kernel for one row is run, and may m
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+from typing import Any
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +84,34 @@ def test_strides_do_not_matter(form: Int8 | Int4, M: int) -> None:
 @pytest.mark.parametrize("M", [1, 20])
 def test_a_scale_of_another_dtype_is_used_as_it_is(form: Int8 | Int4, M: int) -> None:
     assert_product(random_weight(M, 96, seed=1), form.quantize(random_weight(80, 96, dtype=torch.bfloat16)), form)
+
+
+def before_a_forbidden_page(tensor: Tensor) -> Tensor:
+    """Return a copy whose memory ends where the process may neither read nor write: to go on is to crash."""
+    pages_bytes = -(-tensor.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, pages_bytes + mmap.PAGESIZE)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + pages_bytes), mmap.PAGESIZE, 0) == 0
+    bytes_ = torch.frombuffer(memory, dtype=torch.uint8, count=tensor.nbytes, offset=pages_bytes - tensor.nbytes)
+    return bytes_.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+@every_case
+@pytest.mark.parametrize("M", [1, 17])
+def test_nothing_is_touched_past_the_end(
+    M: int, form: Int8 | Int4, N: int, K: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    new_empty = torch.Tensor.new_empty
+
+    def new_empty_before_a_forbidden_page(x: Tensor, *shape: int, **options: Any) -> Tensor:
+        out = new_empty(x, *shape, **options)
+        return before_a_forbidden_page(out) if out.numel() else out
+
+    tensors = form.quantize(random_weight(N, K))
+    arguments = (random_weight(M, K, seed=1), tensors["qdata"], tensors["scale"], random_weight(N, seed=2))
+    expected = cuda.multiply(*arguments)
+    monkeypatch.setattr(torch.Tensor, "new_empty", new_empty_before_a_forbidden_page)
+    assert torch.equal(cuda.multiply(*map(before_a_forbidden_page, arguments)), expected)
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
