@@ -13,12 +13,10 @@ import datetime
 import gc
 import json
 import os
-import platform
 import re
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import PackageNotFoundError, version
 from logging import ERROR, getLogger
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers.utils import logging
 
+from benchmarks.machine import cpu_name, versions
 from benchmarks.speed import generate, linear, loading
 from benchmarks.speed.methods import FLOATS, OURS, methods
 from benchmarks.speed.models import save_models
@@ -37,26 +36,6 @@ RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
 PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate")
 Failures = dict[str, str]
-PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes", "optimum-quanto")
-
-
-def cpu_name() -> str:
-    """Return what the processor calls itself."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of what is compared, as far as it is installed."""
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
 
 
 def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> tuple[list[dict[str, Any]], Failures]:

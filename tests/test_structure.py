@@ -175,6 +175,13 @@ def test_transformers_is_imported_only_where_the_table_says(module: str) -> None
         assert lazy == set()
 
 
+def test_triton_is_imported_when_its_kernels_are_first_used() -> None:
+    kernels = "kernels.triton_products"
+    used = {(module, name.split(".")[0]) for module in SOURCES for name, _ in imports(module)}
+    assert {module for module, name in used if name == "triton"} == {kernels}
+    assert [module for module in SOURCES for name, _ in imports(module) if kernels in name] == []
+
+
 @pytest.mark.parametrize("module", COMMAND_SOURCES)
 def test_the_command_imports_the_library_only_when_it_runs(module: str) -> None:
     assert {name for name, lazy in imports(module) if name.split(".")[0] in SLOW_TO_IMPORT and not lazy} == set()

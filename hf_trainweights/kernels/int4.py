@@ -1,4 +1,4 @@
-"""int4 weights: a few rows of activations by PyTorch's own op on tiles, many by products with dequantized blocks.
+"""int4 weights on a CPU: a few rows by PyTorch's own op on tiles, many by products with dequantized blocks.
 
 On a CPU a bfloat16 weight lies in memory in tiles (`int4_tiles`) where that op takes them; otherwise, and for float16
 and float32, as it is on disk. A block of either is dequantized in whole words: eight nibbles at a time become bytes of
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import int4_tiles
+from hf_trainweights.kernels import cuda, int4_tiles
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
@@ -45,11 +45,13 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | 
         bias: `[N]` or None.
     """
     qdata, scale = tensors["qdata"], tensors["scale"]
-    if x.device.type != "cpu" or x.dtype not in FLOAT_DTYPES or torch.promote_types(scale.dtype, x.dtype) != x.dtype:
+    if x.dtype not in FLOAT_DTYPES or torch.promote_types(scale.dtype, x.dtype) != x.dtype:
         return None
     if not isinstance(form, Int4Tiles):
-        return LINEAR(x, qdata, scale, bias)
-    return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if x.dtype == scale.dtype else None
+        served = x.device.type == "cpu" or cuda.serves(x, qdata, form.group_size)
+        return LINEAR(x, qdata, scale, bias) if served else None
+    on_cpu = x.device.type == "cpu" and x.dtype == scale.dtype
+    return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if on_cpu else None
 
 
 def few_rows(
@@ -162,7 +164,10 @@ def _add(out: Tensor, bias: Tensor | None) -> Tensor:
 
 
 LINEAR = define(
-    "int4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor", _empty_linear, CPU=_linear_cpu
+    "int4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",
+    _empty_linear,
+    CPU=_linear_cpu,
+    CUDA=cuda.linear_int4,
 )
 TILED_LINEAR = define(
     "int4_tiled_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, int tile_rows) -> Tensor",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda
 from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
@@ -71,7 +72,7 @@ _SMALLEST_TOP = 2.0**-103
 
 
 def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | None) -> Tensor | None:
-    """Return the product, or None for groups, for other devices and where the scale does not fit the dtype of x.
+    """Return the product, or None for other devices, groups on a CPU, and a scale that does not fit the dtype of x.
 
     Args:
         x: `[*, K]`.
@@ -82,7 +83,8 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | 
     qdata, scale = tensors["qdata"], tensors["scale"]
     dtype = x.dtype
     exact = scale.dtype == dtype or torch.promote_types(scale.dtype, dtype) == dtype
-    if form.group_size is not None or dtype not in FLOAT_DTYPES or not exact or qdata.device.type not in DEVICES:
+    served = (form.group_size is None and qdata.device.type in DEVICES) or cuda.serves(x, qdata, form.group_size)
+    if dtype not in FLOAT_DTYPES or not exact or not served:
         return None
     return LINEAR(x, qdata, scale, bias, form.activations is not None)
 
@@ -270,4 +272,5 @@ LINEAR = define(
     "int8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, bool quantize_x) -> Tensor",
     _empty_linear,
     CPU=_linear_cpu,
+    CUDA=cuda.linear_int8,
 )

@@ -1,0 +1,285 @@
+"""Speed on a GPU, measured side by side: single products, and a Llama of 1.1B weights that decodes and reads a prompt.
+
+Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
+`benchmarks/results/cuda-<gpu>-<date>.json`. torchao and bitsandbytes are measured where they are installed. What the
+products say about `_KERNEL_ROWS` and `_TILES` in `hf_trainweights/kernels/cuda.py` is to be entered there.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    StaticCache,
+    TorchAoConfig,
+)
+
+from benchmarks.machine import versions
+from benchmarks.speed.methods import FLOATS, OURS, PEERS, Method, guarded
+from benchmarks.speed.rounds import Run, interleave
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda
+
+LLAMA: dict[str, Any] = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 32000,
+    "tie_word_embeddings": False,
+}
+ROUNDS = 5
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How much is measured: `Sizes()` on a GPU, and something tiny to see that the benchmark runs.
+
+    Args:
+        llama: Arguments of `LlamaConfig`.
+        shapes: N and K of the single products.
+        rows: Their numbers of rows M.
+        rotated_bytes: Weights that are multiplied in turn take so much, more than the caches hold.
+        prompt_tokens: Length of the prompt that is read at once.
+        decoded_tokens: Tokens that are decoded, one after the other, in one run.
+        compiled: Whether a decoding step is compiled, with CUDA graphs.
+    """
+
+    llama: dict[str, Any] = field(default_factory=lambda: LLAMA)
+    shapes: Sequence[tuple[int, int]] = ((2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096))
+    rows: Sequence[int] = (1, 4, 16, 64, 256, 1024)
+    rotated_bytes: int = 512_000_000
+    prompt_tokens: int = 256
+    decoded_tokens: int = 64
+    compiled: bool = True
+
+
+def _torchao_int4() -> Any:
+    from torchao.quantization import Int4WeightOnlyConfig
+
+    return TorchAoConfig(Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d"))
+
+
+def compared() -> list[Method]:
+    """Return what a whole model is measured with; the float model first."""
+    skipped = ("float8_e4m3", "torchao int4 (prototype)", "quanto int8", "quanto int4")
+    found = [method for method in (*FLOATS, *OURS, *PEERS) if method.versus == "bf16" and method.name not in skipped]
+    return [*found, Method("torchao int4 g128", _torchao_int4, bits=4)]
+
+
+def measure(device: str, sizes: Sizes, methods: Sequence[Method]) -> dict[str, Any]:
+    """Measure everything.
+
+    Args:
+        device: "cuda"; "cpu" only shows that the benchmark runs.
+        sizes: How much.
+        methods: What is compared; the float model first.
+
+    Returns:
+        The report: `products`, `model`, and what could not run in `failures`.
+    """
+    failures: dict[str, str] = {}
+    return {
+        "products": [row for N, K in sizes.shapes for row in products(device, sizes, N, K, failures)],
+        "model": model_speed(device, sizes, methods, failures),
+        "failures": failures,
+    }
+
+
+def products(device: str, sizes: Sizes, N: int, K: int, failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Time one weight's products by the kernels, by dequantizing, by integers, and of a bfloat16 weight.
+
+    Args:
+        device: Where.
+        sizes: How much.
+        N: Rows of the weight.
+        K: Columns.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per M and way.
+    """
+    weight = torch.randn(N, K, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    rows = []
+    for M in sizes.rows:
+        x = torch.randn(M, K, generator=torch.Generator().manual_seed(1)).to(device, torch.bfloat16)
+        runs = {}
+        for name, tensors, call in _ways(weight, x):
+            run = guarded(failures, f"{name}, {N}x{K}, M={M}", _repeated, device, sizes, tensors, call)
+            runs |= {name: run} if run else {}
+        rows += [{"N": N, "K": K, "M": M, **row} for row in interleave(runs, ROUNDS, "bf16")]
+    return rows
+
+
+Way = tuple[str, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]]
+
+
+def _ways(weight: Tensor, x: Tensor) -> list[Way]:
+    ways: list[Way] = [("bf16", {"weight": weight}, lambda t: F.linear(x, t["weight"]))]
+    for form in (Int8(), Int8(128), Int4(128), Int4(32)):
+        tensors = form.quantize(weight)
+        ways.append((f"{form}, kernel", tensors, lambda t: cuda.multiply(x, t["qdata"], t["scale"], None)))
+        ways.append(
+            (
+                f"{form}, dequantized",
+                tensors,
+                lambda t, form=form: cuda.multiply_dequantized(x, t["qdata"], t["scale"], None, form),
+            )
+        )
+    if len(x) >= cuda._INTEGER_ROWS:
+        ways.append(
+            (
+                "int8, 8-bit activations",
+                Int8().quantize(weight),
+                lambda t: cuda.multiply_integers(x, t["qdata"], t["scale"], None),
+            )
+        )
+    return ways
+
+
+def _repeated(
+    device: str, sizes: Sizes, tensors: dict[str, Tensor], call: Callable[[dict[str, Tensor]], Tensor]
+) -> Run:
+    """Return a run that multiplies copies of a weight in turn, as one CUDA graph, and returns the seconds of one."""
+    size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    copies = [
+        tensors,
+        *({name: t.clone() for name, t in tensors.items()} for _ in range(sizes.rotated_bytes // size_bytes)),
+    ]
+
+    def all_of_them() -> None:
+        for copied in copies:
+            call(copied)
+
+    all_of_them()
+    replay = all_of_them
+    if device == "cuda":
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            all_of_them()
+        replay = graph.replay
+    return lambda: _seconds(device, replay) / len(copies)
+
+
+def _seconds(device: str, function: Callable[[], Any]) -> float:
+    synchronize = torch.cuda.synchronize if device == "cuda" else torch.cpu.synchronize
+    synchronize()
+    start = time.perf_counter()
+    function()
+    synchronize()
+    return time.perf_counter() - start
+
+
+def model_speed(device: str, sizes: Sizes, methods: Sequence[Method], failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Time decoding at batch 1 and a prompt, each method with nothing but the float model beside it.
+
+    Args:
+        device: Where.
+        sizes: How much.
+        methods: What is compared; the float model first.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per phase and method, with the bytes that the model takes.
+    """
+    baseline, *others = methods
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as directory:
+        torch.manual_seed(0)
+        LlamaForCausalLM(LlamaConfig(**sizes.llama)).bfloat16().save_pretrained(directory)
+        for other in others:
+            loaded = {m.name: guarded(failures, m.name, _load, directory, m, device) for m in (baseline, other)}
+            models = {name: model for name, model in loaded.items() if model is not None}
+            for phase, make in (("decode", _decode), ("prefill", _prefill)):
+                made = {n: guarded(failures, f"{n}, {phase}", make, m, device, sizes) for n, m in models.items()}
+                runs = {name: run for name, run in made.items() if run is not None}
+                taken = interleave(runs, ROUNDS, baseline.name)
+                rows += [
+                    {"phase": phase, "model_bytes": models[row["name"]].get_memory_footprint(), **row}
+                    for row in taken
+                    if other is others[0] or row["name"] != baseline.name
+                ]
+            torch._dynamo.reset()
+    return rows
+
+
+def _load(path: str, method: Method, device: str) -> PreTrainedModel:
+    options = {} if method.config is None else {"quantization_config": method.config()}
+    return AutoModelForCausalLM.from_pretrained(path, dtype=method.dtype, device_map=device, **options).eval()
+
+
+@torch.inference_mode()
+def _decode(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
+    """Return a run that decodes greedily with a static cache and returns the seconds of one token."""
+    cache = StaticCache(config=model.config, max_cache_len=sizes.prompt_tokens + sizes.decoded_tokens)
+    prompt = _tokens(model, device, sizes)
+
+    def step(token: Tensor) -> Tensor:
+        return model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
+
+    advance = torch.compile(step, mode="reduce-overhead", fullgraph=True) if sizes.compiled else step
+
+    @torch.inference_mode()
+    def run() -> float:
+        cache.reset()
+        token = step(prompt)
+
+        def decode(token: Tensor = token) -> None:
+            for _ in range(sizes.decoded_tokens):
+                # The memory of a CUDA graph's result is used again by its next run.
+                token = advance(token).clone()
+
+        return _seconds(device, decode) / sizes.decoded_tokens
+
+    # The first runs compile, warm up and capture.
+    for _ in range(3):
+        run()
+    return run
+
+
+@torch.inference_mode()
+def _prefill(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
+    call = torch.inference_mode()(partial(model, _tokens(model, device, sizes), use_cache=True, logits_to_keep=1))
+    call()
+    return lambda: _seconds(device, call)
+
+
+def _tokens(model: PreTrainedModel, device: str, sizes: Sizes) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(model.config.vocab_size, (1, sizes.prompt_tokens), generator=generator).to(device)
+
+
+def main() -> None:
+    """Measure on this machine's GPU and write the result."""
+    gpu, today = torch.cuda.get_device_name(), datetime.datetime.now(datetime.UTC).date()
+    head = {"machine": gpu, "date": str(today), "cuda": torch.version.cuda, "versions": versions("triton")}
+    report = {**head, **measure("cuda", Sizes(), compared())}
+    path = RESULTS / f"cuda-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{today}.json"
+    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""What a result was measured on: the processor, and the versions of what is compared."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes", "optimum-quanto")
+
+
+def cpu_name() -> str:
+    """Return what the processor calls itself."""
+    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.processor()
+
+
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of what is compared, and of other packages, as far as they are installed."""
+    found = {}
+    for name in (*PACKAGES, *others):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,188 @@
+"""What runs a product on a GPU, and when: everything but the kernels, on CPU tensors."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import assert_close_product
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from weights import random_weight
+
+from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda, int4, int8, linear
+
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
+
+
+class FakeKernel:
+    """In place of `cuda.multiply`: right, wrong or broken, and counting its calls."""
+
+    def __init__(self, form: Int8 | Int4, factor: float = 1.0, error: Exception | None = None) -> None:
+        self.form, self.factor, self.error, self.rows = form, factor, error, []
+
+    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        self.rows.append(len(x))
+        if self.error is not None:
+            raise self.error
+        weight = self.form.dequantize_rows({"qdata": qdata, "scale": scale}, x.shape[1], torch.float64)
+        return (self.factor * F.linear(x.double(), weight, None if bias is None else bias.double())).to(x.dtype)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_CHECKED", {})
+    # A build of PyTorch without CUDA cannot be asked.
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+
+def product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor | None = None) -> Tensor:
+    if isinstance(form, Int8):
+        return cuda.linear_int8(x, tensors["qdata"], tensors["scale"], bias, form.activations is not None)
+    return cuda.linear_int4(x, tensors["qdata"], tensors["scale"], bias)
+
+
+def assert_product(result: Tensor, x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor) -> None:
+    K = x.shape[-1]
+    dense = F.linear(x, form.dequantize_rows(tensors, K, x.dtype), bias)
+    exact = F.linear(x.double(), form.dequantize_rows(tensors, K, torch.float64), bias.double())
+    assert_close_product(result, dense, exact)
+
+
+@every_form
+@every_dtype
+@pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 3, 96), (600, 96)], ids=str)
+def test_with_and_without_kernels_products_are_right(
+    shape: tuple[int, ...], dtype: torch.dtype, form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_DEQUANTIZED_ELEMENTS", 96 * 33)
+    tensors = form.quantize(random_weight(80, 96, dtype=dtype))
+    x, bias = random_weight(*shape, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
+    for error in (None, RuntimeError("no compiler")):
+        cuda._CHECKED.clear()
+        kernel = FakeKernel(form, error=error)
+        monkeypatch.setattr(cuda, "multiply", kernel)
+        assert_product(product(x, tensors, form, bias), x, tensors, form, bias)
+        assert bool(kernel.rows) == (0 not in shape and shape[0] != 600)
+
+
+@every_form
+def test_a_kernel_is_checked_once_for_each_tile(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(form)
+    monkeypatch.setattr(cuda, "multiply", kernel)
+    tensors = form.quantize(random_weight(8, 96, dtype=torch.bfloat16))
+    for rows in (1, 1, 5, 16, 300):
+        product(random_weight(rows, 96, dtype=torch.bfloat16), tensors, form)
+    assert kernel.rows == [1, 1, 1, 1, 16, 16, 5, 16, 128, 128, 300]
+
+
+@every_form
+@pytest.mark.parametrize(
+    ("factor", "error", "reason"),
+    [
+        (1.1, None, "differ by 0.2 of their norm"),
+        (torch.nan, None, "differ by nan of their norm"),
+        (1.0, RuntimeError("out of resources"), "RuntimeError: out of resources"),
+    ],
+)
+def test_a_kernel_that_fails_its_check_is_never_used(
+    form: Int8 | Int4,
+    factor: float,
+    error: Exception | None,
+    reason: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    kernel = FakeKernel(form, factor, error)
+    monkeypatch.setattr(cuda, "multiply", kernel)
+    tensors, x = form.quantize(random_weight(8, 96)), random_weight(3, 96, seed=1)
+    with caplog.at_level(logging.WARNING):
+        first, second = product(x, tensors, form), product(x, tensors, form)
+    assert torch.equal(first, second)
+    assert torch.equal(first, F.linear(x, form.dequantize_rows(tensors, 96, torch.float32)))
+    assert len(kernel.rows) == (1 if error else 2)
+    assert [reason in record.message for record in caplog.records] == [True]
+
+
+@every_form
+def test_nothing_is_checked_while_a_graph_is_captured(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = FakeKernel(form)
+    monkeypatch.setattr(cuda, "multiply", kernel)
+    tensors, x = form.quantize(random_weight(8, 96)), random_weight(3, 96)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        product(x, tensors, form)
+        assert kernel.rows == []
+        cuda._CHECKED[x.device, form, x.dtype, x.dtype, 16] = True
+        product(x, tensors, form)
+    assert kernel.rows == [3]
+
+
+@pytest.mark.parametrize(("N", "K"), [(0, 96), (80, 0), (0, 0)])
+def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
+    tensors, bias = Int8().quantize(torch.empty(N, K)), random_weight(N)
+    assert torch.equal(product(torch.empty(2, 3, K), tensors, Int8(), bias), bias.expand(2, 3, N))
+
+
+@every_dtype
+def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
+    tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
+    x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
+    before = x.clone()
+    result = product(x, tensors, Int8(activations="int8"), bias)
+    expected = int8.LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
+    assert torch.equal(x, before)
+    assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(16, (80, 96)), (20, (79, 96)), (20, (80, 95))])
+def test_int8_activations_leave_what_no_integer_product_takes(
+    rows: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8()))
+    tensors = Int8().quantize(random_weight(*shape))
+    x, bias = random_weight(rows, shape[1], seed=1), random_weight(shape[0], seed=2)
+    assert_product(product(x, tensors, Int8(activations="int8"), bias), x, tensors, Int8(), bias)
+
+
+@pytest.mark.parametrize(("group_size", "expected"), [(None, True), (8, True), (128, True), (4, False), (96, False)])
+def test_groups_are_served_where_blocks_hold_whole_ones(
+    group_size: int | None, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
+    with FakeTensorMode():
+        x, qdata = (torch.empty(8, 8, device=device) for device in ("cuda", "cpu"))
+        assert cuda.serves(x, x, group_size) == expected
+        assert not cuda.serves(x, qdata, group_size)
+        assert not cuda.serves(qdata, qdata, group_size)
+
+
+def test_nothing_is_served_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert not cuda._compiles.__wrapped__(0)
+
+
+@pytest.mark.parametrize("form", [Int8(), Int8(32), Int8(activations="int8"), Int4(32)], ids=str)
+def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
+    tensors = form.quantize(random_weight(80, 96))
+
+    def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor) -> Tensor | None:
+        return linear(x, {"qdata": qdata, "scale": scale}, form, bias)
+
+    with FakeTensorMode():
+        on_gpu = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in tensors.values()]
+        x, bias = torch.empty(2, 3, 96, device="cuda"), torch.empty(80, device="cuda")
+        graph = make_fx(multiply)(x, *on_gpu, bias)
+        result = graph(x, *on_gpu, bias)
+    calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
+    assert calls == [int8.LINEAR if isinstance(form, Int8) else int4.LINEAR]
+    assert (result.shape, result.dtype, result.device.type) == ((2, 3, 80), torch.float32, "cuda")

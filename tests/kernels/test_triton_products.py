@@ -1,0 +1,109 @@
+"""Triton kernels without a GPU: their results by Triton's interpreter, and compiled for the GPUs they are meant for."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton, on Linux x86-64")
+
+# What a program may use on the smallest GPU of compute capability 8.x: 99 kB.
+MAX_SHARED_BYTES = 99 << 10
+
+
+def test_every_kernel_is_right_in_the_interpreter() -> None:
+    # Triton reads the variable when it is imported.
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    file = Path(__file__).with_name("interpreted_products.py")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert "skipped" not in done.stdout
+
+
+class AbsentGpu:
+    """In place of Triton's driver: kernels are compiled as for a GPU, and launched nowhere."""
+
+    def __init__(self, capability: int) -> None:
+        self.capability, self.utils, self.kernels = capability, self, []
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.capability, 32)
+
+    def get_current_device(self) -> int:
+        # Triton keeps kernels by device.
+        return self.capability
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_device_properties(self, device: int) -> dict[str, int]:
+        return {"max_shared_mem": MAX_SHARED_BYTES}
+
+    def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
+        return lambda *arguments: None
+
+    def load_binary(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[object, ...]:
+        self.kernels.append(binary)
+        registers, spills, threads = 0, 0, 1024
+        return name, name, registers, spills, threads
+
+
+@pytest.fixture(params=[80, 90])
+def gpu(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AbsentGpu:
+    from triton.runtime import driver
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    absent = AbsentGpu(request.param)
+    monkeypatch.setattr(driver, "_active", absent)
+    return absent
+
+
+def stack_bytes(kernel: bytes, folder: Path) -> list[int]:
+    """Return what a kernel keeps on the stack, as it does with registers that do not fit."""
+    from triton import knobs
+
+    cubin = folder / "kernel.cubin"
+    cubin.write_bytes(kernel)
+    command = [knobs.nvidia.cuobjdump.path, "-res-usage", str(cubin)]
+    used = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+    return [int(size) for size in re.findall(r"STACK:(\d+)", used)]
+
+
+# By each tile, and in each dtype by the first one; int8 with groups takes the most registers.
+FORMS = [Int8(), Int8(64), Int4(32)]
+COMPILED = [
+    *((M, torch.bfloat16, form) for M in (1, *(tile.M for tile in cuda._TILES)) for form in FORMS),
+    *((cuda._FLOAT32_TILE.M, torch.float32, form) for form in FORMS),
+    (1, torch.float32, Int8(64)),
+    (16, torch.float16, Int4(32)),
+]
+
+
+@pytest.mark.parametrize(("M", "dtype", "form"), COMPILED, ids=str)
+def test_every_kernel_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, gpu: AbsentGpu, tmp_path: Path) -> None:
+    # Sizes that Triton knows to be multiples of 16, in one part; then others, in several parts.
+    K = 1153 if form == Int8() else 1152
+    for shape, bias in (((8192, 512), torch.zeros(8192, dtype=dtype)), ((70, K), None)):
+        specs = form.tensor_specs(shape, dtype).values()
+        qdata, scale = (torch.zeros(stored, dtype=stored_dtype) for stored, stored_dtype in specs)
+        cuda.multiply(torch.zeros(M, shape[1], dtype=dtype), qdata, scale, bias)
+    assert len(gpu.kernels) == 2
+    for kernel, columns in zip(gpu.kernels, (512, K), strict=True):
+        # Rows of an odd number of bytes are read one by one, which takes more registers.
+        assert stack_bytes(kernel, tmp_path) == [0] or columns % 2

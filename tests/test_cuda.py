@@ -1,0 +1,125 @@
+"""Quantized weights on a GPU: products, compiled programs, CUDA graphs and a whole model."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from architectures import make_llama, random_ids
+from helpers import assert_close_product
+from torch import Tensor
+from transformers import PreTrainedModel
+from weights import random_weight
+
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import cuda
+
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs Triton"),
+    # Compilers warn about what a GPU has and has not.
+    pytest.mark.filterwarnings("default"),
+]
+
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+every_form = pytest.mark.parametrize(
+    "form", [Int8(), Int8(16), Int8(128), Int4(32), Int4(64), Int4(128), Int8(256)], ids=str
+)
+
+
+def on_gpu(*shape: int, dtype: torch.dtype, seed: int = 1) -> Tensor:
+    return random_weight(*shape, dtype=dtype, seed=seed).cuda()
+
+
+def quantized(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> QuantizedTensor:
+    return QuantizedTensor.quantize(on_gpu(N, K, dtype=dtype, seed=0), form)
+
+
+def kernels_used(form: Int8 | Int4, dtype: torch.dtype) -> list[bool]:
+    return [right for key, right in cuda._CHECKED.items() if key[1] == form and key[2] == dtype]
+
+
+@every_form
+@every_dtype
+@pytest.mark.parametrize(("N", "K"), [(80, 512), (33, 1280), (512, 2304), (4096, 4096)])
+def test_products_keep_the_bound(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> None:
+    weight, bias = quantized(N, K, dtype, form), on_gpu(N, dtype=dtype, seed=2)
+    for M in (1, 2, 16, 17, 33, 64, 130, 600):
+        x = on_gpu(M, K, dtype=dtype)
+        with torch.no_grad():
+            result = F.linear(x, weight, bias)
+            exact = F.linear(x.double(), weight.dequantize(torch.float64), bias.double())
+            assert_close_product(result, F.linear(x, weight.dequantize(), bias), exact)
+            assert torch.equal(F.linear(x, weight, bias), result)
+    used = kernels_used(form, dtype)
+    assert used
+    assert all(used)
+
+
+@every_dtype
+@pytest.mark.parametrize("K", [1, 33, 257, 1000])
+def test_columns_need_not_fill_a_block(K: int, dtype: torch.dtype) -> None:
+    weight = quantized(70, K, dtype, Int8())
+    for M in (1, 5, 70):
+        x = on_gpu(2 * M, 2 * K, dtype=dtype)[::2, ::2]
+        exact = x.double() @ weight.dequantize(torch.float64).t()
+        assert_close_product(F.linear(x, weight), F.linear(x, weight.dequantize()), exact)
+
+
+@every_dtype
+def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype) -> None:
+    weight, x = quantized(80, 96, dtype, Int8(activations="int8")), on_gpu(20, 96, dtype=dtype)
+    result, expected = F.linear(x, weight).cpu(), F.linear(x.cpu(), weight.cpu())
+    assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
+
+
+@every_form
+@pytest.mark.parametrize("M", [1, 5, 600])
+def test_a_compiled_program_gives_the_same(M: int, form: Int8 | Int4) -> None:
+    weight, x = quantized(80, 256, torch.bfloat16, form), on_gpu(M, 256, dtype=torch.bfloat16)
+    compiled = torch.compile(lambda v, w: F.linear(v, w), fullgraph=True, mode="reduce-overhead")
+    with torch.no_grad():
+        for _ in range(4):
+            torch.compiler.cudagraph_mark_step_begin()
+            assert torch.equal(compiled(x, weight), F.linear(x, weight))
+    torch._dynamo.reset()
+
+
+@every_form
+@pytest.mark.parametrize("known", [True, False])
+def test_a_captured_graph_gives_the_same(known: bool, form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "_CHECKED", {})
+    weight, x = quantized(80, 256, torch.bfloat16, form), on_gpu(1, 256, dtype=torch.bfloat16)
+    with torch.no_grad():
+        warm = F.linear(x, weight) if known else F.linear(x, weight.dequantize())
+        # What runs for the first time while it is captured may ask for memory of its own.
+        weight.dequantize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = F.linear(x, weight)
+        assert bool(cuda._CHECKED) == known
+        graph.replay()
+        assert_close_product(out, warm, x.double() @ weight.dequantize(torch.float64).t())
+
+
+@pytest.mark.parametrize("format_name", ["int8", "int4"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_a_model_generates_what_its_dequantized_copy_does(dtype: torch.dtype, format_name: str) -> None:
+    options = {"group_size": 64} if format_name == "int4" else {}
+    model = make_llama().to(dtype).cuda().eval()
+    quantize_(model, TrainWeightsConfig(format_name, **options))
+    plain = copy.deepcopy(model)
+    assert isinstance(plain, PreTrainedModel)
+    plain.dequantize()
+    ids = random_ids().cuda()
+    tokens = model.generate(ids, max_new_tokens=5, do_sample=False)
+    assert tokens.shape == (len(ids), ids.shape[1] + 5)
+    with torch.no_grad():
+        result, expected = model(tokens).logits.double(), plain(tokens).logits.double()
+    assert (result - expected).norm() <= 8 * torch.finfo(dtype).eps * expected.norm()

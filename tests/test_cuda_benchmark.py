@@ -1,0 +1,35 @@
+"""The benchmark for GPUs runs, tiny and on a CPU, where only the kernels themselves cannot."""
+
+from __future__ import annotations
+
+from benchmarks.cuda import LLAMA, Sizes, compared, measure
+
+TINY = Sizes(
+    llama={
+        **LLAMA,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 64,
+    },
+    shapes=[(64, 128)],
+    rows=[1, 32],
+    rotated_bytes=100_000,
+    prompt_tokens=4,
+    decoded_tokens=2,
+    compiled=False,
+)
+
+
+def test_it_measures_each_product_and_phase() -> None:
+    ours = [method for method in compared() if method.name in ("bf16", "int8", "int4 g128")]
+    report = measure("cpu", TINY, ours)
+    assert {name: error for name, error in report["failures"].items() if "kernel" not in name} == {}
+    assert {(row["phase"], row["name"]) for row in report["model"]} == {
+        (phase, method.name) for phase in ("decode", "prefill") for method in ours
+    }
+    ways = {(row["M"], row["name"]) for row in report["products"]}
+    assert {(1, "int4 g128, dequantized"), (32, "int8, 8-bit activations")} <= ways
+    assert all(row["seconds"] > 0 for row in report["products"] + report["model"])
