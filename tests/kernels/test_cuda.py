@@ -134,6 +134,7 @@ def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
 @every_dtype
 def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
+    monkeypatch.setattr(int8, "_CAST_WEIGHTS", 0)  # The CPU rounds no x for a weight as small as this one.
     tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
     x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     before = x.clone()
