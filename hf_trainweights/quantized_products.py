@@ -76,12 +76,14 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
     )
 
 
-def _is_bias(bias: Tensor, weight: QuantizedTensor) -> bool:
-    return bias.shape == weight.shape[:1]
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the weight is a quantized matrix, and x and the bias are of its sizes."""
+    fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
+    return fits and (bias is None or bias.shape == weight.shape[:1])
 
 
 def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
-    if weight.dim() == 2 and _fits(x, weight, transposed=False) and (bias is None or _is_bias(bias, weight)):
+    if _takes(x, weight, bias):
         return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, x, weight, bias)
 
@@ -163,7 +165,7 @@ def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
     if known is None or known[0] is not weight.qdata:
         known = weight.few_rows = weight.qdata, kernels.few_rows(weight.tensors, weight.format, weight.dtype)
     multiply_few = known[1]
-    if multiply_few is not None and _fits(x, weight, transposed=False) and (bias is None or _is_bias(bias, weight)):
+    if multiply_few is not None and _takes(x, weight, bias):
         out = multiply_few(x, bias)
         if out is not None:
             return out

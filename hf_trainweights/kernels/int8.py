@@ -33,9 +33,6 @@ from hf_trainweights.kernels.scratch import SCRATCH
 _int_mm = torch.ops.aten._int_mm
 _weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 
-# Devices on which the op beats a product with the dequantized weight.
-DEVICES = {"cpu"}
-
 # Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 and 4864x896, as speed over bfloat16
 # F.linear. _weight_int8pack_mm against digits: 1.5 and 1.3 against 1.0 and 1.3 at 4 rows, 1.1 and .7 against 1.0 and
 # 1.2 at 6.
@@ -86,7 +83,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | 
     qdata, scale = tensors["qdata"], tensors["scale"]
     dtype = x.dtype
     exact = scale.dtype == dtype or torch.promote_types(scale.dtype, dtype) == dtype
-    served = (form.group_size is None and qdata.device.type in DEVICES) or cuda.serves(x, qdata, form.group_size)
+    served = (form.group_size is None and qdata.device.type == "cpu") or cuda.serves(x, qdata, form.group_size)
     if dtype not in FLOAT_DTYPES or not exact or not served:
         return None
     return LINEAR(x, qdata, scale, bias, form.activations is not None)
