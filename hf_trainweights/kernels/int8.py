@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.base import FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
 from hf_trainweights.kernels.library import define
@@ -41,8 +41,8 @@ _PACK_ROWS = 4
 _PACK_COLUMNS = 16
 # It crashes where vectors of codes or of x do not begin at a multiple of these addresses, as in a memory-mapped file.
 _CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
-# Digits against cast blocks, in bfloat16: .6 and .7 against .6 and .6 at 48 rows, .5 and .6 against .6 and .6 at 128.
-_DIGIT_ROWS = 64
+# Digits against cast blocks, in bfloat16: .7 and .7 against .6 and .7 at 48 rows, .6 and .7 against .6 and .8 at 64.
+_DIGIT_ROWS = 48
 # In float32 digits lead there too (1.1 and 1.7 against .9 and .9), but for short rows: 1536x384 .8 against .9.
 _DIGIT_COLUMNS = 512
 # One digit alone, at 128 rows: .5 against .6 with 768x768 weights, .7 against .6 with 4864x896. Without AMX a product
@@ -51,18 +51,22 @@ _ONE_DIGIT_WEIGHTS = 1 << 22
 # The calls that write digits take longer than such a weight's product: at 4 rows of float32 .5 against .9 with 384x384
 # weights, .9 against 1.1 with 512x512, 1.2 against 1.1 with 640x640.
 _CAST_WEIGHTS = 1 << 18
-# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.1 and 1.4 against 1.1 and 1.2
-# at 1 row, .9 and 1.1 each at 16, .7 and .7 against .7 and .8 at 32: the result has to be transposed.
-_LEFT_ROWS = 16
+# The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2 and 1.4 against 1.1 and 1.1
+# at 6 rows, .6 and .8 against .6 and .7 at 32, .6 and .7 against .7 and .7 at 48: the result has to be transposed.
+_LEFT_ROWS = 32
 # Rows of x whose digits are held at a time.
 _ROW_BLOCK = 512
-# Elements of x that become digits at a time: 256 kB of float32, twice, within the second-level cache.
-_DIGIT_ELEMENTS = 1 << 16
-# Integer results held at a time: 2 MB of int32. Speed over F.linear at 256 rows, 4096x4096: 1.05 with a quarter, 1.08.
-_RESULT_ELEMENTS = 1 << 19
-# Codes cast at a time at most, in blocks of one size: 4 MB of bfloat16. Speed over F.linear at 256 rows, 4864x896: .69
-# in 2 blocks, .68 in 3, .62 in 6, and .60 in two of 2304 rows and a rest of 256 (896x4864: .69, .74, .66, .69).
-_CAST_ELEMENTS = 1 << 21
+# A cast weight is the left matrix where x has so many more columns than rows, for the same reason. Speed over F.linear,
+# 4096x4096: .9 against .8 at 256 rows, .8 against .8 at 512; 4864x896, 256 rows: .7 against .8.
+_COLUMNS_OF_ROW = 10
+# Elements of x that a thread writes as digits, and of a result that it scales, at a time: 512 kB of float32, within the
+# second-level cache.
+_STAGE_ELEMENTS = 1 << 17
+# Integer results held at a time, 16 MB of int32.
+_RESULT_ELEMENTS = 1 << 22
+# Codes cast at a time at most, in blocks of one size: 16 MB of bfloat16. Speed over F.linear at 256 rows, 4864x896: .71
+# at once, .68 in 2 blocks, .61 in 4; with two threads .67, .61 and .53.
+_CAST_ELEMENTS = 1 << 23
 
 # What bytes are worth, the lowest first.
 _POWERS = torch.tensor([1.0, 256.0, 65536.0]).view(3, 1, 1)
@@ -179,17 +183,17 @@ def _has_integer_products() -> bool:
 def _digits(x: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Return the digits of x, int8 `[count, M, K]` in scratch memory, and what the first one is worth, `[M, 1]`."""
     digits = SCRATCH.take("digits", (count, *x.shape), torch.int8)
-    worth = torch.empty(x.shape[0], 1)
-    step = max(1, _DIGIT_ELEMENTS // x.shape[1])
-    for part in (slice(start, start + step) for start in range(0, x.shape[0], step)):
-        rest = SCRATCH.take("rest", x[part].shape, torch.float32).copy_(x[part])
-        words = SCRATCH.take("words", rest.shape, torch.int32)
-        top = torch.abs(rest, out=words.view(torch.float32)).amax(-1, keepdim=True)
-        first = torch.mul(top.clamp_min_(_SMALLEST_TOP), 1 / 127, out=worth[part])
-        words.copy_(rest.div_(first * 256.0 ** (1 - count)).round_())
+    worth = largest_magnitude(x.contiguous()).clamp_min_(_SMALLEST_TOP).mul_(1 / 127).unsqueeze(1)
+    step = max(1, _STAGE_ELEMENTS * torch.get_num_threads() // x.shape[1])
+    for rows, first, part in zip(x.split(step), worth.split(step), digits.split(step, 1), strict=True):
+        rest = SCRATCH.take("rest", rows.shape, torch.float32).copy_(rows).div_(first * 256.0 ** (1 - count)).round_()
+        if count == 1:
+            part[0].copy_(rest)
+            continue
+        words = SCRATCH.take("words", rows.shape, torch.int32).copy_(rest)
         for index in reversed(range(count)):
             # The low byte, as a signed number; what is left is a multiple of 256.
-            digits[index, part].copy_(words)
+            part[index].copy_(words)
             if index:
                 words.add_(128).bitwise_right_shift_(8)
     return digits, worth
@@ -200,20 +204,13 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     x = x.clone() if x.data_ptr() % _X_ALIGNMENT else x
     if qdata.data_ptr() % _CODES_ALIGNMENT == 0:
         return _weight_int8pack_mm(x, qdata, scale)
-    rows = max(1, _RESULT_ELEMENTS // qdata.shape[1])
+    rows = max(1, 4 * _STAGE_ELEMENTS // qdata.shape[1])
     buffer = torch.empty_like(qdata[:rows])
     parts = [
         _weight_int8pack_mm(x, buffer[: codes.shape[0]].copy_(codes), factors)
         for codes, factors in zip(qdata.split(rows), scale.split(rows), strict=True)
     ]
     return torch.cat(parts, dim=1)
-
-
-def _multiply_integers(codes: Tensor, digits: Tensor) -> Tensor:
-    """Return float32 `codes @ digits.T` of int8 matrices, in scratch memory."""
-    shape = (codes.shape[0], digits.shape[0])
-    products = _int_mm.out(codes, digits.t(), out=SCRATCH.take("products", shape, torch.int32))
-    return SCRATCH.take("sums", shape, torch.float32).copy_(products)
 
 
 def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
@@ -235,7 +232,7 @@ def _multiply_few_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | N
     # The signed bytes of a number are its bytes after 128 was added to each, with the highest bit of each flipped.
     middles = sum(128 << 8 * index for index in range(count))
     octets = words.add_(middles).bitwise_xor_(middles).view(torch.int8).view(M, K, 4)
-    digits = octets[..., :count].permute(2, 0, 1).reshape(count * M, K)
+    digits = octets[..., :count].permute(2, 0, 1).contiguous().view(count * M, K)
     products = _int_mm.default(qdata, digits.t()).float()
     # One product adds the digits of each row up and multiplies them with what they are worth.
     worths = (_POWERS[:count] * torch.diag(worth.view(-1))).view(count * M, M)
@@ -249,37 +246,45 @@ def _multiply_many_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | 
     columns = max(64, _RESULT_ELEMENTS // len(digits) // 64 * 64)
     for start in range(0, len(qdata), columns):
         part = slice(start, start + columns)
-        products = _multiply_integers(digits, qdata[part]).view(count, x.shape[0], -1)
-        result = _combine(products.unbind(0)).mul_(top).mul_(scale[part])
-        out[:, part] = result if bias is None else result.add_(bias[part])
+        codes = qdata[part].t()
+        products = SCRATCH.take("products", (len(digits), codes.shape[1]), torch.int32)
+        _int_mm.out(digits, codes, out=products)
+        shift = None if bias is None else bias[part]
+        _combine(products.unflatten(0, (count, -1)), top, scale[part], shift, out[:, part])
 
 
-def _combine(products: tuple[Tensor, ...]) -> Tensor:
-    """Return the sum of the digits' products, in the memory of the last one."""
-    out = products[-1]
-    for product in reversed(products[:-1]):
-        out = torch.add(product, out, alpha=1 / 256, out=out)
-    return out
+def _combine(products: Tensor, top: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    """Fill `out` `[M, N]` from the products of digits, int32 `[count, M, N]`, in parts that stay in the caches."""
+    step = max(1, _STAGE_ELEMENTS * torch.get_num_threads() // out.shape[1])
+    for digits, worth, part in zip(products.split(step, 1), top.split(step), out.split(step), strict=True):
+        *others, last = digits.unbind(0)
+        sums = SCRATCH.take("sums", last.shape, torch.float32).copy_(last)
+        for digit in reversed(others):
+            torch.add(SCRATCH.take("digit", last.shape, torch.float32).copy_(digit), sums, alpha=1 / 256, out=sums)
+        sums.mul_(worth).mul_(scale)
+        part.copy_(sums if bias is None else sums.add_(bias))
 
 
 def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    N, K = qdata.shape
-    blocks = -(-N * K // _CAST_ELEMENTS)
-    rows = -(-N // (64 * blocks)) * 64
-    out, buffer = x.new_empty(x.shape[0], N), SCRATCH.take("cast", (min(rows, N), K), x.dtype)
+    (M, K), N = x.shape, len(qdata)
     scale = scale.to(x.dtype)
-    whole = qdata, scale, out
     # Sums of codes can overflow in float16, so there the weight is scaled and not the result. To scale a small weight
     # takes little, and saves the sums of bfloat16 a rounding.
     first = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and N * K <= _CAST_WEIGHTS)
-    blocks = zip(qdata.split(rows), scale.split(rows), out.split(rows, dim=1), strict=True) if rows < N else [whole]
-    for codes, factors, block in blocks:
-        weight = buffer[: codes.shape[0]].copy_(codes)
-        torch.mm(x, (weight.mul_(factors) if first else weight).t(), out=block)
+    left = x.dtype == torch.bfloat16 and M * _COLUMNS_OF_ROW <= K
+    out = x.new_empty(N, M).t() if left else x.new_empty(M, N)
+    blocks = -(-N * K // _CAST_ELEMENTS)
+    step = -(-N // (64 * blocks)) * 64
+    buffer = SCRATCH.take("cast", (min(step, N), K), x.dtype)
+    for codes, factors, part in zip(qdata.split(step), scale.split(step), out.split(step, dim=1), strict=True):
+        weight = buffer[: len(codes)].copy_(codes)
+        torch.mm(x, (weight.mul_(factors) if first else weight).t(), out=part)
     if first:
-        return out if bias is None else out.add_(bias)
-    scale = scale.squeeze(-1)
-    return out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale)
+        out = out if bias is None else out.add_(bias)
+    else:
+        scale = scale.view(-1)
+        out = out.mul_(scale) if bias is None else torch.addcmul(bias, out, scale)
+    return out.contiguous()
 
 
 LINEAR = define(
