@@ -22,8 +22,6 @@ LAYER_SHAPES = [(896, 896), (4864, 896), (896, 4864)]
 PROMPT_ROWS = 256
 # One weight is used after the other, so that a product reads its weight from memory as a model does.
 _ROTATED_BYTES = 64_000_000
-# As many codes as the package casts at a time.
-_CAST_ELEMENTS = 1 << 21
 
 
 def speed(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
@@ -143,13 +141,15 @@ def quantization(methods: Sequence[Method], rounds: int, failures: dict[str, str
 def casting(rounds: int) -> list[dict[str, Any]]:
     """Time what a product with int8 codes in memory cannot do without where there is no product of integers.
 
-    The codes are cast in blocks into memory that is used again; then a bfloat16 product follows.
+    The codes are cast into memory that is used again; a bfloat16 product with what lies there follows, from the side
+    on which it is faster.
 
     Args:
         rounds: Interleaved rounds.
 
     Returns:
-        Per shape a row `linear`, F.linear with a bfloat16 weight, and a row `cast`, the cast alone.
+        Per shape a row `linear`, F.linear with a bfloat16 weight, a row `cast`, the cast alone, and the products with
+        the cast weight on the `right` and on the `left`, where the result comes out transposed.
     """
     rows = []
     for N, K in LAYER_SHAPES:
@@ -157,15 +157,22 @@ def casting(rounds: int) -> list[dict[str, Any]]:
         count = _ROTATED_BYTES // (N * K)
         codes = [torch.randint(-127, 128, (N, K), dtype=torch.int8) for _ in range(count)]
         weights = [weight.clone() for _ in range(count)]
-        block = torch.empty(_CAST_ELEMENTS // K // 64 * 64, K, dtype=torch.bfloat16)
+        buffer, out = weight.clone(), torch.empty(PROMPT_ROWS, N, dtype=torch.bfloat16)
+        transposed = torch.empty(N, PROMPT_ROWS, dtype=torch.bfloat16)
 
-        def cast(index: int, codes: list[Tensor] = codes, block: Tensor = block) -> None:
-            for part in codes[index % len(codes)].split(len(block)):
-                block[: len(part)].copy_(part)
+        def cast(index: int, codes: list[Tensor] = codes, buffer: Tensor = buffer) -> None:
+            buffer.copy_(codes[index % len(codes)])
 
         def linear(index: int, weights: list[Tensor] = weights, x: Tensor = x) -> Tensor:
             return F.linear(x, weights[index % len(weights)])
 
-        runs = {"linear": timed(linear, count), "cast": timed(cast, count)}
+        def right(_: int, x: Tensor = x, weight: Tensor = weight, out: Tensor = out) -> None:
+            torch.mm(x, weight.t(), out=out)
+
+        def left(_: int, x: Tensor = x, weight: Tensor = weight, out: Tensor = transposed) -> None:
+            torch.mm(weight, x.t(), out=out)
+
+        timings = {"linear": linear, "cast": cast, "right": right, "left": left}
+        runs = {name: timed(function, count) for name, function in timings.items()}
         rows += [{"N": N, "K": K, "M": PROMPT_ROWS, **row} for row in interleave(runs, rounds, "linear")]
     return rows
