@@ -45,9 +45,9 @@ _CODES_ALIGNMENT, _X_ALIGNMENT = 16, 32
 _DIGIT_ROWS = 48
 # In float32 digits lead there too (1.1 and 1.7 against .9 and .9), but for short rows: 1536x384 .8 against .9.
 _DIGIT_COLUMNS = 512
-# One digit alone, at 128 rows: .5 against .6 with 768x768 weights, .7 against .6 with 4864x896. Without AMX a product
-# of bfloat16 takes far longer, and one digit leads always.
-_ONE_DIGIT_WEIGHTS = 1 << 22
+# One digit alone, at 256 rows: 1.3 against .8 with 4096x4096 weights, .8 against .7 with 4864x896, but no faster there
+# in a whole model. Without AMX a product of bfloat16 takes far longer, and one digit leads always.
+_ONE_DIGIT_WEIGHTS = 1 << 23
 # The calls that write digits take longer than such a weight's product: at 4 rows of float32 .5 against .9 with 384x384
 # weights, .9 against 1.1 with 512x512, 1.2 against 1.1 with 640x640.
 _CAST_WEIGHTS = 1 << 18
