@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 # A line may import itself and the lines above it, never those below. The package's `__init__` imports any.
 LAYERS = [
-    {"errors", "huge_pages"},
+    {"errors"},
     {"formats"},
     {"kernels"},
     {"identity"},

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, QuantizationError
-from hf_trainweights.huge_pages import empty
 
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -238,7 +237,7 @@ class Format(ABC):
             device: Where to allocate.
         """
         specs = self.tensor_specs(shape, scale_dtype)
-        return {key: empty(size, dtype, device) for key, (size, dtype) in specs.items()}
+        return {key: torch.empty(size, dtype=dtype, device=device) for key, (size, dtype) in specs.items()}
 
     def stored_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
         """Return how many bytes a weight of this shape takes when it is quantized.

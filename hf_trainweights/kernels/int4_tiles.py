@@ -22,7 +22,6 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.huge_pages import empty
 
 _logger = logging.getLogger(__name__)
 
@@ -99,7 +98,7 @@ class Int4Tiles(Int4):
         """Return `Int4`'s tensors as tiles."""
         qdata, scale = tensors["qdata"].contiguous(), tensors["scale"]
         rows = qdata.view(torch.int16).view(-1, 2, self.tile_rows // 4, 2, qdata.shape[-1] * 2)
-        tiles = empty((len(rows), rows.shape[-1], 2, 2, self.tile_rows // 4), rows.dtype, rows.device)
+        tiles = rows.new_empty(len(rows), rows.shape[-1], 2, 2, self.tile_rows // 4)
         _exchange_codes(rows.permute(3, 0, 1, 2, 4), tiles.permute(2, 0, 3, 4, 1))
         scale_and_zero = scale.new_zeros(*scale.mT.shape, 2)
         scale_and_zero[..., 0] = scale.mT
