@@ -96,7 +96,7 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | 
 def few_rows(
     tensors: Mapping[str, Tensor], form: Int8, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """As `hf_trainweights.kernels.few_rows`: by the op that reads the codes as they are.
+    """As `hf_trainweights.kernels.few_rows`: by the op that reads the codes as they are, in float32 by digits.
 
     Args:
         tensors: `qdata` `[N, K]` and `scale` `[N, 1]`.
@@ -104,18 +104,12 @@ def few_rows(
         dtype: Dtype of x.
     """
     qdata, scale = tensors["qdata"], tensors["scale"]
-    ready = (
-        form.group_size is None
-        and qdata.dim() == 2
-        and qdata.device.type == "cpu"
-        and dtype in (torch.bfloat16, torch.float16)
-        and scale.dtype == dtype
-        and qdata.numel() > 0
-        and qdata.shape[1] % _PACK_COLUMNS == 0
-        and qdata.is_contiguous()
-        and qdata.data_ptr() % _CODES_ALIGNMENT == 0
-    )
-    if not ready:
+    on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
+    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
+        return None
+    if dtype == torch.float32:
+        return _few_rows_by_digits(qdata, scale, 3 if form.activations is None else 1)
+    if qdata.shape[1] % _PACK_COLUMNS or qdata.data_ptr() % _CODES_ALIGNMENT:
         return None
     (N, K), factors = qdata.shape, scale.view(-1)
 
@@ -127,6 +121,22 @@ def few_rows(
         if bias is not None:
             out.add_(bias)
         return out.view(*x.shape[:-1], N)
+
+    return multiply
+
+
+def _few_rows_by_digits(
+    qdata: Tensor, scale: Tensor, count: int
+) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+    N, K = qdata.shape
+    if not _prefers_digits(1, N, K, scale.dtype, count == 1):
+        return None
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        M = x.numel() // K
+        if not 0 < M <= _LEFT_ROWS or not x.is_contiguous():
+            return None
+        return _multiply_digits(x.view(M, K), qdata, scale, bias, count).view(*x.shape[:-1], N)
 
     return multiply
 
@@ -215,6 +225,8 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
 
 def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
     scale, bias = scale.float(), None if bias is None else bias.float()
+    if x.shape[0] == 1:
+        return _multiply_row(x, qdata, scale.view(-1), bias, count)
     if x.shape[0] <= _LEFT_ROWS:
         return _multiply_few_rows(x, qdata, scale, bias, count)
     out = x.new_empty(x.shape[0], qdata.shape[0])
@@ -223,16 +235,32 @@ def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
     return out
 
 
+def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
+    """Multiply one row: between two weights each call takes longer than what it does, so numbers stay in Python."""
+    rest = x.view(-1).float()
+    worth = max(rest.abs().max().item(), _SMALLEST_TOP) * 256.0 ** (1 - count) / 127
+    digits = _octets(rest.div(worth), count)[:, :count].t().contiguous()
+    products = _int_mm.default(qdata, digits.t()).float()
+    result = torch.mv(products, _POWERS[:count].view(-1) * worth).mul_(scale)
+    return (result if bias is None else result.add_(bias)).to(x.dtype).view(1, -1)
+
+
+def _octets(numbers: Tensor, count: int) -> Tensor:
+    """Return the bytes of rounded numbers as signed digits, the lowest first, `[*, 4]`; those above `count` are none.
+
+    The signed bytes of a number are its bytes after 128 was added to each, with the highest bit of each flipped.
+    """
+    middles = sum(128 << 8 * index for index in range(count))
+    words = numbers.round_().to(torch.int32).add_(middles).bitwise_xor_(middles)
+    return words.view(torch.int8).view(*numbers.shape, 4)
+
+
 def _multiply_few_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
     """Multiply with the codes as the left matrix, in as few calls as possible: they take longer than what they do."""
     M, K = x.shape
     rest = x.contiguous().float()
     worth = rest.abs().amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(256.0 ** (1 - count) / 127)
-    words = (rest / worth).round_().to(torch.int32)
-    # The signed bytes of a number are its bytes after 128 was added to each, with the highest bit of each flipped.
-    middles = sum(128 << 8 * index for index in range(count))
-    octets = words.add_(middles).bitwise_xor_(middles).view(torch.int8).view(M, K, 4)
-    digits = octets[..., :count].permute(2, 0, 1).contiguous().view(count * M, K)
+    digits = _octets(rest / worth, count)[..., :count].permute(2, 0, 1).contiguous().view(count * M, K)
     products = _int_mm.default(qdata, digits.t()).float()
     # One product adds the digits of each row up and multiplies them with what they are worth.
     worths = (_POWERS[:count] * torch.diag(worth.view(-1))).view(count * M, M)

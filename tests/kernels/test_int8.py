@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from weights import random_weight
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.formats import get_format
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import few_rows, int8, layout, linear
 
@@ -335,26 +335,42 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
         assert torch.equal(F.linear(inputs[None], weight, bias)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4"])
-def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(name: str) -> None:
-    form = get_format({"format": name})
-    weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=torch.bfloat16), form)
-    weight = weight.in_layout(layout(form, weight.stored_shape, torch.bfloat16, weight.device))
-    bias = x(128, dtype=torch.bfloat16, seed=2)
-    at_once = few_rows(weight.tensors, weight.format, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    [
+        (Int8(), torch.bfloat16),
+        (Int8(), torch.float32),
+        (Int8(activations="int8"), torch.float32),
+        (Int4(), torch.bfloat16),
+    ],
+    ids=str,
+)
+def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(
+    form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
+    weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
+    bias = x(128, dtype=dtype, seed=2)
+    at_once = few_rows(weight.tensors, weight.format, dtype)
     assert at_once is not None
     for shape in [(1, 128), (2, 2, 128), (128,)]:
         for added in (None, bias):
-            inputs = x(*shape, dtype=torch.bfloat16)
+            inputs = x(*shape, dtype=dtype)
             result = at_once(inputs, added)
             assert result is not None
             expected = linear(inputs, weight.tensors, weight.format, added)
             assert expected is not None
             assert torch.equal(result, expected)
             assert result.shape == expected.shape
-    assert at_once(x(0, 128, dtype=torch.bfloat16), None) is None
-    assert at_once(x(33, 128, dtype=torch.bfloat16), None) is None
-    assert at_once(x(128, 2, dtype=torch.bfloat16).t(), None) is None
+    assert at_once(x(0, 128, dtype=dtype), None) is None
+    assert at_once(x(33, 128, dtype=dtype), None) is None
+    assert at_once(x(128, 2, dtype=dtype).t(), None) is None
+
+
+def test_float32_has_few_rows_only_where_integers_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    assert few_rows(quantized(80, 96, torch.float32).tensors, Int8(), torch.float32) is None
 
 
 def test_few_rows_follow_what_the_weight_holds() -> None:
@@ -370,4 +386,3 @@ def test_few_rows_follow_what_the_weight_holds() -> None:
         first.qdata = second.qdata
         assert torch.equal(F.linear(inputs, first), -before)
     assert few_rows(quantized(80, 90, torch.bfloat16).tensors, Int8(), torch.bfloat16) is None
-    assert few_rows(quantized(80, 96, torch.float32).tensors, Int8(), torch.float32) is None
