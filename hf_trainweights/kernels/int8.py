@@ -108,7 +108,7 @@ def few_rows(
     if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
         return None
     if dtype == torch.float32:
-        return _few_rows_by_digits(qdata, scale, 3 if form.activations is None else 1)
+        return _few_rows_by_digits(qdata, scale, form.activations is not None)
     if qdata.shape[1] % _PACK_COLUMNS or qdata.data_ptr() % _CODES_ALIGNMENT:
         return None
     (N, K), factors = qdata.shape, scale.view(-1)
@@ -126,17 +126,17 @@ def few_rows(
 
 
 def _few_rows_by_digits(
-    qdata: Tensor, scale: Tensor, count: int
+    qdata: Tensor, scale: Tensor, quantize_x: bool
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
     N, K = qdata.shape
-    if not _prefers_digits(1, N, K, scale.dtype, count == 1):
+    if not _prefers_digits(1, N, K, scale.dtype, quantize_x):
         return None
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         if not 0 < M <= _LEFT_ROWS or not x.is_contiguous():
             return None
-        return _multiply_digits(x.view(M, K), qdata, scale, bias, count).view(*x.shape[:-1], N)
+        return _multiply_digits(x.view(M, K), qdata, scale, bias, quantize_x).view(*x.shape[:-1], N)
 
     return multiply
 
@@ -153,13 +153,13 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     N, K = qdata.shape
     if not is_matrix:
         rows = x.reshape(-1, K)
-    M, is_float32 = rows.shape[0], dtype == torch.float32
-    if M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and not is_float32:
+    M = rows.shape[0]
+    if M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and dtype != torch.float32:
         factors = scale if scale.dtype == dtype else scale.to(dtype)
         out = _multiply_packed(rows.contiguous(), qdata.contiguous(), factors.view(-1).contiguous())
         out = out if bias is None else out.add_(bias)
     elif _prefers_digits(M, N, K, dtype, quantize_x):
-        out = _multiply_digits(rows, qdata, scale, bias, 1 if quantize_x else 3 if is_float32 else 2)
+        out = _multiply_digits(rows, qdata, scale, bias, quantize_x)
     else:
         out = _multiply_cast(rows, qdata, scale, bias)
     return out if is_matrix else out.view(*x.shape[:-1], N)
@@ -214,6 +214,7 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     x = x.clone() if x.data_ptr() % _X_ALIGNMENT else x
     if qdata.data_ptr() % _CODES_ALIGNMENT == 0:
         return _weight_int8pack_mm(x, qdata, scale)
+    # Four codes take the place of one float32.
     rows = max(1, 4 * _STAGE_ELEMENTS // qdata.shape[1])
     buffer = torch.empty_like(qdata[:rows])
     parts = [
@@ -223,8 +224,9 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     return torch.cat(parts, dim=1)
 
 
-def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
+def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     scale, bias = scale.float(), None if bias is None else bias.float()
+    count = 1 if quantize_x else 3 if x.dtype == torch.float32 else 2
     if x.shape[0] == 1:
         return _multiply_row(x, qdata, scale.view(-1), bias, count)
     if x.shape[0] <= _LEFT_ROWS:
@@ -239,20 +241,20 @@ def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
     """Multiply one row: between two weights each call takes longer than what it does, so numbers stay in Python."""
     rest = x.view(-1).float()
     worth = max(rest.abs().max().item(), _SMALLEST_TOP) * 256.0 ** (1 - count) / 127
-    digits = _octets(rest.div(worth), count)[:, :count].t().contiguous()
+    digits = _signed_bytes(rest.div(worth), count).t().contiguous()
     products = _int_mm.default(qdata, digits.t()).float()
     result = torch.mv(products, _POWERS[:count].view(-1) * worth).mul_(scale)
     return (result if bias is None else result.add_(bias)).to(x.dtype).view(1, -1)
 
 
-def _octets(numbers: Tensor, count: int) -> Tensor:
-    """Return the bytes of rounded numbers as signed digits, the lowest first, `[*, 4]`; those above `count` are none.
+def _signed_bytes(numbers: Tensor, count: int) -> Tensor:
+    """Return the digits of numbers, which are rounded in place: int8 `[*, count]`, the lowest first, four bytes apart.
 
     The signed bytes of a number are its bytes after 128 was added to each, with the highest bit of each flipped.
     """
     middles = sum(128 << 8 * index for index in range(count))
     words = numbers.round_().to(torch.int32).add_(middles).bitwise_xor_(middles)
-    return words.view(torch.int8).view(*numbers.shape, 4)
+    return words.view(torch.int8).view(*numbers.shape, 4)[..., :count]
 
 
 def _multiply_few_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
@@ -260,7 +262,7 @@ def _multiply_few_rows(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | N
     M, K = x.shape
     rest = x.contiguous().float()
     worth = rest.abs().amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(256.0 ** (1 - count) / 127)
-    digits = _octets(rest / worth, count)[..., :count].permute(2, 0, 1).contiguous().view(count * M, K)
+    digits = _signed_bytes(rest / worth, count).permute(2, 0, 1).contiguous().view(count * M, K)
     products = _int_mm.default(qdata, digits.t()).float()
     # One product adds the digits of each row up and multiplies them with what they are worth.
     worths = (_POWERS[:count] * torch.diag(worth.view(-1))).view(count * M, M)
