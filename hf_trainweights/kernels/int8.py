@@ -18,6 +18,7 @@ NaN or infinity in a row of x makes its whole result NaN where the product is on
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -31,6 +32,7 @@ from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
 _int_mm = torch.ops.aten._int_mm
+_norm = torch.linalg.vector_norm
 _weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 
 # Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 and 4864x896, as speed over bfloat16
@@ -68,8 +70,12 @@ _RESULT_ELEMENTS = 1 << 22
 # at once, .68 in 2 blocks, .61 in 4; with two threads .67, .61 and .53.
 _CAST_ELEMENTS = 1 << 23
 
-# What bytes are worth, the lowest first.
+# What bytes are worth, the lowest first; and what those of a float64 are, of which so many are digits.
 _POWERS = torch.tensor([1.0, 256.0, 65536.0]).view(3, 1, 1)
+_PLACES = {count: torch.tensor([1.0, 256.0, 65536.0][:count] + [0.0] * (8 - count)) for count in (1, 2, 3)}
+# 128 in each byte that is a digit, and a float64 to which the sum with any such number adds nothing but that number.
+_MIDDLES = {count: sum(128 << 8 * index for index in range(count)) for count in (1, 2, 3)}
+_INTEGERS = {count: torch.tensor(1.5 * 2.0**52 + middles, dtype=torch.float64) for count, middles in _MIDDLES.items()}
 
 # A row of x below it, where the last of three digits would be worth a subnormal number, loses relative precision.
 _SMALLEST_TOP = 2.0**-103
@@ -238,12 +244,14 @@ def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
 
 
 def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
-    """Multiply one row: between two weights each call takes longer than what it does, so numbers stay in Python."""
-    rest = x.view(-1).float()
-    worth = max(rest.abs().max().item(), _SMALLEST_TOP) * 256.0 ** (1 - count) / 127
-    digits = _signed_bytes(rest.div(worth), count).t().contiguous()
-    products = _int_mm.default(qdata, digits.t()).float()
-    result = torch.mv(products, _POWERS[:count].view(-1) * worth).mul_(scale)
+    """Multiply one row in as few calls as possible: between two weights each call takes longer than what it does."""
+    top = _norm(x, math.inf).item()
+    worth = max(top, _SMALLEST_TOP) * 256.0 ** (1 - count) / 127 if top < math.inf else math.nan
+    # A float64 of that size holds an integer in its lowest bytes: one sum rounds and converts.
+    numbers = torch.add(_INTEGERS[count], x.reshape(-1, 1).double(), alpha=1 / worth)
+    digits = numbers.view(torch.int64).bitwise_xor_(_MIDDLES[count]).view(torch.int8)
+    products = _int_mm.default(qdata, digits).float()
+    result = torch.addmv(scale, products, _PLACES[count], beta=0, alpha=worth).mul_(scale)
     return (result if bias is None else result.add_(bias)).to(x.dtype).view(1, -1)
 
 
@@ -252,8 +260,7 @@ def _signed_bytes(numbers: Tensor, count: int) -> Tensor:
 
     The signed bytes of a number are its bytes after 128 was added to each, with the highest bit of each flipped.
     """
-    middles = sum(128 << 8 * index for index in range(count))
-    words = numbers.round_().to(torch.int32).add_(middles).bitwise_xor_(middles)
+    words = numbers.round_().to(torch.int32).add_(_MIDDLES[count]).bitwise_xor_(_MIDDLES[count])
     return words.view(torch.int8).view(*numbers.shape, 4)[..., :count]
 
 
