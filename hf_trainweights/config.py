@@ -35,9 +35,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             leave the weight alone. Exact names win, then the first expression that matches.
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
         activations: "int8" to round what is multiplied with the weights to int8 too, for speed: dynamically, one scale
-            a token. Where no product of integers is faster it is left as it is, as are up to 4 tokens of 16 bits and
-            small weights. Only with format "int8" and no groups; the error of a product is about four times that of
-            bfloat16.
+            a token. Where no product of integers is faster it is left as it is: with small weights, and for a few
+            tokens of 16 bits. Only with format "int8" and no groups; the error of a product is about four times that
+            of bfloat16.
         base_model: Hub id of the float model; a model that is loaded from there by this configuration has it in its
             own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.

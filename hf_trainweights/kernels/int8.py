@@ -3,13 +3,13 @@
 Three ways, by the number of rows M of x and the instructions of the CPU:
 
 - `torch._weight_int8pack_mm` for the few rows of a decoding step, 16-bit x only: its float32 path is scalar. With
-  `activations="int8"` too: one op takes .5 to .9 of the time of the dozen that write digits (Xeon with AMX, 1 row).
+  `activations="int8"` too, except for one row without AMX.
 - Integer products. Each row of x is written as `top / 127 * (d0 + d1 / 256 + d2 / 256**2)`, where the digits d are the
   signed bytes of one integer, and one `torch._int_mm` multiplies all of them with the codes, exactly. Two digits hold a
   16-bit x below its own rounding, three a float32 x to 6e-8 of the largest value of the row; one digit is
   `activations="int8"`.
-- Blocks of codes cast to the dtype of x and multiplied there, for many rows of bfloat16, for small weights and for CPUs
-  without VNNI.
+- Blocks of codes cast to the dtype of x and multiplied there, for many rows of bfloat16 where the CPU multiplies those
+  fast, for small weights and for CPUs without VNNI.
 
 A row of x can therefore give a result that differs in its rounding when it comes alone and when it comes among others.
 NaN or infinity in a row of x makes its whole result NaN where the product is one of integers.
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -32,7 +33,6 @@ from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
 _int_mm = torch.ops.aten._int_mm
-_norm = torch.linalg.vector_norm
 _weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 
 # Thresholds in rows of x, measured on one core of a Xeon with AMX, 896x896 and 4864x896, as speed over bfloat16
@@ -48,7 +48,7 @@ _DIGIT_ROWS = 48
 # In float32 digits lead there too (1.1 and 1.7 against .9 and .9), but for short rows: 1536x384 .8 against .9.
 _DIGIT_COLUMNS = 512
 # One digit alone, at 256 rows: 1.3 against .8 with 4096x4096 weights, .8 against .7 with 4864x896, but no faster there
-# in a whole model. Without AMX a product of bfloat16 takes far longer, and one digit leads always.
+# in a whole model. Without AMX one digit leads always: 3.1 and 4.1 against .9 and .9.
 _ONE_DIGIT_WEIGHTS = 1 << 23
 # The calls that write digits take longer than such a weight's product: at 4 rows of float32 .5 against .9 with 384x384
 # weights, .9 against 1.1 with 512x512, 1.2 against 1.1 with 640x640.
@@ -56,6 +56,12 @@ _CAST_WEIGHTS = 1 << 18
 # The codes as the left matrix (no copy of them is reordered) against x as the left one: 1.2 and 1.4 against 1.1 and 1.1
 # at 6 rows, .6 and .8 against .6 and .7 at 32, .6 and .7 against .7 and .7 at 48: the result has to be transposed.
 _LEFT_ROWS = 32
+# One row in three digits, without AMX. oneDNN multiplies one column as fast as codes come from memory, two of them at
+# half that speed: so from this many weights each digit has a product of its own, with so many codes a thread that they
+# stay in its second-level cache for the next digit. Speed over F.linear: 4096x4096 1.6, in one product with the digits
+# as the left matrix 1.2; 4864x896 1.3 against 1.4.
+_COLUMN_WEIGHTS = 1 << 23
+_COLUMN_CODES = 1 << 20
 # Rows of x whose digits are held at a time.
 _ROW_BLOCK = 512
 # A cast weight is the left matrix where x has so many more columns than rows, for the same reason. Speed over F.linear,
@@ -113,38 +119,26 @@ def few_rows(
     on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
     if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
         return None
-    if dtype == torch.float32:
-        return _few_rows_by_digits(qdata, scale, form.activations is not None)
-    if qdata.shape[1] % _PACK_COLUMNS or qdata.data_ptr() % _CODES_ALIGNMENT:
-        return None
-    (N, K), factors = qdata.shape, scale.view(-1)
+    (N, K), factors, quantize_x = qdata.shape, scale.view(-1), form.activations is not None
+    pack_rows = 0 if dtype == torch.float32 or K % _PACK_COLUMNS or qdata.data_ptr() % _CODES_ALIGNMENT else _PACK_ROWS
+    digit_rows = 0
+    if not _prefers_pack(1, N, K, dtype, quantize_x) and _prefers_digits(1, N, K, dtype, quantize_x):
+        digit_rows = 1 if pack_rows else _LEFT_ROWS
 
     def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
-        if not 0 < M <= _PACK_ROWS or not x.is_contiguous() or x.data_ptr() % _X_ALIGNMENT:
+        if not 0 < M <= max(pack_rows, digit_rows) or not x.is_contiguous():
             return None
-        out = _weight_int8pack_mm(x.view(M, K), qdata, factors)
-        if bias is not None:
-            out.add_(bias)
+        if digit_rows >= M:
+            out = _multiply_digits(x.view(M, K), qdata, scale, bias, quantize_x)
+        elif x.data_ptr() % _X_ALIGNMENT == 0:
+            out = _weight_int8pack_mm(x.view(M, K), qdata, factors)
+            out = out if bias is None else out.add_(bias)
+        else:
+            return None
         return out.view(*x.shape[:-1], N)
 
-    return multiply
-
-
-def _few_rows_by_digits(
-    qdata: Tensor, scale: Tensor, quantize_x: bool
-) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    N, K = qdata.shape
-    if not _prefers_digits(1, N, K, scale.dtype, quantize_x):
-        return None
-
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
-        M = x.numel() // K
-        if not 0 < M <= _LEFT_ROWS or not x.is_contiguous():
-            return None
-        return _multiply_digits(x.view(M, K), qdata, scale, bias, quantize_x).view(*x.shape[:-1], N)
-
-    return multiply
+    return multiply if pack_rows or digit_rows else None
 
 
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
@@ -160,7 +154,7 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     if not is_matrix:
         rows = x.reshape(-1, K)
     M = rows.shape[0]
-    if M <= _PACK_ROWS and K % _PACK_COLUMNS == 0 and dtype != torch.float32:
+    if _prefers_pack(M, N, K, dtype, quantize_x):
         factors = scale if scale.dtype == dtype else scale.to(dtype)
         out = _multiply_packed(rows.contiguous(), qdata.contiguous(), factors.view(-1).contiguous())
         out = out if bias is None else out.add_(bias)
@@ -171,6 +165,14 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     return out if is_matrix else out.view(*x.shape[:-1], N)
 
 
+def _prefers_pack(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) -> bool:
+    if M > _PACK_ROWS or K % _PACK_COLUMNS or dtype == torch.float32:
+        return False
+    # One digit against the op, with 896x896 and 4864x896: 3.0 and 2.2 against 1.9 and 1.7 without AMX; with it the op
+    # takes .5 to .9 of the time.
+    return not (quantize_x and M == 1 and _prefers_digits(M, N, K, dtype, quantize_x) and not _has_amx())
+
+
 def _prefers_digits(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) -> bool:
     # With one column PyTorch takes the transpose's strides for those of a plain matrix, and its result is wrong.
     if N * K <= _CAST_WEIGHTS or K == 1 or not _has_integer_products():
@@ -178,13 +180,36 @@ def _prefers_digits(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool
     if M <= _DIGIT_ROWS:
         return True
     if quantize_x:
-        return dtype != torch.bfloat16 or N * K >= _ONE_DIGIT_WEIGHTS or not _capabilities().get("amx_bf16")
-    return dtype != torch.bfloat16 and K >= _DIGIT_COLUMNS
+        return dtype != torch.bfloat16 or N * K >= _ONE_DIGIT_WEIGHTS or not _has_amx()
+    return K >= _DIGIT_COLUMNS and (dtype != torch.bfloat16 or not _multiplies_bfloat16_fast())
 
 
 @functools.cache
 def _capabilities() -> dict[str, Any]:
-    return getattr(torch.cpu, "get_capabilities", dict)()
+    """Return what the CPU can do, less what oneDNN is told not to use."""
+    found = dict(getattr(torch.cpu, "get_capabilities", dict)())
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if limit not in ("ALL", "DEFAULT"):
+        found["amx_bf16"] = found.get("amx_bf16") and "AMX" in limit
+        found["avx512_bf16"] = found.get("avx512_bf16") and any(
+            name in limit for name in ("BF16", "FP16", "AMX", "AVX10")
+        )
+    return found
+
+
+def _has_amx() -> bool:
+    return bool(_capabilities().get("amx_bf16"))
+
+
+def _multiplies_bfloat16_fast() -> bool:
+    """Return whether many rows of bfloat16 are multiplied with a cast weight in less time than as two digits.
+
+    Cast weights against digits at 256 rows, as speed over bfloat16 `F.linear`: Intel Xeon with AMX .7 against .6; AMD
+    Genoa .9 against .8; the Xeon without AMX .9 against 2.3, without instructions for bfloat16 1.0 against 6.6.
+    """
+    found = _capabilities()
+    is_intel = str(found.get("cpu_name", "")).startswith("Intel")
+    return _has_amx() or bool(found.get("avx512_bf16") and not is_intel)
 
 
 @functools.cache
@@ -235,7 +260,7 @@ def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
     count = 1 if quantize_x else 3 if x.dtype == torch.float32 else 2
     if x.shape[0] == 1:
         return _multiply_row(x, qdata, scale.view(-1), bias, count)
-    if x.shape[0] <= _LEFT_ROWS:
+    if x.shape[0] <= _LEFT_ROWS and _has_amx():
         return _multiply_few_rows(x, qdata, scale, bias, count)
     out = x.new_empty(x.shape[0], qdata.shape[0])
     for rows, block in zip(x.split(_ROW_BLOCK), out.split(_ROW_BLOCK), strict=True):
@@ -245,14 +270,32 @@ def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
 
 def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, count: int) -> Tensor:
     """Multiply one row in as few calls as possible: between two weights each call takes longer than what it does."""
-    top = _norm(x, math.inf).item()
+    top = x.abs().max().item()
     worth = max(top, _SMALLEST_TOP) * 256.0 ** (1 - count) / 127 if top < math.inf else math.nan
-    # A float64 of that size holds an integer in its lowest bytes: one sum rounds and converts.
-    numbers = torch.add(_INTEGERS[count], x.reshape(-1, 1).double(), alpha=1 / worth)
-    digits = numbers.view(torch.int64).bitwise_xor_(_MIDDLES[count]).view(torch.int8)
-    products = _int_mm.default(qdata, digits).float()
-    result = torch.addmv(scale, products, _PLACES[count], beta=0, alpha=worth).mul_(scale)
+    column = x.reshape(-1, 1)
+    if count == 1:
+        products = _int_mm.default(qdata, column.float().mul(1 / worth).round_().to(torch.int8))
+    else:
+        # A float64 of that size holds an integer in its lowest bytes: one sum rounds and converts.
+        numbers = torch.add(_INTEGERS[count], column.double(), alpha=1 / worth)
+        digits = numbers.view(torch.int64).bitwise_xor_(_MIDDLES[count]).view(torch.int8)
+        if _has_amx():
+            products = _int_mm.default(qdata, digits)
+        elif qdata.numel() < _COLUMN_WEIGHTS:
+            products = _int_mm.default(digits.t(), qdata.t())[:count].t()
+        else:
+            products = _multiply_columns(qdata, digits[:, :count])
+    places = _PLACES[count][: products.shape[1]]
+    result = torch.addmv(scale, products.float(), places, beta=0, alpha=worth).mul_(scale)
     return (result if bias is None else result.add_(bias)).to(x.dtype).view(1, -1)
+
+
+def _multiply_columns(qdata: Tensor, digits: Tensor) -> Tensor:
+    """Return the products of codes `[N, K]` and digits `[K, count]`, each column by itself; int32 `[N, count]`."""
+    columns = digits.t().contiguous().unsqueeze(-1).unbind()
+    step = max(1, _COLUMN_CODES * torch.get_num_threads() // (64 * qdata.shape[1])) * 64
+    blocks = qdata.split(step)
+    return torch.cat([torch.cat([_int_mm.default(codes, column) for column in columns], 1) for codes in blocks])
 
 
 def _signed_bytes(numbers: Tensor, count: int) -> Tensor:

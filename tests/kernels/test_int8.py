@@ -37,12 +37,11 @@ def real_thresholds() -> None:
     """Leave the sizes as they are."""
 
 
-@pytest.fixture(params=[True, False], ids=["integer", "cast"])
-def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
-    """Run a test as on this CPU, and as on one without VNNI."""
-    if not request.param:
-        monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
-    return request.param
+@pytest.fixture(params=["AMX", "VNNI", "neither"])
+def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Take the ways of CPUs with these instructions; the results are exact integers on any."""
+    monkeypatch.setattr(int8, "_has_amx", lambda: request.param == "AMX")
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: request.param != "neither")
 
 
 @pytest.fixture(params=[1, 2])
@@ -74,22 +73,22 @@ def assert_linear(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) ->
 
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
-def test_every_number_of_rows_keeps_the_bound(rows: int, dtype: torch.dtype, integer_products: bool) -> None:
+def test_every_number_of_rows_keeps_the_bound(rows: int, dtype: torch.dtype, integer_products: None) -> None:
     assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype))
 
 
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (1, 257), (257, 1), (33, 65), (200, 300)])
-def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype, integer_products: bool) -> None:
+def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype, integer_products: None) -> None:
     for rows in (1, 7, 70):
         assert_linear(x(rows, shape[1], dtype=dtype), quantized(*shape, dtype), x(shape[0], dtype=dtype, seed=2))
 
 
 @every_dtype
-def test_blocks_are_put_together(dtype: torch.dtype, integer_products: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_RESULT_ELEMENTS", "_CAST_ELEMENTS", "_STAGE_ELEMENTS"):
+def test_blocks_are_put_together(dtype: torch.dtype, integer_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_RESULT_ELEMENTS", "_CAST_ELEMENTS", "_STAGE_ELEMENTS", "_COLUMN_WEIGHTS", "_COLUMN_CODES"):
         monkeypatch.setattr(int8, name, 1)
-    for rows in (6, 100):
+    for rows in (1, 6, 100):
         assert_linear(x(rows, 64, dtype=dtype), quantized(200, 64, dtype), x(200, dtype=dtype, seed=2))
 
 
@@ -160,7 +159,7 @@ def test_very_large_and_very_small_rows_keep_their_precision(rows: int, dtype: t
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 5, 70])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
-def test_what_is_not_finite_shows(value: float, rows: int, dtype: torch.dtype, integer_products: bool) -> None:
+def test_what_is_not_finite_shows(value: float, rows: int, dtype: torch.dtype, integer_products: None) -> None:
     inputs = x(rows, 96, dtype=dtype)
     expected = F.linear(inputs, quantized(80, 96, dtype))
     inputs[0, 3] = value
@@ -185,7 +184,7 @@ def test_addresses_do_not_matter(rows: int, offset: int, dtype: torch.dtype, mon
 
 
 @every_dtype
-def test_zeros_give_zeros(dtype: torch.dtype, integer_products: bool) -> None:
+def test_zeros_give_zeros(dtype: torch.dtype, integer_products: None) -> None:
     for rows in (1, 5, 70):
         assert not F.linear(x(rows, 96, dtype=dtype) * 0, quantized(80, 96, dtype)).any()
 
@@ -215,13 +214,28 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4])
-def test_int8_activations_leave_few_rows_as_they_are(rows: int, dtype: torch.dtype) -> None:
-    assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations="int8")))
+@pytest.mark.parametrize("amx", [True, False])
+def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
+    amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
+    weight, inputs = quantized(80, 96, dtype, Int8(activations="int8")), x(rows, 96, dtype=dtype)
+    if amx or rows > 1:
+        assert_linear(inputs, weight)
+    else:
+        exact = inputs.double() @ weight.dequantize(torch.float64).t()
+        assert 3e-3 < relative_error(F.linear(inputs, weight), exact) < 1.5e-2
 
 
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
-def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("amx", [True, False])
+def test_int8_activations_round_each_token_to_int8(
+    amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
     # 90 columns: never taken by the op for few rows.
     weight, inputs = quantized(80, 90, dtype, Int8(activations="int8")), x(rows, 90, dtype=dtype)
     rounded = inputs.float() / (inputs.float().abs().amax(-1, keepdim=True) / 127)
@@ -242,20 +256,65 @@ def test_int8_activations_are_not_rounded_where_no_product_of_integers_is_faster
         assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations="int8")))
 
 
-@pytest.mark.parametrize("amx", [True, False])
+AMX = {"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}
+GENOA = {"amx_bf16": False, "avx512_bf16": True, "cpu_name": "AMD EPYC"}
+COOPER_LAKE = {"amx_bf16": False, "avx512_bf16": True, "cpu_name": "Intel Xeon"}
+ICE_LAKE = {"amx_bf16": False, "avx512_bf16": False, "cpu_name": "Intel Xeon"}
+
+
+@pytest.mark.parametrize("cpu", [AMX, GENOA, COOPER_LAKE, ICE_LAKE, {}])
 @pytest.mark.usefixtures("real_thresholds")
-def test_what_is_multiplied_by_digits(amx: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_multiplied_by_digits(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_capabilities", lambda: {"amx_bf16": amx})
+    monkeypatch.setattr(int8, "_capabilities", lambda: cpu)
+    amx, many = cpu is AMX, cpu not in (AMX, GENOA)
 
     def ways(N: int, K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
         return [int8._prefers_digits(M, N, K, dtype, quantize_x) for M in (1, 48, 49)]
 
     for dtype in FLOAT_DTYPES:
         assert ways(384, 384, dtype) == ways(1 << 20, 1, dtype) == [False] * 3
-    assert ways(1536, 384, torch.float32) == ways(4096, 4096, torch.bfloat16) == [True, True, False]
+    assert ways(1536, 384, torch.float32) == ways(1536, 384, torch.bfloat16) == [True, True, False]
+    assert ways(4096, 4096, torch.bfloat16) == [True, True, many]
     assert ways(4096, 4096, torch.float32) == ways(4096, 4096, torch.bfloat16, quantize_x=True) == [True] * 3
     assert ways(1024, 1024, torch.bfloat16, quantize_x=True) == [True, True, not amx]
+
+
+@pytest.mark.parametrize("cpu", [AMX, ICE_LAKE])
+@pytest.mark.usefixtures("real_thresholds")
+def test_which_rows_the_op_multiplies(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "_capabilities", lambda: cpu)
+
+    def ways(K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
+        return [int8._prefers_pack(M, 1024, K, dtype, quantize_x) for M in (1, 4, 5)]
+
+    assert ways(1024, torch.bfloat16) == ways(128, torch.float16, quantize_x=True) == [True, True, False]
+    assert ways(1024, torch.float16, quantize_x=True) == [cpu is AMX, True, False]
+    assert ways(1024, torch.float32) == ways(1000, torch.bfloat16) == [False] * 3
+
+
+@pytest.mark.parametrize(
+    ("limit", "amx", "bf16"),
+    [
+        (None, True, True),
+        ("all", True, True),
+        ("AVX512_CORE_AMX", True, True),
+        ("AVX512_CORE_FP16", False, True),
+        ("AVX512_CORE_BF16", False, True),
+        ("AVX512_CORE_VNNI", False, False),
+        ("AVX2", False, False),
+    ],
+)
+def test_what_onednn_is_told_not_to_use_does_not_count(
+    limit: str | None, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(AMX))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    found = int8._capabilities.__wrapped__()
+    assert (found["amx_bf16"], found["avx512_bf16"]) == (amx, bf16)
 
 
 @every_dtype
@@ -341,14 +400,17 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
         (Int8(), torch.bfloat16),
         (Int8(), torch.float32),
         (Int8(activations="int8"), torch.float32),
+        (Int8(activations="int8"), torch.bfloat16),
         (Int4(), torch.bfloat16),
     ],
     ids=str,
 )
+@pytest.mark.parametrize("amx", [True, False])
 def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(
-    form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    amx: bool, form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
     weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
     weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
     bias = x(128, dtype=dtype, seed=2)
@@ -385,4 +447,4 @@ def test_few_rows_follow_what_the_weight_holds() -> None:
         assert torch.equal(F.linear(inputs, first), before)
         first.qdata = second.qdata
         assert torch.equal(F.linear(inputs, first), -before)
-    assert few_rows(quantized(80, 90, torch.bfloat16).tensors, Int8(), torch.bfloat16) is None
+    assert few_rows(first.tensors, Int8(), torch.float16) is None
