@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_trainweights import kernels
 from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels.instructions import product_dtype
 from hf_trainweights.quantized_tensor import SHORTCUTS, QuantizedTensor, compute_dequantized
 
 aten = torch.ops.aten
@@ -42,14 +43,18 @@ def multiply(
     out = kernels.linear(x, tensors, form, bias)
     if out is not None:
         return out
-    N, K = shape
-    rows = max(1, BLOCK_ELEMENTS // max(1, K))
-    if rows >= N or not is_plain(x):
+    if not is_plain(x):
         return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
+    N, K = shape
+    dtype = product_dtype(x.dtype, x.numel() // max(1, K)) if x.device.type == "cpu" else x.dtype
+    given, shift = x.to(dtype), None if bias is None else bias.to(dtype)
+    rows = max(1, BLOCK_ELEMENTS // max(1, K))
+    if rows >= N:
+        return F.linear(given, form.dequantize(tensors, shape, dtype), shift).to(x.dtype)
     blocks = [{name: tensor[i : i + rows] for name, tensor in tensors.items()} for i in range(0, N, rows)]
-    weights = (form.dequantize_rows(block, K, x.dtype) for block in blocks)
-    out = torch.cat([F.linear(x, weight) for weight in weights], dim=-1)
-    return out if bias is None else out.add_(bias)
+    weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
+    out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
+    return (out if shift is None else out.add_(shift)).to(x.dtype)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import cuda, int4_tiles
+from hf_trainweights.kernels.instructions import product_dtype
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
@@ -93,15 +94,16 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
     (N, K), G = (qdata.shape[0], x.shape[-1]), scale.shape[1]
     # Even columns, then odd ones, as the nibbles of a block are laid out.
     rows = x.reshape(-1, K // 2, 2).transpose(1, 2).reshape(-1, K)
-    scale = _sixteenth(scale, x.dtype).view(N, 1, G, 1)
-    out = x.new_empty(len(rows), N)
+    dtype = product_dtype(x.dtype, len(rows))
+    rows, scale = rows.to(dtype), _sixteenth(scale, dtype).view(N, 1, G, 1)
+    out = rows.new_empty(len(rows), N)
     block = max(BLOCK_ROWS, BLOCK_ELEMENTS // K)
     for start in range(0, N, block):
         words = qdata[start : start + block]
         n = len(words)
-        weight = _weight(_codes(words).view(n, 2, G, -1), scale[start : start + n], x.dtype)
+        weight = _weight(_codes(words).view(n, 2, G, -1), scale[start : start + n], dtype)
         out[:, start : start + n] = torch.mm(rows, weight.view(n, K).t())
-    return _add(out, bias).view(*x.shape[:-1], N)
+    return _add(out, bias).to(x.dtype).view(*x.shape[:-1], N)
 
 
 def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, tile_rows: int) -> Tensor:
@@ -111,18 +113,20 @@ def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
     if len(rows) <= TILED_ROWS and tile_rows == int4_tiles.tile_rows():
         return _add(multiply_tiles(rows.contiguous(), qdata, scale), bias).view(*x.shape[:-1], N)
     tiles = qdata.view(-1).view(torch.int64).view(-1, K, half // 8)
-    scales = _sixteenth(scale[..., 0], x.dtype).view(G, 1, -1, 2, half).transpose(2, 3)
-    out = x.new_empty(len(rows), len(tiles), 2, half)
+    dtype = product_dtype(x.dtype, len(rows))
+    scales = _sixteenth(scale[..., 0], dtype).view(G, 1, -1, 2, half).transpose(2, 3)
+    rows = rows.to(dtype)
+    out = rows.new_empty(len(rows), len(tiles), 2, half)
     block = max(BLOCK_ROWS, BLOCK_ELEMENTS // K) // tile_rows
     for start in range(0, len(tiles), block):
         words = tiles[start : start + block].transpose(0, 1)
         n = words.shape[1]
         # Columns of the block: the first half of every tile, then the second, as the nibbles of a byte are laid out.
         factors = scales[:, :, :, start : start + n].reshape(G, 1, -1)
-        weight = _weight(_codes(words).view(G, K // G, -1), factors, x.dtype)
+        weight = _weight(_codes(words).view(G, K // G, -1), factors, dtype)
         product = torch.mm(rows, weight.view(K, -1))
         out[:, start : start + n] = product.view(-1, 2, n, half).transpose(1, 2)
-    return _add(out.view(-1, N), bias).view(*x.shape[:-1], N)
+    return _add(out.view(-1, N), bias).to(x.dtype).view(*x.shape[:-1], N)
 
 
 def _codes(words: Tensor) -> Tensor:

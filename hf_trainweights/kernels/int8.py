@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +27,7 @@ from torch import Tensor
 from hf_trainweights.formats.base import FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
+from hf_trainweights.kernels.instructions import capabilities, has_amx, product_dtype
 from hf_trainweights.kernels.library import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
@@ -170,7 +169,7 @@ def _prefers_pack(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) 
         return False
     # One digit against the op, with 896x896 and 4864x896: 3.0 and 2.2 against 1.9 and 1.7 without AMX; with it the op
     # takes .5 to .9 of the time.
-    return not (quantize_x and M == 1 and _prefers_digits(M, N, K, dtype, quantize_x) and not _has_amx())
+    return not (quantize_x and M == 1 and _prefers_digits(M, N, K, dtype, quantize_x) and not has_amx())
 
 
 def _prefers_digits(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) -> bool:
@@ -180,42 +179,16 @@ def _prefers_digits(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool
     if M <= _DIGIT_ROWS:
         return True
     if quantize_x:
-        return dtype != torch.bfloat16 or N * K >= _ONE_DIGIT_WEIGHTS or not _has_amx()
-    return K >= _DIGIT_COLUMNS and (dtype != torch.bfloat16 or not _multiplies_bfloat16_fast())
-
-
-@functools.cache
-def _capabilities() -> dict[str, Any]:
-    """Return what the CPU can do, less what oneDNN is told not to use."""
-    found = dict(getattr(torch.cpu, "get_capabilities", dict)())
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if limit not in ("ALL", "DEFAULT"):
-        found["amx_bf16"] = found.get("amx_bf16") and "AMX" in limit
-        found["avx512_bf16"] = found.get("avx512_bf16") and any(
-            name in limit for name in ("BF16", "FP16", "AMX", "AVX10")
-        )
-    return found
-
-
-def _has_amx() -> bool:
-    return bool(_capabilities().get("amx_bf16"))
-
-
-def _multiplies_bfloat16_fast() -> bool:
-    """Return whether many rows of bfloat16 are multiplied with a cast weight in less time than as two digits.
-
-    Cast weights against digits at 256 rows, as speed over bfloat16 `F.linear`: Intel Xeon with AMX .7 against .6; AMD
-    Genoa .9 against .8; the Xeon without AMX .9 against 2.3, without instructions for bfloat16 1.0 against 6.6.
-    """
-    found = _capabilities()
-    is_intel = str(found.get("cpu_name", "")).startswith("Intel")
-    return _has_amx() or bool(found.get("avx512_bf16") and not is_intel)
+        return dtype != torch.bfloat16 or N * K >= _ONE_DIGIT_WEIGHTS or not has_amx()
+    # Cast weights against digits at 256 rows, as speed over F.linear in bfloat16: Xeon with AMX .7 against .6; AMD
+    # Genoa .9 against .8; the Xeon without AMX .9 against 2.3, without instructions for bfloat16 1.0 against 6.6.
+    return K >= _DIGIT_COLUMNS and (dtype != torch.bfloat16 or product_dtype(dtype, M) != dtype)
 
 
 @functools.cache
 def _has_integer_products() -> bool:
     """Return whether this CPU multiplies int8 fast and exactly; without VNNI pairs of products saturate at 16 bits."""
-    if not any(_capabilities().get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")):
+    if not any(capabilities().get(name) for name in ("avx512_vnni", "avx_vnni", "amx_int8")):
         return False
     x, codes = torch.full((3, 64), 127, dtype=torch.int8), torch.full((32, 64), -128, dtype=torch.int8)
     return bool((_int_mm.default(codes, x.t()) == -128 * 127 * 64).all())
@@ -260,7 +233,7 @@ def _multiply_digits(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
     count = 1 if quantize_x else 3 if x.dtype == torch.float32 else 2
     if x.shape[0] == 1:
         return _multiply_row(x, qdata, scale.view(-1), bias, count)
-    if x.shape[0] <= _LEFT_ROWS and _has_amx():
+    if x.shape[0] <= _LEFT_ROWS and has_amx():
         return _multiply_few_rows(x, qdata, scale, bias, count)
     out = x.new_empty(x.shape[0], qdata.shape[0])
     for rows, block in zip(x.split(_ROW_BLOCK), out.split(_ROW_BLOCK), strict=True):
@@ -279,7 +252,7 @@ def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
         # A float64 of that size holds an integer in its lowest bytes: one sum rounds and converts.
         numbers = torch.add(_INTEGERS[count], column.double(), alpha=1 / worth)
         digits = numbers.view(torch.int64).bitwise_xor_(_MIDDLES[count]).view(torch.int8)
-        if _has_amx():
+        if has_amx():
             products = _int_mm.default(qdata, digits)
         elif qdata.numel() < _COLUMN_WEIGHTS:
             products = _int_mm.default(digits.t(), qdata.t())[:count].t()
@@ -347,6 +320,9 @@ def _combine(products: Tensor, top: Tensor, scale: Tensor, bias: Tensor | None, 
 
 def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     (M, K), N = x.shape, len(qdata)
+    wide = product_dtype(x.dtype, M)
+    if wide != x.dtype:
+        return _multiply_cast(x.to(wide), qdata, scale, None if bias is None else bias.to(wide)).to(x.dtype)
     scale = scale.to(x.dtype)
     # Sums of codes can overflow in float16, so there the weight is scaled and not the result. To scale a small weight
     # takes little, and saves the sums of bfloat16 a rounding.

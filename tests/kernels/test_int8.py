@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from cpus import AMX, COOPER_LAKE, GENOA, ICE_LAKE, use_cpu
 from helpers import assert_close_product
 from torch import Tensor, nn
 from weights import random_weight
@@ -40,7 +41,7 @@ def real_thresholds() -> None:
 @pytest.fixture(params=["AMX", "VNNI", "neither"])
 def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways of CPUs with these instructions; the results are exact integers on any."""
-    monkeypatch.setattr(int8, "_has_amx", lambda: request.param == "AMX")
+    monkeypatch.setattr(int8, "has_amx", lambda: request.param == "AMX")
     monkeypatch.setattr(int8, "_has_integer_products", lambda: request.param != "neither")
 
 
@@ -219,7 +220,7 @@ def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
     amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
+    monkeypatch.setattr(int8, "has_amx", lambda: amx)
     weight, inputs = quantized(80, 96, dtype, Int8(activations="int8")), x(rows, 96, dtype=dtype)
     if amx or rows > 1:
         assert_linear(inputs, weight)
@@ -234,7 +235,7 @@ def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
 def test_int8_activations_round_each_token_to_int8(
     amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
+    monkeypatch.setattr(int8, "has_amx", lambda: amx)
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
     # 90 columns: never taken by the op for few rows.
     weight, inputs = quantized(80, 90, dtype, Int8(activations="int8")), x(rows, 90, dtype=dtype)
@@ -256,17 +257,11 @@ def test_int8_activations_are_not_rounded_where_no_product_of_integers_is_faster
         assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations="int8")))
 
 
-AMX = {"amx_bf16": True, "avx512_bf16": True, "cpu_name": "Intel Xeon"}
-GENOA = {"amx_bf16": False, "avx512_bf16": True, "cpu_name": "AMD EPYC"}
-COOPER_LAKE = {"amx_bf16": False, "avx512_bf16": True, "cpu_name": "Intel Xeon"}
-ICE_LAKE = {"amx_bf16": False, "avx512_bf16": False, "cpu_name": "Intel Xeon"}
-
-
-@pytest.mark.parametrize("cpu", [AMX, GENOA, COOPER_LAKE, ICE_LAKE, {}])
+@pytest.mark.parametrize("cpu", [AMX, GENOA, COOPER_LAKE, ICE_LAKE])
 @pytest.mark.usefixtures("real_thresholds")
 def test_what_is_multiplied_by_digits(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_capabilities", lambda: cpu)
+    use_cpu(cpu, monkeypatch)
     amx, many = cpu is AMX, cpu not in (AMX, GENOA)
 
     def ways(N: int, K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
@@ -284,7 +279,7 @@ def test_what_is_multiplied_by_digits(cpu: dict[str, object], monkeypatch: pytes
 @pytest.mark.usefixtures("real_thresholds")
 def test_which_rows_the_op_multiplies(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_capabilities", lambda: cpu)
+    use_cpu(cpu, monkeypatch)
 
     def ways(K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
         return [int8._prefers_pack(M, 1024, K, dtype, quantize_x) for M in (1, 4, 5)]
@@ -292,29 +287,6 @@ def test_which_rows_the_op_multiplies(cpu: dict[str, object], monkeypatch: pytes
     assert ways(1024, torch.bfloat16) == ways(128, torch.float16, quantize_x=True) == [True, True, False]
     assert ways(1024, torch.float16, quantize_x=True) == [cpu is AMX, True, False]
     assert ways(1024, torch.float32) == ways(1000, torch.bfloat16) == [False] * 3
-
-
-@pytest.mark.parametrize(
-    ("limit", "amx", "bf16"),
-    [
-        (None, True, True),
-        ("all", True, True),
-        ("AVX512_CORE_AMX", True, True),
-        ("AVX512_CORE_FP16", False, True),
-        ("AVX512_CORE_BF16", False, True),
-        ("AVX512_CORE_VNNI", False, False),
-        ("AVX2", False, False),
-    ],
-)
-def test_what_onednn_is_told_not_to_use_does_not_count(
-    limit: str | None, amx: bool, bf16: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(AMX))
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
-    if limit is not None:
-        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
-    found = int8._capabilities.__wrapped__()
-    assert (found["amx_bf16"], found["avx512_bf16"]) == (amx, bf16)
 
 
 @every_dtype
@@ -410,7 +382,7 @@ def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(
     amx: bool, form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_has_amx", lambda: amx)
+    monkeypatch.setattr(int8, "has_amx", lambda: amx)
     weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
     weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
     bias = x(128, dtype=dtype, seed=2)
