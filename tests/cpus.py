@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from hf_trainweights.kernels import instructions
+from hf_trainweights.kernels import instructions, int8
+
+needs_integer_products = pytest.mark.skipif(
+    not int8._has_integer_products(), reason="without VNNI sums of two products of integers are cut off at 16 bits"
+)
 
 
 def _cpu(name: str, **found: bool) -> dict[str, object]:
     return {"architecture": "x86_64", "cpu_name": name, **found}
 
 
-AMX = _cpu("Intel Xeon", amx_bf16=True, avx512_bf16=True, avx512_fp16=True)
+AMX = _cpu("Intel Xeon", amx_bf16=True, avx512_fp16=True, avx512_bf16=True, avx512_vnni=True, avx_vnni=True)
 GENOA = _cpu("AMD EPYC", avx512_bf16=True)
 COOPER_LAKE = _cpu("Intel Xeon", avx512_bf16=True)
 ICE_LAKE = _cpu("Intel Xeon")

@@ -12,6 +12,9 @@ import torch
 _ALLOWED = {
     "amx_bf16": ("AMX",),
     "amx_fp16": ("AMX_FP16",),
+    "amx_int8": ("AMX",),
+    "avx_vnni": ("VNNI", "BF16", "FP16", "AMX", "AVX10"),
+    "avx512_vnni": ("AVX512_CORE_VNNI", "BF16", "FP16", "AMX", "AVX10"),
     "avx512_bf16": ("BF16", "FP16", "AMX", "AVX10"),
     "avx512_fp16": ("FP16", "AMX", "AVX10"),
 }

@@ -323,7 +323,7 @@ def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None)
     wide = product_dtype(x.dtype, M)
     if wide != x.dtype:
         return _multiply_cast(x.to(wide), qdata, scale, None if bias is None else bias.to(wide)).to(x.dtype)
-    scale = scale.to(x.dtype)
+    x, scale = x.contiguous(), scale.to(x.dtype)
     # Sums of codes can overflow in float16, so there the weight is scaled and not the result. To scale a small weight
     # takes little, and saves the sums of bfloat16 a rounding.
     first = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and N * K <= _CAST_WEIGHTS)

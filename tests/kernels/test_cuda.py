@@ -7,6 +7,7 @@ import logging
 import pytest
 import torch
 import torch.nn.functional as F
+from cpus import needs_integer_products
 from helpers import assert_close_product
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -131,6 +132,7 @@ def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
     assert torch.equal(product(torch.empty(2, 3, K), tensors, Int8(), bias), bias.expand(2, 3, N))
 
 
+@needs_integer_products
 @every_dtype
 def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)

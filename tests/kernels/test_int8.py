@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from cpus import AMX, COOPER_LAKE, GENOA, ICE_LAKE, use_cpu
+from cpus import AMX, COOPER_LAKE, GENOA, ICE_LAKE, needs_integer_products, use_cpu
 from helpers import assert_close_product
 from torch import Tensor, nn
 from weights import random_weight
@@ -38,9 +38,15 @@ def real_thresholds() -> None:
     """Leave the sizes as they are."""
 
 
-@pytest.fixture(params=["AMX", "VNNI", "neither"])
+@pytest.fixture(
+    params=[
+        pytest.param("AMX", marks=needs_integer_products),
+        pytest.param("VNNI", marks=needs_integer_products),
+        "neither",
+    ]
+)
 def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Take the ways of CPUs with these instructions; the results are exact integers on any."""
+    """Take the ways of CPUs with these instructions."""
     monkeypatch.setattr(int8, "has_amx", lambda: request.param == "AMX")
     monkeypatch.setattr(int8, "_has_integer_products", lambda: request.param != "neither")
 
@@ -213,6 +219,7 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
+@needs_integer_products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4])
 @pytest.mark.parametrize("amx", [True, False])
@@ -229,6 +236,7 @@ def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
         assert 3e-3 < relative_error(F.linear(inputs, weight), exact) < 1.5e-2
 
 
+@needs_integer_products
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("amx", [True, False])
