@@ -4,6 +4,9 @@ Run `python -m benchmarks.run --peers` on a machine that does nothing else; it t
 five. It needs the `bench` extra, writes `benchmarks/results/speed-<machine>-<date>.json` after each part and draws
 `docs/speed.svg` from it; then `python -m benchmarks.tables` writes the tables of the documents. `--only PART...`
 measures parts again; the others keep what was measured on the same day with the same options.
+
+`ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.run --only llama` shows what is left without AMX, and
+`AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,8 @@ RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
 PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate")
 Failures = dict[str, str]
+# The newest instructions that oneDNN may use, None for all that there are.
+LIMIT = os.environ.get("ONEDNN_MAX_CPU_ISA")
 
 
 def measure(name: str, paths: Mapping[str, Path], peers: bool, quick: bool) -> tuple[list[dict[str, Any]], Failures]:
@@ -90,7 +95,7 @@ def main() -> None:
             path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
             gc.collect()
             print(f"{part}: {time.perf_counter() - start:.0f} s", flush=True)
-    if "llama" in report:
+    if "llama" in report and LIMIT is None:
         draw(report, DRAWING)
     print(path)
 
@@ -99,9 +104,11 @@ def begin(quick: bool) -> tuple[Path, dict[str, Any]]:
     """Return today's result file of this machine and what it holds; parts measured anew replace theirs."""
     today, machine = datetime.datetime.now(datetime.UTC).date(), f"{cpu_name()}, {os.cpu_count()} cores"
     short = re.sub(r"[^a-z0-9]+", "-", re.sub(r"\(.*?\)|processor|cpu|core", "", machine.lower())).strip("-")
-    path = RESULTS / f"speed-{short}-{today}.json"
+    kind = "speed" if LIMIT is None else f"limited-{LIMIT.lower().replace('_', '-')}"
+    path = RESULTS / f"{kind}-{short}-{today}.json"
     head = {
         "machine": machine,
+        "limit": LIMIT,
         "date": str(today),
         "quick": quick,
         "capability": torch.backends.cpu.get_cpu_capability(),

@@ -84,6 +84,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
+    "speed-limited": speed_tables.limited_speed,
 }
 
 

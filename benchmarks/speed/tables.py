@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,12 +10,14 @@ from typing import Any
 from benchmarks.markdown import table
 
 Report = dict[str, Any]
+# Results of runs with a limit on oneDNN, the newest instructions first.
+LIMITED = ("limited-avx512-core-bf16", "limited-avx512-core-vnni")
 _RESULTS = Path(__file__).parent.parent / "results"
 
 
-def newest() -> Path:
-    """Return the newest result file."""
-    return max(_RESULTS.glob("speed-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
+def newest(kind: str = "speed") -> Path:
+    """Return the newest result file, of all instructions or of a limit on them."""
+    return max(_RESULTS.glob(f"{kind}-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
 
 
 def summary(report: Report) -> str:
@@ -35,6 +38,18 @@ def model_speed(report: Report) -> str:
     columns = [(phase, count) for phase in ("decode", "prefill") for count in threads]
     header = ["method", *(f"{phase}, {count} thread{'s' * (count > 1)}" for phase, count in columns)]
     return table(header, _ratios(report["llama"], ("phase", "threads"), columns))
+
+
+def limited_speed() -> str:
+    """Return decoding and prefill of the Llama where oneDNN may not use the newest instructions."""
+    reports = [json.loads(newest(kind).read_text(encoding="utf-8")) for kind in LIMITED]
+    rows = [{"limit": report["limit"], **row} for report in reports for row in report["llama"]]
+    threads = sorted({row["threads"] for row in rows})
+    columns = [
+        (report["limit"], phase, count) for report in reports for phase in ("decode", "prefill") for count in threads
+    ]
+    header = ["method", *(f"{limit}: {phase}, {count}" for limit, phase, count in columns)]
+    return table(header, _ratios(rows, ("limit", "phase", "threads"), columns))
 
 
 def moe_speed(report: Report) -> str:
