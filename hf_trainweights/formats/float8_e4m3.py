@@ -17,9 +17,20 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import Format, float32_tiles, multiply, reciprocal, round_scale
+from hf_trainweights.formats.base import (
+    FLOAT_DTYPES,
+    Format,
+    float32_tiles,
+    multiply,
+    reciprocal,
+    round_scale,
+    tiles,
+)
 
 _LARGEST = 448
+# Sign, and the seven bits of exponent and mantissa, where float16 has them; and what they are worth less there.
+_SIGN_AND_CODE = 0xBF80 - (1 << 16)
+_FLOAT16_OF_CODE = 256
 
 
 @dataclass(frozen=True)
@@ -43,6 +54,23 @@ class Float8E4M3(Format):
             out["qdata"][tile].copy_(values.mul_(inverse[tile]).clamp_(-_LARGEST, _LARGEST))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return `qdata * scale`."""
-        del K
-        return multiply(tensors["qdata"], tensors["scale"], dtype)
+        """Return `qdata * scale`, each product rounded once."""
+        qdata, scale = tensors["qdata"], tensors["scale"]
+        plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
+        if not plain or dtype not in FLOAT_DTYPES:
+            return multiply(qdata, scale, dtype)
+        rows, factors = qdata.reshape(-1, K), scale.reshape(-1, 1).float() * _FLOAT16_OF_CODE
+        out = torch.empty(rows.shape, dtype=dtype)
+        for tile in tiles(rows):
+            out[tile] = _float16(rows[tile]).float().mul_(factors[tile])
+        return out.view(qdata.shape)
+
+
+def _float16(codes: Tensor) -> Tensor:
+    """Return codes / 256 as float16, exactly: the exponent has one bit more and a larger bias there.
+
+    PyTorch converts float8 one by one, 6 ns a weight on a CPU; these bits are moved in vectors, .3 ns. NaN, which no
+    weight holds, is not kept.
+    """
+    bits = codes.view(torch.int8).to(torch.int16).bitwise_left_shift_(7).bitwise_and_(_SIGN_AND_CODE)
+    return bits.view(torch.float16)

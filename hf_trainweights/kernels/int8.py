@@ -78,7 +78,8 @@ _CAST_ELEMENTS = 1 << 23
 # What bytes are worth, the lowest first; and what those of a float64 are, of which so many are digits.
 _POWERS = torch.tensor([1.0, 256.0, 65536.0]).view(3, 1, 1)
 _PLACES = {count: torch.tensor([1.0, 256.0, 65536.0][:count] + [0.0] * (8 - count)) for count in (1, 2, 3)}
-# 128 in each byte that is a digit, and a float64 to which the sum with any such number adds nothing but that number.
+# 128 in each byte that is a digit; and a float64 so large that what is added to it is rounded to an integer, which the
+# lowest bytes of the sum then hold, each digit 128 too large.
 _MIDDLES = {count: sum(128 << 8 * index for index in range(count)) for count in (1, 2, 3)}
 _INTEGERS = {count: torch.tensor(1.5 * 2.0**52 + middles, dtype=torch.float64) for count, middles in _MIDDLES.items()}
 

@@ -12,7 +12,7 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats import get_format
+from hf_trainweights.formats import base, get_format
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 
@@ -86,6 +86,22 @@ def test_no_code_is_nan_where_the_rounded_scale_is_a_little_small(dtype: torch.d
     tensors = Float8E4M3().quantize(weight)
     assert (tensors["qdata"].float() == 448).all()
     assert stored_bits(tensors["qdata"]) == [0x7E] * 4096
+
+
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("scale", [0.0, 2.0**-126, 1e-3, 0.75, 3.0, 7e5, 2.0**118], ids=str)
+def test_every_code_is_dequantized_with_one_rounding(
+    scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(base, "TILE_ELEMENTS", 512)
+    half = torch.arange(127, dtype=torch.uint8)
+    codes = torch.cat([half, half + 128]).view(torch.float8_e4m3fn)
+    scales = torch.full((2, 3, 1), scale)
+    result = Float8E4M3().dequantize_rows({"qdata": codes.expand(2, 3, -1), "scale": scales}, 254, dtype)
+    # A scale of float32 makes a product of float32, which is then rounded to 16 bits.
+    expected = (codes.float() * scale).to(dtype).expand(2, 3, -1)
+    assert result.dtype == dtype
+    assert torch.equal(result, expected)
 
 
 def test_every_shape_fits() -> None:
