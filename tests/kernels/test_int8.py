@@ -51,6 +51,14 @@ def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(int8, "_has_integer_products", lambda: request.param != "neither")
 
 
+@pytest.fixture(params=[True, False], ids=["AMX", "VNNI"])
+def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Multiply integers, as a CPU with AMX does and as one without."""
+    monkeypatch.setattr(int8, "has_amx", lambda: request.param)
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    return request.param
+
+
 @pytest.fixture(params=[1, 2])
 def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     before = torch.get_num_threads()
@@ -222,12 +230,9 @@ def relative_error(result: Tensor, exact: Tensor) -> float:
 @needs_integer_products
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("rows", [1, 3, 4])
-@pytest.mark.parametrize("amx", [True, False])
 def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
-    amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+    rows: int, dtype: torch.dtype, amx: bool
 ) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "has_amx", lambda: amx)
     weight, inputs = quantized(80, 96, dtype, Int8(activations="int8")), x(rows, 96, dtype=dtype)
     if amx or rows > 1:
         assert_linear(inputs, weight)
@@ -239,12 +244,8 @@ def test_int8_activations_leave_few_rows_as_they_are_with_amx_a_single_one_too(
 @needs_integer_products
 @every_dtype
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("amx", [True, False])
-def test_int8_activations_round_each_token_to_int8(
-    amx: bool, rows: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(int8, "has_amx", lambda: amx)
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+@pytest.mark.usefixtures("amx")
+def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype) -> None:
     # 90 columns: never taken by the op for few rows.
     weight, inputs = quantized(80, 90, dtype, Int8(activations="int8")), x(rows, 90, dtype=dtype)
     rounded = inputs.float() / (inputs.float().abs().amax(-1, keepdim=True) / 127)
@@ -385,12 +386,8 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
     ],
     ids=str,
 )
-@pytest.mark.parametrize("amx", [True, False])
-def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(
-    amx: bool, form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "has_amx", lambda: amx)
+@pytest.mark.usefixtures("amx")
+def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(form: Format, dtype: torch.dtype) -> None:
     weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
     weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
     bias = x(128, dtype=dtype, seed=2)
