@@ -77,11 +77,11 @@ _CAST_ELEMENTS = 1 << 23
 
 # What bytes are worth, the lowest first; and what those of a float64 are, of which so many are digits.
 _POWERS = torch.tensor([1.0, 256.0, 65536.0]).view(3, 1, 1)
-_PLACES = {count: torch.tensor([1.0, 256.0, 65536.0][:count] + [0.0] * (8 - count)) for count in (1, 2, 3)}
+_PLACES = {count: torch.nn.functional.pad(_POWERS.view(-1)[:count], (0, 8 - count)) for count in (1, 2, 3)}
 # 128 in each byte that is a digit; and a float64 so large that what is added to it is rounded to an integer, which the
 # lowest bytes of the sum then hold, each digit 128 too large.
 _MIDDLES = {count: sum(128 << 8 * index for index in range(count)) for count in (1, 2, 3)}
-_INTEGERS = {count: torch.tensor(1.5 * 2.0**52 + middles, dtype=torch.float64) for count, middles in _MIDDLES.items()}
+_INTEGERS = {count: torch.tensor(1.5 * 2.0**52 + _MIDDLES[count], dtype=torch.float64) for count in (2, 3)}
 
 # A row of x below it, where the last of three digits would be worth a subnormal number, loses relative precision.
 _SMALLEST_TOP = 2.0**-103
@@ -120,7 +120,8 @@ def few_rows(
     if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
         return None
     (N, K), factors, quantize_x = qdata.shape, scale.view(-1), form.activations is not None
-    pack_rows = 0 if dtype == torch.float32 or K % _PACK_COLUMNS or qdata.data_ptr() % _CODES_ALIGNMENT else _PACK_ROWS
+    aligned = qdata.data_ptr() % _CODES_ALIGNMENT == 0
+    pack_rows = _PACK_ROWS if aligned and _prefers_pack(_PACK_ROWS, N, K, dtype, quantize_x) else 0
     digit_rows = 0
     if not _prefers_pack(1, N, K, dtype, quantize_x) and _prefers_digits(1, N, K, dtype, quantize_x):
         digit_rows = 1 if pack_rows else _LEFT_ROWS
@@ -250,7 +251,7 @@ def _multiply_row(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
     if count == 1:
         products = _int_mm.default(qdata, column.float().mul(1 / worth).round_().to(torch.int8))
     else:
-        # A float64 of that size holds an integer in its lowest bytes: one sum rounds and converts.
+        # One sum rounds and converts.
         numbers = torch.add(_INTEGERS[count], column.double(), alpha=1 / worth)
         digits = numbers.view(torch.int64).bitwise_xor_(_MIDDLES[count]).view(torch.int8)
         if has_amx():
