@@ -20,7 +20,7 @@ from transformers.quantizers.auto import (
 import hf_trainweights
 from hf_trainweights import TrainWeightsConfig, TrainWeightsHfQuantizer
 from hf_trainweights.quantized_ops import HANDLERS
-from hf_trainweights.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
+from hf_trainweights.quantized_tensor import QuantizedTensor
 
 MOST_NAMES = 15
 
@@ -52,7 +52,7 @@ def test_the_names_a_user_needs_are_public(name: str) -> None:
 def test_public_names_are_few_ours_and_documented() -> None:
     assert len(public_names()) <= MOST_NAMES
     for name, value in public_names().items():
-        assert value.__module__.startswith("hf_trainweights."), name
+        assert value.__module__.partition(".")[0] == "hf_trainweights", name
         assert inspect.getdoc(value), name
 
 
@@ -69,11 +69,12 @@ def test_transformers_knows_the_method() -> None:
     assert isinstance(quantizer, TrainWeightsHfQuantizer)
 
 
-def test_one_function_of_the_tensor_may_be_called_by_a_file() -> None:
-    ours = [
-        each for each in get_safe_globals() if getattr(each, "__module__", "").startswith("hf_trainweights.quantized")
-    ]
-    assert ours == [rebuild_quantized_tensor]
+def test_files_may_call_two_functions_and_name_them_by_the_package_alone() -> None:
+    ours = [each for each in get_safe_globals() if getattr(each, "__module__", "").startswith("hf_trainweights")]
+    assert {f"{each.__module__}.{each.__qualname__}" for each in ours} == {
+        "hf_trainweights.decode_file",
+        "hf_trainweights.rebuild_quantized_tensor",
+    }
     assert QuantizedTensor not in get_safe_globals()
 
 

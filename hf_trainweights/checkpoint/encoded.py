@@ -63,10 +63,6 @@ def decode_file(payload: Tensor, structure: str) -> Any:
         return unflatten(content, storages)
 
 
-# The only entry that loading takes: without this import torch.load(weights_only=True) refuses the file.
-torch.serialization.add_safe_globals([decode_file])
-
-
 def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False) -> Any:
     """Loads a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
 

@@ -49,7 +49,7 @@ def test_file_is_written_as_it_is_written_down_here():
 
 def test_pickle_is_one_call_with_payload_and_structure():
     data = encoded_bytes(encode_file(TREE, {}))
-    assert b"\x80\x02chf_trainweights.checkpoint.encoded\ndecode_file\n" in data
+    assert b"\x80\x02chf_trainweights\ndecode_file\n" in data
     assert data.count(b"decode_file") == 1
     assert STRUCTURE.encode() + b"q\x0d\x86q\x0eRq\x0f." in data
 
