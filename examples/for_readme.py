@@ -10,9 +10,7 @@ from pathlib import Path
 import torch
 from transformers import DistilBertConfig, DistilBertForMaskedLM
 
-from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.model_difference import compare_models
-from hf_trainweights.model_directory import quantize_directory
+from hf_trainweights import TrainWeightsConfig, compare_models, quantize_directory
 
 
 def main() -> None:

@@ -9,8 +9,7 @@ import tempfile
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.model_directory import quantize_directory
+from hf_trainweights import TrainWeightsConfig, quantize_directory
 
 
 def main() -> None:

@@ -1,35 +1,69 @@
-"""Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer."""
+"""Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer.
 
-import importlib.metadata
+Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `hf_trainweights.exports` and
+`hf_trainweights.formats`. All other paths may change with any release.
+"""
 
-from torch.serialization import add_safe_globals
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+import importlib as _importlib
+from importlib.metadata import version as _version
+from typing import TYPE_CHECKING
 
-from hf_trainweights import quantized_ops  # noqa: F401  (registers the ops)
-from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback as TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.discovery import latest as latest
-from hf_trainweights.checkpoint.encoded import decode_file as decode_file
-from hf_trainweights.config import QUANT_METHOD, StoredConfig
-from hf_trainweights.config import TrainWeightsConfig as TrainWeightsConfig
-from hf_trainweights.errors import TrainWeightsError as TrainWeightsError
-from hf_trainweights.export import export_compressed_tensors as export_compressed_tensors
-from hf_trainweights.modules import dequantize_ as dequantize_
-from hf_trainweights.modules import get_model_size_in_bytes as get_model_size_in_bytes
-from hf_trainweights.quantize import quantize_ as quantize_
-from hf_trainweights.quantized_tensor import QuantizedTensor as QuantizedTensor
-from hf_trainweights.quantized_tensor import rebuild_quantized_tensor as rebuild_quantized_tensor
-from hf_trainweights.quantizer import TrainWeightsHfQuantizer as TrainWeightsHfQuantizer
-from hf_trainweights.weight_digests import verify_model as verify_model
+from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.errors import TrainWeightsError
+from hf_trainweights.files.digests import verify_model
+from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.quantize_in_place import quantize_
+from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
+from hf_trainweights.models.registration import register as _register
+from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
-__version__ = importlib.metadata.version("hf_trainweights")
+if TYPE_CHECKING:
+    from hf_trainweights.exports.writer import export_compressed_tensors
+    from hf_trainweights.inspection.difference import compare_checkpoints
+    from hf_trainweights.inspection.listing import inspect_weights
+    from hf_trainweights.inspection.models import compare_models
+    from hf_trainweights.models.directory import quantize_directory
 
-# A reload of this module must not register a second time: Transformers refuses that.
-if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-    register_quantization_config(QUANT_METHOD)(StoredConfig)
-    register_quantizer(QUANT_METHOD)(TrainWeightsHfQuantizer)
+__version__ = _version("hf_trainweights")
 
-# The two functions that files call. Files name them by the package alone, so that modules may move, and
-# torch.load(weights_only=True) allows nothing else of this package.
-for function in (decode_file, rebuild_quantized_tensor):
-    function.__module__ = __name__
-add_safe_globals([decode_file, rebuild_quantized_tensor])
+__all__ = [
+    "QuantizedTensor",
+    "TrainWeightsCheckpointCallback",
+    "TrainWeightsConfig",
+    "TrainWeightsError",
+    "TrainWeightsHfQuantizer",
+    "compare_checkpoints",
+    "compare_models",
+    "dequantize_",
+    "export_compressed_tensors",
+    "get_model_size_in_bytes",
+    "inspect_weights",
+    "latest",
+    "quantize_",
+    "quantize_directory",
+    "verify_model",
+]
+
+# Tools that work on directories: imported when they are first asked for.
+_LAZY = {
+    "compare_checkpoints": "inspection.difference",
+    "compare_models": "inspection.models",
+    "export_compressed_tensors": "exports.writer",
+    "inspect_weights": "inspection.listing",
+    "quantize_directory": "models.directory",
+}
+
+_register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))
+
+
+def __getattr__(name: str) -> object:
+    if name not in _LAZY:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*__all__, "__version__"]

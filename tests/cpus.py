@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hf_trainweights.kernels import instructions, int8
+from hf_trainweights.kernels import cpu_features as instructions
+from hf_trainweights.kernels import int8
 
 needs_integer_products = pytest.mark.skipif(
     not int8._has_integer_products(), reason="without VNNI sums of two products of integers are cut off at 16 bits"

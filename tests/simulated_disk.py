@@ -6,7 +6,7 @@ import os
 import shutil
 from pathlib import Path
 
-from hf_trainweights.checkpoint import atomic
+from hf_trainweights.files import atomic
 
 _TAKES_PATHS = ("sync_file", "sync_directory", "link", "rename", "unlink", "mkdir", "rmdir")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterable, Iterator
+from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
 
@@ -12,75 +13,8 @@ import pytest
 PACKAGE, COMMAND = "hf_trainweights", "trainweights_cli"
 ROOT = Path(__file__).parent.parent
 
-# A line may import itself and the lines above it, never those below. The package's `__init__` imports any.
-LAYERS = [
-    {"errors"},
-    {"formats"},
-    {"kernels"},
-    {"identity"},
-    {"quantized_tensor"},
-    {"quantized_products"},
-    {"quantized_ops"},
-    {"state_dict"},
-    {"weight_files", "weight_digests"},
-    {"placeholders"},
-    {"config"},
-    {"selection"},
-    {"modules"},
-    {"conversion"},
-    {"model_card"},
-    {"hub"},
-    {"saving"},
-    {"quantizer"},
-    {"quantize"},
-    {"model_directory"},
-    {"inspection", "model_difference"},
-    {"compressed_tensors"},
-    {"export"},
-    {"demo_model"},
-    {"demo"},
-]
-CHECKPOINT_LAYERS = [
-    {"codecs"},
-    {"storages"},
-    {"structure"},
-    {"atomic"},
-    {"anchors", "manifest"},
-    {"layout"},
-    {"encoded"},
-    {"encode"},
-    {"policy"},
-    {"buffers", "discovery", "module_state"},
-    {"plain_weights"},
-    {"anchoring"},
-    {"store"},
-    {"inplace"},
-    {"contents"},
-    {"difference"},
-    {"state"},
-    {"manager", "versions"},
-    {"callback"},
-    {"__init__"},
-]
-CHECKPOINT_MAY_IMPORT = {"errors", "formats", "quantized_tensor", "state_dict", "weight_digests"}
-MAY_IMPORT_CHECKPOINT = {"inspection", "model_difference"}
-MAY_IMPORT_TRANSFORMERS = {
-    "config",
-    "selection",
-    "conversion",
-    "model_card",
-    "saving",
-    "quantizer",
-    "quantize",
-    "model_directory",
-    "compressed_tensors",
-    "export",
-    "demo_model",
-    "demo",
-    "checkpoint.callback",
-}
-# These work without Transformers, so they import it only inside the function that needs it.
-MAY_IMPORT_TRANSFORMERS_LAZILY = {"modules"}
+# Whatever is in these rooms, and no other module, imports Transformers.
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback", "tensor.modules"}
 # The attribute that holds an entry's name. It is written to files, so it must be what the registry calls it.
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}
 # Importing these takes seconds, for which `--help` should not wait.
@@ -141,38 +75,28 @@ def raised(function: ast.FunctionDef) -> set[str]:
     return {node.id for node in called if isinstance(node, ast.Name) and node.id[0].isupper()}
 
 
-def layer(dotted: str) -> str:
-    """Return the layer of a module: `formats.int8` is in `formats`, `checkpoint.store` in itself."""
-    parts = dotted.split(".")
-    return ".".join(parts[:2]) if parts[0] == "checkpoint" else parts[0]
+def room(dotted: str) -> str:
+    return dotted.partition(".")[0]
 
 
-def allowed(importer: str) -> set[str]:
-    """Return the layers that the layer `importer` may import."""
-    checkpoint = [{f"checkpoint.{name}" for name in line} for line in CHECKPOINT_LAYERS]
-    lines, others = (
-        (checkpoint, CHECKPOINT_MAY_IMPORT)
-        if importer.startswith("checkpoint.")
-        else (LAYERS, set().union(*checkpoint) if importer in MAY_IMPORT_CHECKPOINT else set())
+def imported_modules(module: str) -> set[str]:
+    """Return the modules of the package that `module` imports before a function is called."""
+    names = {name.partition(".")[2] for name, lazy in imports(module) if not lazy and room(name) == PACKAGE}
+    candidates = (
+        (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__") for name in names
     )
-    places = [place for place, line in enumerate(lines) if importer in line]
-    assert places, f"add {importer} to the table at the top of {__file__}"
-    return set().union(others, *lines[: places[0] + 1])
+    return {next(each for each in several if each in SOURCES) for several in candidates}
 
 
-@pytest.mark.parametrize("module", [name for name in SOURCES if name not in TOP_LEVEL])
-def test_imports_go_one_way(module: str) -> None:
-    ours = [name for name, _ in imports(module) if name.split(".")[0] == PACKAGE]
-    assert {layer(name.removeprefix(f"{PACKAGE}.")) for name in ours} <= allowed(layer(module))
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = {module: imported_modules(module) - {module} for module in SOURCES if module not in TOP_LEVEL}
+    list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 @pytest.mark.parametrize("module", SOURCES)
 def test_transformers_is_imported_only_where_the_table_says(module: str) -> None:
-    lazy = {lazily for name, lazily in imports(module) if name.split(".")[0] == "transformers"}
-    if layer(module) in MAY_IMPORT_TRANSFORMERS_LAZILY:
-        assert lazy <= {True}
-    elif layer(module) not in MAY_IMPORT_TRANSFORMERS | TOP_LEVEL:
-        assert lazy == set()
+    imports_it = any(room(name) == "transformers" for name, _ in imports(module))
+    assert not imports_it or {room(module), module} & MAY_IMPORT_TRANSFORMERS
 
 
 def test_triton_is_imported_when_its_kernels_are_first_used() -> None:
@@ -207,7 +131,7 @@ def test_docstrings_say_what_is_raised(module: str) -> None:
     methods = [method for node in top if isinstance(node, ast.ClassDef) for method in public(node.body)]
     functions = [node for node in top + methods if isinstance(node, ast.FunctionDef)]
     unsaid = [(node.name, error) for node in functions for error in raised(node) if error not in raises(node)]
-    exported = {name.rpartition(".")[2] for name, _ in imports("__init__")}
+    exported = import_module(PACKAGE).__all__
     silent = [node.name for node in functions if node.name in exported and node.args.args and not raises(node)]
     assert [node.name for node in top if not ast.get_docstring(node)] == []
     assert unsaid == []

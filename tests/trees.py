@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.anchors import anchor_file_name
-from hf_trainweights.checkpoint.encode import EncodedFile, encode_file, save_encoded
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file, save_encoded
 
 
 def fingerprint(value: Any) -> Any:

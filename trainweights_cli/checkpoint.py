@@ -30,7 +30,7 @@ from trainweights_cli.console import (
 )
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.manifest import Manifest
+    from hf_trainweights.checkpoint.directory.manifest import Manifest
 
 app = typer.Typer(no_args_is_help=True, help="Look into small training checkpoints, check, make and restore them.")
 
@@ -75,7 +75,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show what a checkpoint's manifest says: codecs, sizes and the largest error of what is not exact."""
-    from hf_trainweights.checkpoint.manifest import read_manifest
+    from hf_trainweights.checkpoint.directory.manifest import read_manifest
 
     with errors_in_one_line(debug):
         manifest = read_manifest(path)
@@ -116,7 +116,7 @@ def diff(
 
     Exits with 1 if one has keys, shapes or dtypes that the other has not.
     """
-    from hf_trainweights.checkpoint.difference import compare_checkpoints
+    from hf_trainweights.inspection.difference import compare_checkpoints
 
     with errors_in_one_line(debug), status("comparing"):
         comparison = compare_checkpoints(first, second)
@@ -133,7 +133,7 @@ def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False
 
     What was rounded stays rounded. Each file is whole at every moment, small or plain.
     """
-    from hf_trainweights.checkpoint.inplace import restore_directory
+    from hf_trainweights.checkpoint.directory.rewriter import restore_directory
 
     with errors_in_one_line(debug):
         rows = _rewrite("restoring", path, restore_directory)
@@ -156,7 +156,7 @@ def compress(
     Of a run the oldest comes first, and the following are stored as differences to it.
     Each file is whole at every moment, but no training may write there meanwhile.
     """
-    from hf_trainweights.checkpoint.inplace import compress_directory
+    from hf_trainweights.checkpoint.directory.rewriter import compress_directory
     from hf_trainweights.checkpoint.policy import Policy
     from hf_trainweights.errors import ConfigError
 
@@ -181,7 +181,7 @@ def gc(
     debug: Debug = False,
 ) -> None:
     """Remove what interrupted saves left behind: temporary files, and anchors that no file needs."""
-    from hf_trainweights.checkpoint.store import collect_garbage
+    from hf_trainweights.checkpoint.directory.writer import collect_garbage
 
     with errors_in_one_line(debug):
         removed = collect_garbage(path, dry_run=dry_run)
@@ -194,8 +194,8 @@ def gc(
 
 def _checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that `path` is itself."""
-    from hf_trainweights.checkpoint.discovery import checkpoint_directories
-    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
     from hf_trainweights.errors import ConfigError
 
     is_run = not (path / MANIFEST_NAME).exists()
@@ -207,7 +207,7 @@ def _checkpoints(path: Path) -> list[Path]:
 
 
 def _summary(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
-    from hf_trainweights.checkpoint.manifest import read_manifest
+    from hf_trainweights.checkpoint.directory.manifest import read_manifest
     from hf_trainweights.errors import TrainWeightsError
 
     disk_bytes = _disk_bytes(directory, seen)
@@ -253,8 +253,8 @@ def _plain_bytes(manifest: Manifest) -> dict[str, int]:
 
 
 def _verify(directory: Path) -> dict[str, Any]:
-    from hf_trainweights.checkpoint.discovery import check_checkpoint, checkpoint_directories
-    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, verify_checkpoint
+    from hf_trainweights.checkpoint.directory.discovery import check_checkpoint, checkpoint_directories
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, verify_checkpoint
 
     path = directory.resolve()
     if not (path / MANIFEST_NAME).exists() and path in checkpoint_directories(path.parent):
@@ -280,9 +280,9 @@ def _parse_rule(text: str) -> tuple[str, Any]:
 
 def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
-    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.plain_weights import read_weights, weight_files
-    from hf_trainweights.model_directory import parameter_names
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.directory.plain_weights import read_weights, weight_files
+    from hf_trainweights.models.directory import parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
     parameters = parameter_names(directory) if files else None

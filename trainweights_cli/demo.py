@@ -20,7 +20,7 @@ from rich.table import Table
 from trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json
 
 if TYPE_CHECKING:
-    from hf_trainweights.demo import Result
+    from hf_trainweights.demo.run import Result
 
 
 def demo(
@@ -44,8 +44,8 @@ def demo(
     Nothing is downloaded. It takes about two minutes on two CPU cores, and exits with 1 if a reload is not bit-equal.
     """
     # Here and not above: `--help` should not wait for torch.
-    from hf_trainweights.demo import run_demo
-    from hf_trainweights.demo_model import Recipe
+    from hf_trainweights.demo.model import Recipe
+    from hf_trainweights.demo.run import run_demo
     from hf_trainweights.formats import FORMATS
 
     unknown = set(formats or ()) - set(FORMATS)

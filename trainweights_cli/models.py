@@ -29,8 +29,8 @@ from trainweights_cli.console import (
 )
 
 if TYPE_CHECKING:
-    from hf_trainweights.inspection import Entry
-    from hf_trainweights.selection import Choice, Summary
+    from hf_trainweights.inspection.listing import Entry
+    from hf_trainweights.models.selection import Choice, Summary
 
 ModelDirectory = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of a quantized model.")
@@ -77,7 +77,7 @@ def quantize(
     # Here and not above: `--help` should not wait for Transformers.
     from hf_trainweights import TrainWeightsConfig
     from hf_trainweights.errors import ConfigError
-    from hf_trainweights.model_directory import quantize_directory
+    from hf_trainweights.models.directory import quantize_directory
 
     try:
         options: dict[str, Any] = {"overrides": overrides, "include_embeddings": include_embeddings}
@@ -109,7 +109,7 @@ def inspect(
 
     Nothing in a file is executed: of one that holds more than data the members of its zip archive are listed.
     """
-    from hf_trainweights.inspection import inspect_weights
+    from hf_trainweights.inspection.listing import inspect_weights
 
     with errors_in_one_line(debug), status("reading"):
         inspection = inspect_weights(path)
@@ -149,8 +149,8 @@ def diff(
 
     Exits with 1 if one has keys, shapes or dtypes that the other has not.
     """
-    from hf_trainweights.checkpoint.difference import compare_checkpoints
-    from hf_trainweights.model_difference import compare_models
+    from hf_trainweights.inspection.difference import compare_checkpoints
+    from hf_trainweights.inspection.models import compare_models
 
     are_models = all((path / "config.json").is_file() for path in (first, second))
     with errors_in_one_line(debug), status("comparing"):
@@ -235,6 +235,6 @@ def _print_entries(entries: tuple[Entry, ...]) -> None:
 
 
 def _total(entries: Iterable[Entry]) -> str:
-    from hf_trainweights.inspection import total_bytes
+    from hf_trainweights.inspection.listing import total_bytes
 
     return show_size(total_bytes(entry.stored_bytes for entry in entries))

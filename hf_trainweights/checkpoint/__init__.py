@@ -1,10 +1,23 @@
 """Training state at rest: the verbs for a plain PyTorch loop, and what reads their files back."""
 
-from hf_trainweights.checkpoint.discovery import latest as latest
-from hf_trainweights.checkpoint.manager import CheckpointManager as CheckpointManager
-from hf_trainweights.checkpoint.manifest import verify_checkpoint as verify_checkpoint
-from hf_trainweights.checkpoint.state import build_checkpoint as build_checkpoint
-from hf_trainweights.checkpoint.state import load_checkpoint as load_checkpoint
-from hf_trainweights.checkpoint.state import restore_checkpoint as restore_checkpoint
-from hf_trainweights.checkpoint.state import save_checkpoint as save_checkpoint
-from hf_trainweights.checkpoint.versions import VersionedModelSaver as VersionedModelSaver
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
+from hf_trainweights.checkpoint.manager import CheckpointManager
+from hf_trainweights.checkpoint.training_state import (
+    build_checkpoint,
+    load_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from hf_trainweights.checkpoint.versions import VersionedModelSaver
+
+__all__ = [
+    "CheckpointManager",
+    "VersionedModelSaver",
+    "build_checkpoint",
+    "latest",
+    "load_checkpoint",
+    "restore_checkpoint",
+    "save_checkpoint",
+    "verify_checkpoint",
+]

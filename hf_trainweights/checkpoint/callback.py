@@ -22,13 +22,13 @@ from transformers.modeling_utils import unwrap_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES
-from hf_trainweights.checkpoint.anchors import register_anchor_directory
-from hf_trainweights.checkpoint.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.inplace import adopt_weights, compress_directory, write_weights_aside
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.rewriter import adopt_weights, compress_directory, write_weights_aside
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.state import parameter_names
+from hf_trainweights.checkpoint.training_state import parameter_names
 
 _logger = logging.get_logger(__name__)
 

@@ -15,11 +15,11 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint import atomic
-from hf_trainweights.checkpoint.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
-from hf_trainweights.checkpoint.discovery import checkpoint_directories, checkpoint_step, latest
+from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step, latest
+from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.state import (
+from hf_trainweights.checkpoint.training_state import (
     build_checkpoint,
     load_checkpoint,
     restore_checkpoint,
@@ -27,8 +27,8 @@ from hf_trainweights.checkpoint.state import (
     set_rng_state,
     write_checkpoint,
 )
-from hf_trainweights.checkpoint.store import WEIGHTS_NAME, collect_garbage, remove_checkpoint
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files import atomic
 
 _SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 

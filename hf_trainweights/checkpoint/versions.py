@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.anchors import register_anchor_directory
-from hf_trainweights.checkpoint.encoded import load_file
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
+from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.module_state import (
     load_module_state,
     load_transient_buffers,
@@ -22,7 +23,6 @@ from hf_trainweights.checkpoint.module_state import (
     transient_buffers,
 )
 from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.store import WEIGHTS_NAME, Weights, save_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 # Buffers that are not in the state dict, if there are any.

@@ -15,9 +15,9 @@ from torch import Tensor
 from hf_trainweights.formats.base import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import cuda, int4_tiles
-from hf_trainweights.kernels.instructions import product_dtype
+from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
-from hf_trainweights.kernels.library import define
+from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
 # The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the

@@ -27,8 +27,8 @@ from torch import Tensor
 from hf_trainweights.formats.base import FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
-from hf_trainweights.kernels.instructions import capabilities, has_amx, product_dtype
-from hf_trainweights.kernels.library import define
+from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype
+from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
 _int_mm = torch.ops.aten._int_mm

@@ -17,9 +17,9 @@ from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import callback as callback_module
-from hf_trainweights.checkpoint.discovery import latest
-from hf_trainweights.checkpoint.inplace import compress_directory, restore_directory
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
 from hf_trainweights.errors import ConfigError, SaveError
 
 STEPS = 8

@@ -13,22 +13,22 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
-from hf_trainweights.checkpoint import atomic
-from hf_trainweights.checkpoint.anchoring import find_anchor_source
-from hf_trainweights.checkpoint.discovery import latest
-from hf_trainweights.checkpoint.encoded import load_file
-from hf_trainweights.checkpoint.inplace import (
+from hf_trainweights.checkpoint.directory.anchoring import find_anchor_source
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
+from hf_trainweights.checkpoint.directory.rewriter import (
     adopt_weights,
     compress_directory,
     restore_directory,
     write_weights_aside,
 )
+from hf_trainweights.checkpoint.directory.writer import remove_checkpoint
+from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.manifest import verify_checkpoint
 from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.state import load_checkpoint, save_checkpoint, write_checkpoint
-from hf_trainweights.checkpoint.store import remove_checkpoint
+from hf_trainweights.checkpoint.training_state import load_checkpoint, save_checkpoint, write_checkpoint
 from hf_trainweights.errors import SaveError
+from hf_trainweights.files import atomic
 
 
 @pytest.mark.parametrize("opener", [atomic.create_file, atomic.replace_file])

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.discovery import checkpoint_directories, latest
+from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, latest
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.manifest import read_manifest
-from hf_trainweights.checkpoint.state import build_checkpoint, load_checkpoint, rng_state, save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint, load_checkpoint, rng_state, save_checkpoint
 from hf_trainweights.errors import ConfigError, SaveError
 
 BATCHES = 6  # in one pass

@@ -14,8 +14,8 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encode import encode_file
-from hf_trainweights.checkpoint.encoded import open_anchor
+from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS

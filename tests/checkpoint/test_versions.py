@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.encode import encode_file, save_encoded
-from hf_trainweights.checkpoint.manifest import FileEntry, read_manifest, write_manifest
+from hf_trainweights.checkpoint.directory.manifest import FileEntry, read_manifest, write_manifest
+from hf_trainweights.checkpoint.encoded.encoder import encode_file, save_encoded
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 

@@ -17,11 +17,11 @@ from transformers import BertConfig, BertModel
 from trees import trained
 from typer.testing import CliRunner
 
-from hf_trainweights.checkpoint import inplace
-from hf_trainweights.checkpoint.discovery import latest
-from hf_trainweights.checkpoint.inplace import compress_directory
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.state import build_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.directory import rewriter as inplace
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory
+from hf_trainweights.checkpoint.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from trainweights_cli.checkpoint import app
 from trainweights_cli.main import app as whole_app

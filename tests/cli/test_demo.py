@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_trainweights import demo
-from hf_trainweights.demo import Result, Row
+from hf_trainweights.demo import run as demo
+from hf_trainweights.demo.run import Result, Row
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 from trainweights_cli.main import app

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.model_directory import load_saved
-from hf_trainweights.weight_digests import write_digests
+from hf_trainweights.files.digests import write_digests
+from hf_trainweights.models.directory import load_saved
 from trainweights_cli.main import app
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
-from hf_trainweights.quantized_tensor import FALLBACKS, QuantizedTensor
+from hf_trainweights.tensor.quantized_tensor import FALLBACKS, QuantizedTensor
 
 # Few rows and many, for PyTorch's op and for blocks.
 M_VALUES = (1, 5, int4.TILED_ROWS, int4.TILED_ROWS + 1, 70)

@@ -20,8 +20,8 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import int4_tiles
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, layout, tile_rows
-from hf_trainweights.modules import choose_layouts_
-from hf_trainweights.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.modules import choose_layouts_
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
 CONFIG = TrainWeightsConfig("int4", group_size=32)

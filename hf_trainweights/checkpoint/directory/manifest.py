@@ -1,0 +1,393 @@
+"""`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
+
+The manifest is one JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the end:
+
+    {
+      "anchor": null,
+      "created": "2026-01-31T12:00:00+00:00",
+      "epoch": 1.5,
+      "files": {"pytorch_model.bin": {"report": {...}, "sha256": "...", "size_bytes": 123}, ...},
+      "format": "trainweights-checkpoint",
+      "format_version": 1,
+      "metadata": {},
+      "metrics": {"loss": 2.5},
+      "mode": "lossless",
+      "package_version": "...",
+      "sha256": "...",
+      "step": 100,
+      "torch_version": "..."
+    }
+
+`sha256` is the digest of this very text with an empty string in its place. Reading accepts exactly the bytes
+that writing gives and nothing else, so a flipped bit in the manifest itself is found as well. Numbers that are
+not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative, their parts are
+joined by `/`; there is no `..`, no absolute path, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata as package_metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.atomic import TEMPORARY_PREFIX, file_sha256, read_chunks, replace_file
+
+MANIFEST_NAME = "trainweights.json"
+
+_FORMAT = "trainweights-checkpoint"
+_FORMAT_VERSION = 1
+_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
+_PREFERRED_BY_LOADERS = frozenset({"model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"})
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        size_bytes: Its length.
+        sha256: Its digest, 64 hexadecimal digits.
+        report: What the encoder reported of an encoded file: `{"tensors": [...], "anchor": sha256 or None}`,
+            per tensor codec, parameters, error bound, bytes in and out. Empty for a file stored as it is.
+    """
+
+    size_bytes: int
+    sha256: str
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
+        """Returns the entry for a file on disk.
+
+        Args:
+            path: A regular file; it is read once.
+            report: See the class.
+
+        Returns:
+            Its size, digest and report.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+        sha256 = file_sha256(path)
+        return cls(path.stat().st_size, sha256, report or {})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint directory holds.
+
+    Args:
+        files: Relative file name to its entry.
+        mode: How it was stored: a mode of the policy, or "plain" for files without any encoding.
+        step: Steps done, or None where unknown.
+        epoch: Epochs done, a fraction within one, or None where unknown.
+        metrics: What the caller logged. JSON; NaN and infinities are allowed.
+        metadata: Anything else worth keeping. JSON.
+        anchor: State of the anchor that later checkpoints may be stored against, see `anchors.AnchorState`.
+        created: When it was written, ISO 8601 with a time zone.
+        package_version: Version of hf_trainweights that wrote it.
+        torch_version: Version of torch that wrote it.
+    """
+
+    files: dict[str, FileEntry]
+    mode: str
+    step: int | None = None
+    epoch: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Mapping[str, Any] | None = None
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    package_version: str = field(default_factory=lambda: package_version())
+    torch_version: str = field(default_factory=lambda: str(torch.__version__))
+
+    def to_bytes(self) -> bytes:
+        """Returns the text of the manifest file.
+
+        Raises:
+            ConfigError: Metrics or metadata hold something that JSON cannot.
+        """
+        for part in ("metrics", "metadata"):
+            require_json(getattr(self, part), part)
+        unsigned = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self), "sha256": ""}
+        return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
+
+
+def package_version() -> str:
+    """Returns the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree.
+
+    Raises:
+        Nothing.
+    """
+    try:
+        return package_metadata.version("hf_trainweights")
+    except package_metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def require_json(value: object, where: str) -> None:
+    """Checks that JSON can hold a value and give it back unchanged.
+
+    Args:
+        value: Any object.
+        where: The name under which the caller knows it.
+
+    Raises:
+        ConfigError: Something in it is no string, number, bool, None, list or dict with string keys; it names
+            the key.
+    """
+    if value is None or isinstance(value, str | int | float | bool):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            require_json(item, f"{where}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(where, "strings as keys", repr(key), "Turn the key into a string.")
+            require_json(item, f"{where}[{key!r}]")
+    else:
+        expected = "a string, number, bool, None, list or dict"
+        raise ConfigError(where, expected, type(value).__name__, "Turn it into one of these first.")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Writes `trainweights.json`, durably and in one step; everything it lists must be durable already.
+
+    Args:
+        directory: The checkpoint directory.
+        manifest: What it holds.
+
+    Raises:
+        ConfigError: Metrics or metadata hold something that JSON cannot.
+        OSError: The disk is full or refuses.
+    """
+    content = manifest.to_bytes()
+    with replace_file(directory / MANIFEST_NAME) as file:
+        file.write(content)
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """Reads `trainweights.json` and checks it, but not the files it lists.
+
+    Args:
+        directory: The checkpoint directory.
+
+    Returns:
+        The manifest; its file names are safe to append to `directory`.
+
+    Raises:
+        CorruptFileError: It is damaged, too large, of an unknown version, or names a file outside of `directory`.
+        FileNotFoundError: There is none.
+        OSError: It cannot be read.
+    """
+    path = Path(directory) / MANIFEST_NAME
+    if path.lstat().st_size > _MAX_MANIFEST_BYTES:
+        raise _corrupt(path, f"at most {_MAX_MANIFEST_BYTES} bytes", f"{path.lstat().st_size} bytes")
+    content = b"".join(read_chunks(path))
+    try:
+        value = json.loads(content)
+        digest = value["sha256"]
+        unsigned = {**value, "sha256": ""}
+        if _text(value) != content or hashlib.sha256(_text(unsigned)).hexdigest() != digest:
+            raise _corrupt(path, "the text and digest that were written", "something else")
+        if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
+            found = f"{value['format']!r} version {value['format_version']!r}"
+            raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", found)
+        return _parse(path, value)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        if isinstance(error, CorruptFileError):
+            raise
+        raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
+
+
+@dataclass(frozen=True)
+class CheckpointReport:
+    """What checking a checkpoint directory against its manifest showed.
+
+    Args:
+        path: The directory.
+        manifest: What it should hold; None if the manifest is missing or damaged.
+        problems: File name to what is wrong with it.
+        foreign: Names of files that the manifest does not list; they are not used and do no harm.
+    """
+
+    path: Path
+    manifest: Manifest | None
+    problems: Mapping[str, str]
+    foreign: tuple[str, ...]
+
+    @property
+    def intact(self) -> bool:
+        """Whether every listed file is there, unchanged, and what a loader will open."""
+        return not self.problems
+
+    @property
+    def ok(self) -> bool:
+        """Whether the directory holds exactly what was written."""
+        return not self.problems and not self.foreign
+
+
+def verify_checkpoint(path: str | Path) -> CheckpointReport:
+    """Reads every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
+
+    Args:
+        path: A checkpoint directory.
+
+    Returns:
+        The report; `report.ok` if nothing is damaged, missing or foreign.
+
+    Raises:
+        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
+
+    Example:
+        >>> import tempfile
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> write_manifest(directory, Manifest({}, "lossless"))
+        >>> verify_checkpoint(directory).ok
+        True
+    """
+    directory = Path(path)
+    present = list_files(directory)
+    try:
+        manifest = read_manifest(directory)
+    except (CorruptFileError, OSError) as error:
+        return CheckpointReport(directory, None, {MANIFEST_NAME: str(error)}, ())
+    problems = {}
+    for name, entry in manifest.files.items():
+        problem = _file_problem(directory / name, entry, present.get(name))
+        if problem:
+            problems[name] = problem
+    foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
+    for name in _PREFERRED_BY_LOADERS.intersection(foreign):
+        problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
+    return CheckpointReport(directory, manifest, problems, tuple(foreign))
+
+
+def require_intact(path: str | Path) -> Manifest:
+    """Verifies a checkpoint and returns its manifest.
+
+    Args:
+        path: A checkpoint directory.
+
+    Returns:
+        Its manifest.
+
+    Raises:
+        CorruptFileError: Something is damaged or missing.
+        OSError: The directory cannot be read.
+    """
+    report = verify_checkpoint(path)
+    if report.manifest is None or not report.intact:
+        name, problem = next(iter(report.problems.items()))
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
+    return report.manifest
+
+
+def _text(value: Mapping[str, Any]) -> bytes:
+    # Entries of files become their fields; dataclasses.asdict would copy the report of every tensor.
+    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True, default=vars) + "\n").encode()
+
+
+def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
+    return CorruptFileError(str(path), expected, found, "Use another checkpoint, or restore this one from a copy.")
+
+
+def _parse(path: Path, value: dict[str, Any]) -> Manifest:
+    files = {}
+    for name, entry in value["files"].items():
+        if not is_safe_name(name):
+            raise _corrupt(path, "relative file names inside the directory", repr(name))
+        size_bytes, sha256, report = entry["size_bytes"], entry["sha256"], entry["report"]
+        if type(size_bytes) is not int or size_bytes < 0 or not _SHA256.fullmatch(sha256):
+            raise _corrupt(path, f"a size and a digest for {name!r}", repr((size_bytes, sha256)))
+        files[name] = FileEntry(size_bytes, sha256, _of_type(report, dict))
+    return Manifest(
+        files=files,
+        mode=_of_type(value["mode"], str),
+        step=_of_type(value["step"], int | None),
+        epoch=_of_type(value["epoch"], int | float | None),
+        metrics=_of_type(value["metrics"], dict),
+        metadata=_of_type(value["metadata"], dict),
+        anchor=_of_type(value["anchor"], dict | None),
+        created=_of_type(value["created"], str),
+        package_version=_of_type(value["package_version"], str),
+        torch_version=_of_type(value["torch_version"], str),
+    )
+
+
+def _of_type(value: Any, kind: Any) -> Any:
+    if not isinstance(value, kind):
+        raise TypeError(f"{value!r} is not {kind}")
+    return value
+
+
+def is_safe_name(name: str) -> bool:
+    """Tells whether a file name from a manifest stays inside the checkpoint directory on every system.
+
+    Args:
+        name: The name as it stands in the manifest.
+
+    Returns:
+        False for absolute names, `..`, empty parts, backslashes, drive letters and control characters.
+
+    Raises:
+        TypeError: `name` is no string.
+    """
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f]", part) for part in parts)
+
+
+def list_files(directory: Path) -> dict[str, os.stat_result]:
+    """Lists every file below a directory, without what is being written.
+
+    Args:
+        directory: The directory.
+
+    Returns:
+        Relative name to status. A link is listed with its own status and never followed.
+
+    Raises:
+        OSError: A directory cannot be read.
+    """
+    found = {}
+    for folder, subfolders, names in os.walk(directory, onerror=_raise):
+        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
+        for name in names + links:
+            path = Path(folder) / name
+            relative = path.relative_to(directory).as_posix()
+            if not relative.startswith(TEMPORARY_PREFIX):
+                found[relative] = path.lstat()
+    return found
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -> str | None:
+    if status is None:
+        return "is missing"
+    if not stat.S_ISREG(status.st_mode):
+        return "is a link or a special file"
+    if status.st_size != entry.size_bytes:
+        return f"has {status.st_size} bytes instead of {entry.size_bytes}"
+    try:
+        same = file_sha256(path) == entry.sha256
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None if same else "has other content than when it was saved"

@@ -1,0 +1,98 @@
+"""The weight files of a checkpoint directory as loaders find them, and what they hold, plain or encoded."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_names
+from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.errors import CorruptFileError
+
+
+def weight_files(path: Path) -> list[Path]:
+    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards.
+
+    Args:
+        path: A checkpoint directory.
+
+    Returns:
+        Those that exist.
+
+    Raises:
+        CorruptFileError: An index cannot be read.
+    """
+    present = [name for name in WEIGHT_FILES if (path / name).is_file()]
+    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
+    files = [path / name for name in family]
+    for index in [file for file in files if file.name.endswith(".index.json")]:
+        with _readable(index):
+            files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
+    return files
+
+
+def read_weights(first: Path) -> dict[str, Any]:
+    """Reads a weight file, or the shards an index lists.
+
+    Args:
+        first: The head of what `weight_files` returned.
+
+    Returns:
+        The state dict; its tensors are on the CPU, and memory-mapped where the file allows it.
+
+    Raises:
+        CorruptFileError: It is damaged, or holds more than data.
+        MissingAnchorError: It was moved without the anchor it needs.
+    """
+    state: dict[str, Any] = {}
+    with _readable(first):
+        for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
+            state |= _read_weight_file(first.parent / name)
+    return state
+
+
+def load_if_possible(path: Path) -> Any:
+    """Loads a torch file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What was saved, its tensors on the CPU, and memory-mapped where the file is plain; None if it holds more than
+        data, or is of another format.
+
+    Raises:
+        MissingAnchorError: It was moved without the anchor it needs.
+    """
+    try:
+        return _load_mapped(path)
+    except CorruptFileError:
+        return None
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turns what a damaged weight file or index makes its reader raise into a CorruptFileError."""
+    try:
+        yield
+    except CorruptFileError:
+        raise
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
+
+
+def _read_weight_file(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return _load_mapped(path)
+
+
+def _load_mapped(path: Path) -> Any:
+    # torch.save records the device: what was saved on a GPU would go back there, or fail where there is none.
+    return load_file(path, map_location="cpu", mmap=True)

@@ -1,0 +1,116 @@
+"""Where anchors are found: by the digest in their name, at a recorded path or in a registered directory.
+
+An anchor is a file of weights that other files are stored against. It is hard-linked into every checkpoint
+directory that needs it as `<sha256 of the file>.anchor`, so any link is as good as another.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+from hf_trainweights.errors import CorruptFileError, TrainWeightsError
+from hf_trainweights.files.atomic import file_sha256
+
+_directories: dict[Path, None] = {}  # in the order of registration
+_digests: dict[tuple[int, int, int, int], str] = {}
+
+
+class MissingAnchorError(TrainWeightsError, FileNotFoundError):
+    """A file needs an anchor that is not where it was when the file was written."""
+
+
+def anchor_file_name(sha256: str) -> str:
+    """Returns the name that an anchor file must have.
+
+    Args:
+        sha256: Digest of the file, 64 hexadecimal digits.
+
+    Returns:
+        The file name, without a directory.
+    """
+    return f"{sha256}.anchor"
+
+
+def register_anchor_directory(path: str | Path) -> None:
+    """Adds a directory in which anchors are looked for when they are not where they were, for this process.
+
+    Args:
+        path: The directory itself is looked in, not what lies below. It need not exist.
+
+    Example:
+        >>> register_anchor_directory("runs/a/checkpoint-500")
+    """
+    _directories[Path(path).absolute()] = None
+
+
+def find_anchor(sha256: str, recorded_path: str) -> Path:
+    """Returns the path of a verified anchor file.
+
+    Args:
+        sha256: Digest of the file, 64 hexadecimal digits.
+        recorded_path: Absolute path where it lay when it was last seen, perhaps one of another system.
+
+    Returns:
+        A regular file with this digest.
+
+    Raises:
+        CorruptFileError: Every file of that name has another content.
+        MissingAnchorError: There is no file of that name.
+    """
+    damaged: CorruptFileError | None = None
+    for path in _candidates(anchor_file_name(sha256), Path(recorded_path)):
+        try:
+            verify_anchor(path)
+        except OSError:
+            continue
+        except CorruptFileError as error:
+            damaged = error
+            continue
+        return path
+    if damaged is not None:
+        raise damaged
+    raise MissingAnchorError(
+        f"anchor {anchor_file_name(sha256)}",
+        f"a file at {recorded_path}",
+        "none there, nor in a registered directory",
+        "Call hf_trainweights.latest(run) first if the file is in the run's newest checkpoint; else run "
+        "`trainweights checkpoint restore PATH`.",
+    )
+
+
+def verify_anchor(path: Path) -> str:
+    """Checks that a file is the anchor its name says; its bytes are read once per process.
+
+    Args:
+        path: A regular file; a link is an error.
+
+    Returns:
+        Its digest, 64 hexadecimal digits.
+
+    Raises:
+        CorruptFileError: Its digest is not the one in its name.
+        OSError: It is missing, not a regular file or cannot be read.
+    """
+    status = os.stat(path, follow_symlinks=False)
+    # All links of a file have one inode, so that its bytes are read once and not once per checkpoint.
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+    if identity not in _digests or not stat.S_ISREG(status.st_mode):
+        _digests[identity] = file_sha256(path)
+    if path.name != anchor_file_name(_digests[identity]):
+        raise CorruptFileError(
+            str(path),
+            "an anchor named by its SHA-256",
+            _digests[identity],
+            "It is damaged or renamed: restore it from another checkpoint of the same run, they share it.",
+        )
+    return _digests[identity]
+
+
+def _candidates(name: str, recorded_path: Path) -> Iterator[Path]:
+    if recorded_path.is_absolute() and recorded_path.name == name:
+        yield recorded_path
+    for directory in _directories:
+        yield directory / name

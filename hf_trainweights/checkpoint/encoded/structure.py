@@ -1,0 +1,204 @@
+"""The one layout of an encoded file: a torch zip file that holds a single call and loads as plain tensors.
+
+    data.pkl   decode_file(payload, structure)
+    data/0     the payload: what the codecs wrote, each piece at a multiple of 16 bytes, 0 to 2 % padding
+
+`structure` is text: the SHA-256 of the rest in hexadecimal, so that no key, scalar or shape changes unnoticed,
+and the rest, one JSON object:
+
+    {"version": 1,
+     "anchor": {"sha256": "...", "path": "/runs/a/checkpoint-5/<sha256>.anchor"},
+     "tree": ..., "tensors": [...],
+     "storages": [{"codec": "planes-delta", "dtype": "float32", "shape": [2, 2], "sizes": [123, 45],
+                   "crc32": 1234567890, "params": {...}, "bound": 0.001, "anchor": "layers.0.weight"}, ...]}
+
+`tree` and `tensors` are described in tree.py and storages.py. `sizes` are the lengths of a storage's
+pieces of the payload, in order; `crc32` is over their bytes. `bound` is the largest error of an element in the codec's
+unit, rounding before a lossless codec included; what is exact has none. What a codec has no use for is left out:
+`params`, and which decoded tensors it refers to: `anchor`, a name in the anchor, and `exp_avg_sq`, a lower
+index in `storages`.
+
+No byte of the text, or of the payload's length, is a full stop: pickle takes one for the end of the file, and
+a flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), and
+zeros are appended to a payload until its length is free of the byte 46.
+
+An anchor is an encoded file of one flat state dict that refers to no other file. It is found by its digest
+(anchor_files.py).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, require_sizes
+from hf_trainweights.checkpoint.encoded.tree import storage_name
+from hf_trainweights.errors import CorruptFileError
+
+VERSION = 1
+# The itemsize of complex128, the largest dtype: a codec may view its piece as any dtype.
+ALIGNMENT_BYTES = 16
+
+# The best a codec makes of zeros is a factor of 19,000. What claims more lies about a size.
+_MAX_EXPANSION = 1 << 16
+_MIN_DECODED_BYTES = 1 << 16
+_FULL_STOP = "\u00b7"
+
+
+def seal_structure(content: Mapping[str, Any]) -> str:
+    """Writes a structure as text.
+
+    Args:
+        content: The JSON object of the module docstring.
+
+    Returns:
+        Its digest and its JSON, without a full stop.
+
+    Example:
+        >>> seal_structure({"version": 1, "tree": 0.5})[64:]
+        '{"version":1,"tree":0·5}'
+    """
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False).replace(".", _FULL_STOP)
+    return hashlib.sha256(text.encode()).hexdigest() + text
+
+
+def padded_length(length: int) -> int:
+    """Returns how long a payload must be so that no byte of its length is 46.
+
+    Args:
+        length: Bytes in use, >= 0.
+
+    Returns:
+        The smallest such length >= `length`.
+
+    Example:
+        >>> padded_length(45), padded_length(46), hex(padded_length(0x2E31))
+        (45, 47, '0x2f00')
+    """
+    for shift in range(56, -8, -8):
+        if length >> shift & 0xFF == ord("."):
+            return (length >> shift) + 1 << shift
+    return length
+
+
+def open_structure(text: object) -> dict[str, Any]:
+    """Reads and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
+
+    Args:
+        text: What `seal_structure` returned, or anything that pretends to be it.
+
+    Returns:
+        The JSON object of the module docstring.
+
+    Raises:
+        CorruptFileError: The digest is wrong, or the content is not what this version writes.
+    """
+    if type(text) is not str:
+        raise corrupt("the structure", "a text", type(text))
+    digest, rest = text[:64], text[64:]
+    found = hashlib.sha256(rest.encode("utf-8", "surrogatepass")).hexdigest()
+    if found != digest:
+        raise corrupt("the structure", f"SHA-256 {digest}", found)
+    try:
+        structure = json.loads(rest.replace(_FULL_STOP, "."))
+    except (ValueError, RecursionError) as error:
+        raise corrupt("the structure", "JSON", error) from error
+    version = structure.get("version") if type(structure) is dict else None
+    if version != VERSION:
+        next_step = "Upgrade hf_trainweights if the file is newer, else restore it from a copy."
+        raise CorruptFileError("the structure", f"version {VERSION}", repr(version)[:80], next_step)
+    if type(structure.get("storages")) is not list:
+        raise corrupt("the storages", "a list", structure.get("storages"))
+    if "anchor" in structure:
+        _check_anchor(structure["anchor"])
+    for index, entry in enumerate(structure["storages"]):
+        try:
+            _check_storage(entry)
+            _check_references(entry, index, "anchor" in structure)
+        except CorruptFileError as error:
+            where = f"{storage_name(structure, index)}, {error.where}"
+            raise CorruptFileError(where, error.expected, error.found, error.next_step) from None
+    return structure
+
+
+def _check_anchor(anchor: Any) -> None:
+    if type(anchor) is not dict or type(anchor.get("path")) is not str:
+        raise corrupt("the anchor", "a digest and a path", anchor)
+    sha256, path = anchor.get("sha256"), anchor["path"]
+    if type(sha256) is not str or len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
+        raise corrupt("the anchor", "a SHA-256 in hexadecimal", sha256)
+    parts = path.replace("\\", "/").split("/")
+    if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:
+        raise corrupt("the anchor's path", f"one without `..` that ends in {anchor_file_name(sha256)}", path)
+
+
+def _check_storage(entry: Any) -> None:
+    if type(entry) is not dict or type(entry.get("codec")) is not str or type(entry.get("dtype")) is not str:
+        raise corrupt("its storage", "a codec and a dtype", entry)
+    if entry["codec"] not in CODECS:
+        next_step = "Upgrade hf_trainweights if the file is newer, else restore it from a copy."
+        raise CorruptFileError("codec", ", ".join(CODECS), entry["codec"][:80], next_step)
+    if entry["dtype"] not in DTYPES:
+        raise corrupt("dtype", ", ".join(DTYPES), entry["dtype"])
+    stored_bytes = sum(require_sizes("sizes", entry.get("sizes")))
+    elements = math.prod(require_sizes("shape", entry.get("shape")))
+    if elements * DTYPES[entry["dtype"]].itemsize > max(stored_bytes * _MAX_EXPANSION, _MIN_DECODED_BYTES):
+        raise corrupt("shape", f"no more than {stored_bytes} stored bytes can hold", entry["shape"])
+    if type(entry.get("crc32")) is not int or type(entry.get("params", {})) is not dict:
+        raise corrupt("its storage", "a crc32 and parameters", entry)
+    if type(entry.get("bound", 0.0)) not in (int, float):
+        raise corrupt("bound", "a number", entry["bound"])
+
+
+def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) -> None:
+    if "anchor" in entry and not (has_anchor and type(entry["anchor"]) is str):
+        raise corrupt("anchor", "a name in the file's anchor", entry["anchor"])
+    if "exp_avg_sq" in entry:
+        moment = entry["exp_avg_sq"]
+        if type(moment) is not int or not 0 <= moment < index:
+            raise corrupt("exp_avg_sq", f"a storage below {index}", moment)
+
+
+def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
+    """Finds the pieces of each storage in the payload.
+
+    Args:
+        structure: What `open_structure` returned.
+        payload: 1-D uint8.
+
+    Returns:
+        One list of views of `payload` per storage.
+
+    Raises:
+        CorruptFileError: The payload is shorter or longer than the pieces and their padding.
+    """
+    pieces: list[list[Tensor]] = []
+    stop = 0
+    for index, entry in enumerate(structure["storages"]):
+        pieces.append([])
+        for size in entry["sizes"]:
+            start = stop + -stop % ALIGNMENT_BYTES
+            stop = start + size
+            if stop > len(payload):
+                where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
+                raise corrupt(where, f"{size} bytes", f"{max(len(payload) - start, 0)} bytes")
+            pieces[-1].append(payload[start:stop])
+    if len(payload) != padded_length(stop):
+        raise corrupt("the payload", f"{padded_length(stop)} bytes", f"{len(payload)} bytes")
+    return pieces
+
+
+def payload_crc32(pieces: Iterable[Tensor]) -> int:
+    """Returns the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
+    value = 0
+    for piece in pieces:
+        value = zlib.crc32(piece.numpy().data, value)
+    return value

@@ -1,0 +1,1 @@
+"""What `trainweights demo` does."""

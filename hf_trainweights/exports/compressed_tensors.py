@@ -1,0 +1,235 @@
+"""The compressed-tensors layout, vLLM's, which stock Transformers reads too: its tensors, names and configuration.
+
+int8 and int4 codes become `pack-quantized`, float8 `float-quantized`: the same codes and scales under other names, so
+nothing is rounded again. Experts get the names they have in the float checkpoint, one by one. What the layout or its
+reader in Transformers has no place for is refused by name.
+
+Layout: https://github.com/vllm-project/compressed-tensors
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import revert_weight_conversion
+
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# Bits, type and name in the layout of each format that it has a place for.
+_SCHEMES = {
+    "int8": (8, "int", "pack-quantized"),
+    "int4": (4, "int", "pack-quantized"),
+    "float8_e4m3": (8, "float", "float-quantized"),
+}
+
+# A module of one expert in a checkpoint. Among several groups Transformers takes the one for experts by this word.
+_EXPERT_MODULE = r".*\.experts\.\d+\..*"
+
+_BYTES_PER_WORD = 4
+
+# From the name of a weight, tensors without memory, and a function that makes them, to what is written for them.
+Put = Callable[[str, Mapping[str, Tensor], Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
+
+
+def lay_out(
+    model: PreTrainedModel, state_dict: Mapping[str, Tensor], put: Put
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
+
+    Args:
+        model: A quantized model.
+        state_dict: All its tensors, a tied one once, none on the meta device.
+        put: `Placeholders.put`, or what else turns a function that makes the tensors of a weight into tensors. Called
+            once for each quantized weight, with the name, tensors on the meta device, and the function.
+
+    Returns:
+        Name in the checkpoint to a view of the model's own tensor or to what `put` returned; and JSON values.
+
+    Raises:
+        ConfigError: Nothing is quantized.
+        UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
+            model has adapters.
+    """
+    quantized = {name: each for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
+    if not quantized:
+        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
+    _check_weights(model, quantized)
+    left_out = {*quantized, *(model._keys_to_ignore_on_save or ())}
+    others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
+    tensors = dict(revert_weight_conversion(model, others))
+    _check_float_experts(model, tensors)
+    for name, rows in _matrices(model, quantized).items():
+        tensors |= _put_weight(name, quantized[name], rows, put)
+    return dict(sorted(tensors.items())), _configure(model, quantized)
+
+
+def pack(codes: Tensor) -> Tensor:
+    """Return int8 codes in int32 words.
+
+    Args:
+        codes: Int8 `[N, K]`.
+
+    Returns:
+        A new int32 tensor `[N, ceil(K / 4)]`, each code + 128, the first one in the lowest bits.
+
+    Example:
+        >>> codes = torch.tensor([[-128, -127, 0, 127]], dtype=torch.int8)
+        >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack(codes)[0].tolist()]
+        ['FF800100']
+    """
+    # An offset of 128 is the sign bit flipped.
+    octets = F.pad(codes.view(torch.uint8) ^ 128, (0, -codes.shape[-1] % _BYTES_PER_WORD))
+    return octets.view(torch.int32)
+
+
+def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> None:
+    """Check that the layout has a place for each weight."""
+    in_float = "Quantize the model again and leave these in float (modules_to_not_convert)."
+    misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, weight in weights.items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        form = weight.format.canonical
+        if form.name not in _SCHEMES or form.tensor_names != ("qdata", "scale"):
+            misfits[f"weights in {form}", in_float].append(name)
+        elif weight.numel() == 0:
+            misfits["weights without elements", in_float].append(name)
+        elif weight.transposed:
+            misfits["weights that their layer keeps transposed", in_float].append(name)
+        elif isinstance(owner, nn.Embedding):
+            misfits["quantized embeddings", in_float].append(name)
+        elif weight.scale.dtype != model.dtype:
+            # A reader casts scales to the dtype of the model, and so to other weights.
+            found = f"scales in {weight.scale.dtype} in a model in {model.dtype}"
+            misfits[found, f"Load or cast the model in {weight.scale.dtype}."].append(name)
+    if misfits:
+        (found, next_step), names = next(iter(misfits.items()))
+        raise _unsupported(names, found, next_step)
+    experts = {name: weight.format.canonical for name, weight in weights.items() if weight.dim() == 3}
+    if len(set(experts.values())) > 1:
+        found = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
+        raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads all by one.")
+
+
+def _check_float_experts(model: PreTrainedModel, names: Iterable[str]) -> None:
+    """Check that no expert of a merged weight is left in float: Transformers drops those of a quantized model."""
+    own = model.state_dict().keys()
+    if experts := [name for name in names if re.fullmatch(_EXPERT_MODULE, name) and name not in own]:
+        raise _unsupported(experts, "experts in float", "Quantize all experts to one format.")
+
+
+def _unsupported(names: Iterable[str], found: str, next_step: str) -> UnsupportedError:
+    # The same weight of every layer, and of every expert, is one name.
+    where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names))
+    return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
+
+
+def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, dict[str, slice]]:
+    """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts."""
+    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
+    # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
+    names, numbers, ends = list(weights), {}, [0]
+    for name, weight in weights.items():
+        *lead, _ = weight.stored_shape
+        ends.append(ends[-1] + math.prod(lead))
+        numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
+    matrices: dict[str, dict[str, slice]] = defaultdict(dict)
+    for saved_name, rows in revert_weight_conversion(model, numbers).items():
+        first, count = int(rows.flatten()[0]), rows.numel() // 2
+        place = bisect.bisect_right(ends, first) - 1
+        weight = weights[names[place]]
+        N = weight.stored_shape[-2]
+        start = first - ends[place]
+        whole = torch.equal(rows.reshape(-1, 2), torch.arange(first, first + count).view(count, 1).expand(count, 2))
+        fits = count == N if weight.dim() == 2 else start // N == (start + count - 1) // N
+        if not (whole and fits and saved_name.endswith(".weight")):
+            found = "weights that their checkpoint splits, merges or reorders"
+            raise _unsupported([names[place]], found, "Quantize the model again and leave these in float.")
+        matrices[names[place]][saved_name] = slice(start, start + count)
+    return matrices
+
+
+def _put_weight(name: str, weight: QuantizedTensor, matrices: Mapping[str, slice], put: Put) -> Mapping[str, Tensor]:
+    form = weight.format.canonical
+
+    def lay_out_matrices(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        tensors = {}
+        for saved_name, rows in matrices.items():
+            codes, scale = (stored[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
+            tensors |= _name_tensors(saved_name, form, codes, scale)
+        return tensors
+
+    like = lay_out_matrices(form.empty(weight.stored_shape, weight.scale.dtype, "meta"))
+    return put(name, like, lambda: lay_out_matrices(weight.canonical().tensors))
+
+
+def _name_tensors(name: str, form: Format, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
+    """Return the tensors of one matrix of a checkpoint as they are in the layout."""
+    if _SCHEMES[form.name][2] == "float-quantized":
+        return {name: codes, f"{name}_scale": scale}
+    packed = pack(codes) if codes.dtype == torch.int8 else codes
+    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": torch.tensor(form.shape_of(codes))}
+
+
+def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:
+    """Return the configuration: a group for each format, the most frequent one for whatever is not named."""
+    modules = {n.rpartition(".")[0]: weight.format.canonical for n, weight in weights.items() if weight.dim() == 2}
+    experts = {weight.format.canonical for weight in weights.values() if weight.dim() == 3}
+    counts = Counter(modules.values())
+    formats = sorted({*modules.values(), *experts}, key=lambda form: (-counts[form], str(form)))
+    groups = {}
+    for number, form in enumerate(formats):
+        targets = ["Linear"] if number == 0 else [module for module in modules if modules[module] == form]
+        if form in experts and len(formats) > 1:
+            targets.append(f"re:{_EXPERT_MODULE}")
+        groups[f"group_{number}"] = _group(form, targets)
+    layouts = {group["format"] for group in groups.values()}
+    return {
+        "quant_method": "compressed-tensors",
+        "quantization_status": "compressed",
+        "format": layouts.pop() if len(layouts) == 1 else "mixed-precision",
+        "config_groups": groups,
+        "ignore": [name for name, module in model.named_modules() if _is_float_matrix(module)],
+        "kv_cache_scheme": None,
+        "global_compression_ratio": None,
+    }
+
+
+def _group(form: Format, targets: list[str]) -> dict[str, Any]:
+    bits, kind, layout = _SCHEMES[form.name]
+    group_size = getattr(form, "group_size", None)
+    weights = {
+        "num_bits": bits,
+        "type": kind,
+        "symmetric": True,
+        "strategy": "channel" if group_size is None else "group",
+        "group_size": group_size,
+        "dynamic": False,
+    }
+    # Without a format of its own a group is read as whatever its weights suggest.
+    return {
+        "targets": targets,
+        "weights": weights,
+        "input_activations": None,
+        "output_activations": None,
+        "format": layout,
+    }
+
+
+def _is_float_matrix(module: nn.Module) -> bool:
+    """Return whether a module multiplies by a float weight: a Linear that was left alone, or a router of experts."""
+    weight = getattr(module, "weight", None)
+    matrix = isinstance(weight, Tensor) and weight.dim() == 2
+    return matrix and not isinstance(weight, QuantizedTensor) and not isinstance(module, nn.Embedding)

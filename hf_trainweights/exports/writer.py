@@ -1,0 +1,98 @@
+"""Quantized models written in layouts that others read without this package: all files or none, shard by shard."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import split_state_dict_into_shards_factory
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.dynamic_module_utils import custom_object_save
+
+from hf_trainweights.exports import compressed_tensors
+from hf_trainweights.models.directory import copy_companions, load_saved
+from hf_trainweights.models.placeholders import Placeholders
+from hf_trainweights.models.saving import move_into_place, staged_directory, whole_state_dict
+
+
+def export_compressed_tensors(
+    model_or_directory: PreTrainedModel | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    max_shard_size: int | str = "5GB",
+) -> None:
+    """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
+
+    Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
+    bit. Beside the model itself, one weight is in memory at a time, in the layout that is written.
+
+    Args:
+        model_or_directory: A quantized model, or the directory that one was saved to; of a directory the tokenizer
+            and what else lies beside the weights is copied.
+        out: The directory to write; made if missing. Weight files that are there are removed at the end.
+        max_shard_size: Bytes of one weight file at most, or a text such as `"5GB"`.
+
+    Raises:
+        ConfigError: The directory holds no whole model of a class of Transformers, or nothing in the model is
+            quantized.
+        CorruptFileError: A weight file of the directory is damaged.
+        UnsupportedError: The layout cannot hold a weight: embeddings, weights that a layer keeps transposed (GPT-2),
+            experts that the checkpoint keeps in one tensor or that have several formats. Nothing was written.
+        SaveError: `out` cannot be written, the disk is full, or another save into it is running; what was there
+            before is untouched.
+    """
+    directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
+    model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
+    placeholders = Placeholders()
+    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model), placeholders.put)
+    target = Path(out)
+    with staged_directory(target) as staging:
+        if directory is not None:
+            copy_companions(directory, staging)
+        _write_config(model, staging, quantization_config)
+        placeholders.fill(_write_shards(tensors, staging, max_shard_size))
+        move_into_place(staging, target, variant=None, quantized=True)
+
+
+def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:
+    config = copy.deepcopy(model.config)
+    config.quantization_config = quantization_config
+    config.architectures = [type(model).__name__]
+    config.dtype = model.dtype
+    if model.is_remote_code():
+        custom_object_save(model, staging, config=config)  # pyright: ignore[reportArgumentType]  (it takes a config too)
+    config.save_pretrained(staging)
+    if model.can_generate():
+        model.generation_config.save_pretrained(staging)
+
+
+def _write_shards(tensors: Mapping[str, Tensor], staging: Path, max_shard_size: int | str) -> list[Path]:
+    """Write safetensors files, and their index where there are several.
+
+    Args:
+        tensors: By name; views are well.
+        staging: Where to.
+        max_shard_size: As for `export_compressed_tensors`.
+
+    Returns:
+        The safetensors files.
+    """
+    split = split_state_dict_into_shards_factory(
+        dict(tensors),
+        get_storage_size=lambda tensor: tensor.nbytes,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=max_shard_size,
+    )
+    for file, names in split.filename_to_tensors.items():
+        shard = {name: tensors[name].cpu().contiguous() for name in names}
+        save_file(shard, staging / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+    return [staging / file for file in split.filename_to_tensors]

@@ -1,0 +1,121 @@
+"""What tensors lie in a checkpoint, or in one file of it: their names, their values, and what they take on disk."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import load_file as load_safetensors
+from torch import Tensor
+
+from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_names, weights_problem
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.errors import ConfigError, CorruptFileError
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor of a file.
+
+    Args:
+        key: Its name: of a weight its own, of an optimizer's state `optimizer: ` and its key path.
+        tensor: Its values, memory-mapped where they lie plain; on the meta device where they were not asked for.
+        stored_bytes: What it takes on disk; None where no manifest says it.
+        file: The file.
+    """
+
+    key: str
+    tensor: Tensor
+    stored_bytes: int | None
+    file: Path
+
+
+def find_parts(path: Path) -> dict[str, list[Path]]:
+    """Returns the files that hold weights, those that a loader would open, and the one of the optimizer.
+
+    Args:
+        path: A checkpoint directory, or one file of it.
+
+    Returns:
+        `weights` and `optimizer`, those that are there, to their files.
+
+    Raises:
+        ConfigError: A directory holds neither.
+        CorruptFileError: An index or a shard of it cannot be read.
+    """
+    if path.is_file():
+        return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
+    found = {}
+    weights = [path / name for name in WEIGHT_FILES if (path / name).is_file()][:1]
+    if weights:
+        is_index = weights[0].suffix == ".json"
+        _require_readable(weights[0])
+        found["weights"] = [path / name for name in shard_names(weights[0])] if is_index else weights
+    if (path / OPTIMIZER_NAME).is_file():
+        found["optimizer"] = [path / OPTIMIZER_NAME]
+    if not found:
+        raise ConfigError(str(path), "a checkpoint with weights or an optimizer.pt", "neither", "Choose another path.")
+    return found
+
+
+def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:
+    """Yields the tensors of a file.
+
+    Args:
+        file: A safetensors or torch file, plain or encoded.
+        part: `weights` or `optimizer`.
+        values: Whether to decode an encoded file; plain ones are memory-mapped in any case.
+
+    Raises:
+        CorruptFileError: The file is damaged, or holds more than data.
+        MissingAnchorError: It was moved without the anchor it needs.
+        OSError: It cannot be read.
+    """
+    for path, tensor, stored_bytes in _read(file, values):
+        yield StoredTensor(path if part == "weights" else f"{part}: {path}", tensor, stored_bytes, file)
+
+
+def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
+    if file.suffix == ".safetensors":
+        _require_readable(file)
+        yield from ((name, tensor, tensor.nbytes) for name, tensor in load_safetensors(file).items())
+        return
+    register_anchor_directory(file.parent)
+    if not is_encoded(file):
+        # Before version 1.6 torch.save wrote no zip file, which cannot be memory-mapped.
+        is_zip = zipfile.is_zipfile(file)
+        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=is_zip), ()))
+        return
+    stored_bytes = _reported_bytes(file)
+    for path, tensor in _leaves(load_file(file, map_location=None if values else "meta"), ()):
+        # The report counts tied tensors once, under the name of the first.
+        yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
+
+
+def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:
+    if isinstance(tree, Tensor):
+        yield path_text(path), tree
+    elif isinstance(tree, dict | list | tuple):
+        for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            yield from _leaves(value, (*path, key))
+
+
+def _reported_bytes(file: Path) -> dict[str, int]:
+    if not (file.parent / MANIFEST_NAME).exists():
+        return {}
+    entry = read_manifest(file.parent).files.get(file.name)
+    return {each["path"]: each["bytes_out"] for each in entry.report.get("tensors", ())} if entry else {}
+
+
+def _require_readable(path: Path) -> None:
+    problem = weights_problem(path)
+    if problem:
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(path), "a whole file", problem, next_step)

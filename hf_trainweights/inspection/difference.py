@@ -1,0 +1,186 @@
+"""By how much two checkpoints differ, tensor by tensor: what a mode costs, or how far training has come."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.inspection.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_PIECE_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How two tensors a and b differ, as sums over their elements, so that differences add up.
+
+    Args:
+        key: The tensor's name: of a weight its own, of an optimizer's state `optimizer: ` and its key path.
+        sum_a: Sum of a.
+        sum_error: Sum of a - b.
+        squares_a: Sum of the squares of a.
+        squares_error: Sum of the squares of a - b.
+        largest: Largest |a - b|.
+        bytes_a: What a takes on disk; None where no manifest says it.
+        bytes_b: What b takes on disk; None where no manifest says it.
+        comparable: Whether shapes and dtypes are the same; the sums are 0 if not.
+    """
+
+    key: str
+    sum_a: float = 0.0
+    sum_error: float = 0.0
+    squares_a: float = 0.0
+    squares_error: float = 0.0
+    largest: float = 0.0
+    bytes_a: int | None = 0
+    bytes_b: int | None = 0
+    comparable: bool = True
+
+    @property
+    def relative_mean(self) -> float:
+        """mean(a - b) / mean(a), 0 where nothing differs."""
+        return _ratio(self.sum_error, self.sum_a)
+
+    @property
+    def relative_l2(self) -> float:
+        """|a - b| / |a| in the L2 norm, 0 where nothing differs."""
+        return _ratio(math.sqrt(self.squares_error), math.sqrt(self.squares_a))
+
+    def __add__(self, other: Difference) -> Difference:
+        names = ("sum_a", "sum_error", "squares_a", "squares_error", "bytes_a", "bytes_b")
+        pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
+        sums: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
+        largest = math.nan if math.isnan(other.largest) else max(other.largest, self.largest)
+        return replace(self, **sums, largest=largest)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON, but for NaN and infinities; errors are None where there is nothing to compare."""
+        errors = {"relative_mean": self.relative_mean, "relative_l2": self.relative_l2, "largest": self.largest}
+        shown = errors if self.comparable else dict.fromkeys(errors)
+        return {"key": self.key, **shown, "bytes_a": self.bytes_a, "bytes_b": self.bytes_b}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What comparing two checkpoints showed.
+
+    Args:
+        tensors: One entry per key that both have, weights first.
+        totals: Over all weights, and over all of the optimizer's states.
+        problems: Keys, shapes and dtypes that one has and the other has not, as sentences.
+    """
+
+    tensors: tuple[Difference, ...]
+    totals: tuple[Difference, ...]
+    problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns it as JSON, but for NaN and infinities."""
+        tensors, totals = ([each.to_dict() for each in part] for part in (self.tensors, self.totals))
+        return {"tensors": tensors, "totals": totals, "problems": list(self.problems)}
+
+
+def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
+    """Compares the weights and the optimizer's states of two checkpoints, each plain or small.
+
+    Args:
+        a: A checkpoint directory, or one file of it.
+        b: What it is compared with.
+
+    Returns:
+        The differences.
+
+    Raises:
+        ConfigError: A directory holds neither.
+        CorruptFileError: A file is damaged, or holds more than data.
+        MissingAnchorError: A checkpoint was moved without the anchor it needs.
+        OSError: A file cannot be read.
+
+    Example:
+        >>> compare_checkpoints("runs/a/checkpoint-100", "runs/b/checkpoint-100").totals  # doctest: +SKIP
+    """
+    files = find_parts(Path(a)), find_parts(Path(b))
+    # One part after the other: only one is in memory.
+    parts = (
+        (part, _read(files[0].get(part, []), part), _read(files[1].get(part, []), part))
+        for part in dict.fromkeys([*files[0], *files[1]])
+    )
+    return compare_tensors(parts, (str(a), str(b)))
+
+
+def compare_tensors(
+    parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
+) -> Comparison:
+    """Compares tensors by their keys.
+
+    Args:
+        parts: What totals are made of: its name, and the tensors a and b in it.
+        names: What problems call a and b.
+
+    Returns:
+        The differences; quantized tensors by the float values that they stand for.
+
+    Raises:
+        CorruptFileError: A quantized tensor does not fit its format.
+    """
+    tensors: list[Difference] = []
+    totals: list[Difference] = []
+    problems: list[str] = []
+    for part, of_a, of_b in parts:
+        problems += [f"{key} is only in {names[0]}" for key in of_a if key not in of_b]
+        problems += [f"{key} is only in {names[1]}" for key in of_b if key not in of_a]
+        found = [_difference(key, of_a[key], of_b[key]) for key in of_a if key in of_b]
+        problems += [f"{each.key} has another shape or dtype" for each in found if not each.comparable]
+        tensors += found
+        totals.append(sum(found, Difference(f"all of {part}")))
+    return Comparison(tuple(tensors), tuple(totals), tuple(problems))
+
+
+def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:
+    return {stored.key: stored for file in files for stored in read_tensors(file, part)}
+
+
+def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
+    total = Difference(key, bytes_a=a.stored_bytes, bytes_b=b.stored_bytes)
+    if a.tensor.shape != b.tensor.shape or a.tensor.dtype != b.tensor.dtype:
+        return replace(total, comparable=False)
+    pieces = (_dense(each.tensor).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
+    for piece_a, piece_b in zip(*pieces, strict=True):
+        if piece_a.numel():
+            total += _piece_difference(_as_float64(piece_a), _as_float64(piece_b))
+    return total
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+
+
+def _piece_difference(a: Tensor, b: Tensor) -> Difference:
+    # Without this, infinities and NaN at the same place would differ.
+    same = (a == b) | (a.isnan() & b.isnan())
+    error = torch.where(same, 0.0, a - b)
+    return Difference(
+        "",
+        sum_a=a.sum().item(),
+        sum_error=error.sum().item(),
+        squares_a=a.square().sum().item(),
+        squares_error=error.square().sum().item(),
+        largest=error.abs().max().item(),
+    )
+
+
+def _as_float64(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
+
+
+def _ratio(part: float, whole: float) -> float:
+    if part == 0:
+        return 0.0
+    return part / whole if whole else math.inf

@@ -1,0 +1,42 @@
+"""By how much two saved models differ, weight by weight, quantized or not: what quantizing costs each of them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hf_trainweights.inspection.contents import StoredTensor
+from hf_trainweights.inspection.difference import Comparison, compare_tensors
+from hf_trainweights.models.directory import load_saved
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+
+def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+    """Compares the weights of two saved models, each as Transformers loads it.
+
+    So names are those of the modules, experts are merged in both, and tied weights count once.
+
+    Args:
+        a: Directory or Hub id of a model, float or quantized.
+        b: What it is compared with.
+
+    Returns:
+        The differences; bytes are those of the stored tensors.
+
+    Raises:
+        ConfigError: One is of no class of Transformers, or lacks weights.
+        CorruptFileError: A file is damaged.
+
+    Example:
+        >>> compare_models("models/llama", "models/llama-int4").totals  # doctest: +SKIP
+    """
+    return compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
+
+
+def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    found: dict[int, StoredTensor] = {}
+    for name, tensor in load_saved(source).state_dict(keep_vars=True).items():
+        stored_bytes = tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes
+        # A tied weight is one object under several names.
+        found.setdefault(id(tensor), StoredTensor(name, tensor, stored_bytes, Path(source)))
+    return {stored.key: stored for stored in found.values()}

@@ -1,0 +1,1 @@
+"""A quantized Transformers model, from `from_pretrained` to the Hub."""

@@ -1,0 +1,182 @@
+"""Saved models as directories: loaded as the class that saved them, quantized from one directory into another.
+
+Nothing here reads a whole file. The source's shards are memory-mapped, and each weight is quantized as it is read: what
+is needed is memory for the quantized model and one weight of the source.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from huggingface_hub import snapshot_download
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from hf_trainweights.errors import ConfigError, TrainWeightsError
+from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.selection import Summary
+
+# What a quantized copy has its own of, and what only the float model or its training needs.
+_LEFT_BEHIND = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
+    *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
+)
+# The only folder of files that a tokenizer or processor has.
+_FOLDERS = ("additional_chat_templates",)
+
+
+def quantize_directory(
+    source: str | os.PathLike[str], out: str | os.PathLike[str], config: TrainWeightsConfig
+) -> Summary:
+    """Quantizes a saved model into another directory, with its tokenizer, processor and generation configuration.
+
+    The weights are those of `from_pretrained(source, dtype="auto", quantization_config=config)` of the class that the
+    model was saved as, written by `save_pretrained(out)`. The source stays as it is.
+
+    Args:
+        source: Directory or Hub id of a float model.
+        out: A new or empty directory.
+        config: Which weights to quantize, and to which format.
+
+    Returns:
+        What was quantized and what was left alone.
+
+    Raises:
+        ConfigError: `out` is not empty; the model is quantized already, is of no class of Transformers, or lacks
+            weights; or nothing would be quantized.
+        CorruptFileError: A file of the source is damaged.
+        QuantizationError: A weight holds NaN or Inf.
+        SaveError: `out` cannot be written.
+        OSError: A file cannot be read or copied.
+
+    Example:
+        >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
+    """
+    out = Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
+    saved = _read_config(source)
+    if getattr(saved, "quantization_config", None) is not None:
+        next_step = "Quantize the float model it was made from, or call model.dequantize() and save that."
+        raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
+    model = load_saved(source, quantization_config=config)
+    try:
+        copy_companions(source, out)
+        model.save_pretrained(out)
+    except BaseException:
+        # It was new or empty, so all that is there is ours.
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    quantizer: Any = model.hf_quantizer
+    return quantizer.summary()
+
+
+def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
+    """Loads a saved model as the class that its config.json names, with the dtypes it was saved in, and all of it.
+
+    Args:
+        source: Directory or Hub id of a model, float or quantized.
+        options: Further arguments of `from_pretrained`.
+
+    Returns:
+        The model; its weights are views of the memory-mapped files wherever nothing has to be converted.
+
+    Raises:
+        ConfigError: It is of no class of Transformers, or lacks weights.
+        CorruptFileError: A file is damaged.
+        TrainWeightsError: What quantizing on the fly raises.
+
+    Example:
+        >>> load_saved("models/llama-int4").device  # doctest: +SKIP
+        device(type='cpu')
+    """
+    saved = _read_config(source)
+    name, cls = _saved_class(saved)
+    if cls is None:
+        next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
+        raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
+    try:
+        model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True, **options)
+    except TrainWeightsError:
+        raise
+    except (OSError, ValueError, RuntimeError) as error:
+        raise _cannot_load(source, error) from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        next_step = "Transformers would start these from random numbers. Save the whole model."
+        raise ConfigError(str(source), f"weights for all of {name}", f"none for {missing}", next_step)
+    return model
+
+
+def parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
+    """Tells the parameters of a saved model from its buffers by its config.json; no weight is read.
+
+    Args:
+        directory: A saved model or a Trainer's checkpoint.
+
+    Returns:
+        Names of the parameters, tied ones under each of theirs; None without a config.json that names a class of
+        Transformers.
+
+    Raises:
+        Nothing that a whole config.json causes.
+
+    Example:
+        >>> parameter_names("out/checkpoint-500")  # doctest: +SKIP
+        {'lm_head.weight', 'model.embed_tokens.weight', ...}
+    """
+    try:
+        saved = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError):
+        return None
+    _, cls = _saved_class(saved)
+    if cls is None:
+        return None
+    with torch.device("meta"):
+        return {name for name, _ in cls(saved).named_parameters(remove_duplicate=False)}
+
+
+def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
+    """Copies what lies beside the weights of a model: tokenizer, processor, licence, generation configuration.
+
+    Args:
+        source: Directory or Hub id of a model.
+        out: Where to; made if missing.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    folder = Path(source)
+    if not folder.is_dir():
+        snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
+        folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
+    out.mkdir(parents=True, exist_ok=True)
+    for path in sorted(folder.iterdir()):
+        if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _LEFT_BEHIND):
+            shutil.copyfile(path, out / path.name)
+        elif path.is_dir() and path.name in _FOLDERS:
+            shutil.copytree(path, out / path.name)
+
+
+def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise _cannot_load(source, error) from error
+
+
+def _saved_class(saved: PretrainedConfig) -> tuple[str, Any]:
+    """Return the name of the class that a model was saved as, and the class; None if Transformers has none such."""
+    name = next(iter(saved.architectures or ()), "none")
+    return name, getattr(transformers, name, None)
+
+
+def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:
+    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
+    return ConfigError(str(source), "a model that Transformers loads", reason, next_step)

@@ -1,0 +1,395 @@
+"""save_pretrained and push_to_hub of a quantized model: both serializations, all or nothing.
+
+Transformers 5 writes safetensors only. So its own save_pretrained writes into a temporary directory beside the old
+files. Weights that a kernel holds in a layout of its own are then written into the shards one by one, each shard is
+rewritten as a `.bin` of the same plain tensors where that is asked for, and every file is renamed into place. A file
+that is memory-mapped by the very model that is saved is replaced, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import errno
+import inspect
+import json
+import os
+import shutil
+import tempfile
+import types
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from huggingface_hub import CommitInfo
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.integrations.accelerate import load_offloaded_parameter
+
+from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.files.digests import digests_name, write_digests
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.hub import Push, begin_push
+from hf_trainweights.models.placeholders import Placeholders
+from hf_trainweights.models.stored_weights import align_int8, is_weight_file
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import flatten_state_dict
+
+try:
+    import fcntl
+except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
+    fcntl = None
+
+
+class _Save(NamedTuple):
+    """What one save hands to the quantizer, past Transformers.
+
+    Args:
+        state_dict: What to save; the model's own if None. For a quantized model Transformers drops it.
+        placeholders: For tensors that are to be made after the file is there; None to make them at once.
+    """
+
+    state_dict: Mapping[str, Any] | None = None
+    placeholders: Placeholders | None = None
+
+
+_SAVE: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_Save())  # noqa: B039  (immutable)
+# The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
+_SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
+
+
+def attach_saving(model: PreTrainedModel) -> None:
+    """Give one model the save_pretrained and push_to_hub of this module; the class stays as it is.
+
+    Args:
+        model: A quantized model.
+    """
+    for function in (save_pretrained, push_to_hub, get_memory_footprint):
+        setattr(model, function.__name__, types.MethodType(function, model))
+
+
+def save_pretrained(
+    self: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    *args: Any,
+    safe_serialization: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
+
+    Args:
+        self: The model.
+        save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
+        args: As for Transformers.
+        safe_serialization: False for `pytorch_model.bin`; None or True for safetensors.
+        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ... With `push_to_hub=True` also
+            `repo_id` (default: the directory's name) and the other arguments of `model.push_to_hub`.
+
+    Raises:
+        SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
+            there before is untouched. Or the upload failed, after the files were written.
+        Exception: What the Hub's client refuses, before anything is written; see `push_to_hub`.
+        UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
+    """
+    # Not the signature of the model's own class: some classes override it with *args.
+    given = _SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments
+    options = {**given, **kwargs}
+    del options["self"], options["save_directory"]
+    safe = safe_serialization is None or safe_serialization
+    if options.get("distributed_checkpoint") and not safe:
+        raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
+    # Other processes write nothing, or only their own part: they must not hold the directory.
+    if options.get("distributed_checkpoint") or not options.get("is_main_process", True):
+        type(self).save_pretrained(self, save_directory, **options)
+        return
+    directory = Path(save_directory)
+    push = None
+    if options.pop("push_to_hub", False):
+        push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
+        push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
+        push = begin_push(**push_options)
+    _save(self, directory, safe, options, push)
+
+
+def push_to_hub(
+    self: PreTrainedModel,
+    repo_id: str,
+    *,
+    safe_serialization: bool = True,
+    max_shard_size: int | str = "50GB",
+    **kwargs: Any,
+) -> CommitInfo:
+    """Push a quantized model to the Hub, in either serialization, with a model card.
+
+    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit.
+
+    Args:
+        self: The model.
+        repo_id: Name of the repository; it is made if missing.
+        safe_serialization: False for `pytorch_model.bin`.
+        max_shard_size: As for `save_pretrained`.
+        kwargs: As for Transformers: `private`, `token`, `revision` (a branch, made if missing), `create_pr`, `tags`,
+            `commit_message`, `commit_description`.
+
+    Returns:
+        The commit, a string with its URL.
+
+    Raises:
+        SaveError: The upload failed, or the files could not be written before it.
+        Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
+            cannot be one, `HfHubHTTPError` without a token that may write there.
+    """
+    push = begin_push(repo_id, **kwargs)
+    with tempfile.TemporaryDirectory() as directory:
+        commit = _save(self, Path(directory), safe_serialization, {"max_shard_size": max_shard_size}, push)
+    assert commit is not None
+    return commit
+
+
+def _save(
+    model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push: Push | None
+) -> CommitInfo | None:
+    """Save a model and, if there is a push, upload what was saved."""
+    variant = options.get("variant")
+    card = None
+    placeholders = Placeholders()
+    with staged_directory(directory) as staging:
+        # A class with a save_pretrained of its own might write them into files that are not looked into below.
+        usual = type(model).save_pretrained is PreTrainedModel.save_pretrained
+        with _handed(_Save(options.get("state_dict"), placeholders if usual else None)):
+            type(model).save_pretrained(model, staging, **options)
+        shards = [file for file in sorted(staging.iterdir()) if is_weight_file(file.name, variant)]
+        if shards:  # Adapters alone, or another rank's share, hold none of what was put in.
+            placeholders.fill(file for file in shards if file.suffix == ".safetensors")
+        if not safe:
+            _rewrite_as_bin(staging)
+        weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
+        for name in weights:
+            if name.endswith(".safetensors"):
+                align_int8(staging / name)
+        quantized = hasattr(model, "hf_quantizer")
+        if weights and quantized:
+            write_digests(staging, weights, variant)
+        if push is not None:
+            card = _write_card(model, push, directory, staging)
+        saved = move_into_place(staging, directory, variant, quantized)
+    if push is None or card is None:
+        return None
+    stale = (name for name in push.present if weights and _is_replaced(name, variant))
+    return push.commit(directory, saved, card, remove=stale)
+
+
+def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Path) -> str:
+    """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
+    local = directory / CARD_NAME
+    beside = local.read_bytes().decode() if local.is_file() else None
+    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
+    tags = [*(model.model_tags or ()), *push.tags]
+    card = with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
+    if beside is None or is_generated(beside):
+        (staging / CARD_NAME).write_bytes(card.encode())
+    return card
+
+
+@contextlib.contextmanager
+def _handed(save: _Save) -> Iterator[None]:
+    """Hand something to the quantizer, past Transformers."""
+    token = _SAVE.set(save)
+    try:
+        yield
+    finally:
+        _SAVE.reset(token)
+
+
+def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes that the model holds, quantized weights by their stored tensors.
+
+    Args:
+        self: The model.
+        return_buffers: Whether to count buffers.
+    """
+    parameters = sum(
+        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size() for p in self.parameters()
+    )
+    return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)
+
+
+def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
+    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        default: The format that the model's configuration names.
+
+    Returns:
+        Names to tensors. Where a kernel's private layout holds a weight they are copies, or within a save of this
+        module placeholders.
+    """
+    save = _SAVE.get()
+    state_dict = whole_state_dict(model, save.state_dict)
+    if save.placeholders is not None:
+        for name, tensor in state_dict.items():
+            if isinstance(tensor, QuantizedTensor):
+                state_dict[name] = save.placeholders.stand_in(name, tensor)
+    return flatten_state_dict(state_dict, default)
+
+
+def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        given: The state dict to start from; the model's own if None.
+    """
+    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            state_dict[name] = load_offloaded_parameter(model, name)
+    for name, source in model.all_tied_weights_keys.items():
+        if _is_same(state_dict.get(name), state_dict.get(source)):
+            del state_dict[name]
+    return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
+
+
+def _is_same(tensor: object, other: object) -> bool:
+    """Return whether two entries of a state dict are one weight."""
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or type(tensor) is not type(other):
+        return False
+    return tensor.data_ptr() == other.data_ptr()
+
+
+@contextlib.contextmanager
+def staged_directory(directory: Path) -> Iterator[Path]:
+    """Yield a directory to write into, on the same file system; remove it at the end, whatever happens.
+
+    Args:
+        directory: Where the files are to go; made if missing, and held against another save.
+
+    Raises:
+        SaveError: It cannot be written, or another save into it is running; what was there before is untouched.
+    """
+    with _typed_errors(directory):
+        directory.mkdir(parents=True, exist_ok=True)
+        with _lock(directory):
+            staging = Path(tempfile.mkdtemp(prefix="_trainweights-", dir=directory))
+            try:
+                yield staging
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _typed_errors(directory: Path) -> Iterator[None]:
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        expected, next_step = "a directory that can be written to", "Check its permissions, or choose another one."
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            expected, next_step = "enough free disk space", "Free some space, or choose another directory."
+        elif error.errno in {errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
+            expected, next_step = "a directory of files", "Choose another name, or remove what is in the way."
+        raise SaveError(str(directory), expected, str(error), f"Nothing was changed there. {next_step}") from error
+    except Exception as error:
+        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
+        if type(error).__module__.startswith("safetensors"):
+            raise SaveError(
+                str(directory), "to write the weights", str(error), "Nothing was changed there. Check the free space."
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _lock(directory: Path) -> Iterator[None]:
+    """Hold the directory for one save; the system lets go of it if the process dies."""
+    if fcntl is None:
+        yield
+        return
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise SaveError(
+                str(directory), "one save at a time", "another save into it running", "Wait, or use another directory."
+            ) from error
+        except OSError:
+            pass  # A file system without locks, such as Lustre with its defaults: as on Windows.
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _rewrite_as_bin(staging: Path) -> None:
+    """Replace each model*.safetensors file, and the index, by its `.bin` twin."""
+    for file in sorted(staging.glob("model*.safetensors")):
+        with safe_open(file, framework="pt") as shard:
+            # Mapped, not copied: a shard may be larger than the free memory.
+            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
+        # Through an open file: torch.save writes the name of a path into the bytes.
+        with (staging / _bin_name(file.name)).open("wb") as stream:
+            torch.save(tensors, stream)
+        file.unlink()
+    for file in sorted(staging.glob("model.safetensors.index*.json")):
+        index = json.loads(file.read_text(encoding="utf-8"))
+        index["weight_map"] = {name: _bin_name(shard) for name, shard in index["weight_map"].items()}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (staging / _bin_name(file.name)).write_text(text, encoding="utf-8")
+        file.unlink()
+
+
+def _bin_name(name: str) -> str:
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
+
+
+def _is_replaced(name: str, variant: str | None) -> bool:
+    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it."""
+    return is_weight_file(name, variant) or name == digests_name(variant)
+
+
+def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> list[str]:
+    """Rename every file into place and remove what earlier saves left of the weights.
+
+    Args:
+        staging: What `staged_directory` yielded.
+        directory: Where the files go.
+        variant: Of which weight files; None for those without one.
+        quantized: Whether the weights need the new config.json to be read.
+
+    Returns:
+        The paths of the files, relative to the directory.
+
+    Raises:
+        IsADirectoryError: A directory has the name of a file; nothing was moved.
+    """
+    files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
+    for file in files:
+        if (directory / file).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(file))
+    weights = [file for file in files if _is_replaced(file.name, variant)]
+    # An index comes after its shards, and digests after what they vouch for.
+    weights.sort(key=lambda file: (file.name == digests_name(variant), file.suffix == ".json"))
+    others = [file for file in files if file not in weights]
+    # Quantized weights beside the config.json of a float model load as random ones with but a warning, so at no moment
+    # may these two lie there together. Any other mixture gives an error or the old weights.
+    if quantized:
+        _move(others, staging, directory)
+    _move(weights, staging, directory)
+    if weights:
+        for old in directory.iterdir():
+            if old.is_file() and _is_replaced(old.name, variant) and Path(old.name) not in weights:
+                old.unlink()
+    if not quantized:
+        _move(others, staging, directory)
+    return [file.as_posix() for file in files]
+
+
+def _move(files: list[Path], staging: Path, directory: Path) -> None:
+    for file in files:
+        target = directory / file
+        target.parent.mkdir(parents=True, exist_ok=True)
+        os.replace(staging / file, target)

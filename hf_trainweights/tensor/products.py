@@ -1,0 +1,180 @@
+"""Products of activations with quantized weights: by a kernel where there is one, dequantizing blocks where not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_trainweights import kernels
+from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.tensor.quantized_tensor import SHORTCUTS, QuantizedTensor, compute_dequantized
+
+aten = torch.ops.aten
+
+# Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache and are reused from block to
+# block, where a whole float weight of 32 MB or more is mapped, page by page, and given back at every product.
+BLOCK_ELEMENTS = 1 << 20
+
+
+# Stored tensors, format and shape `[N, K]` of one weight.
+Expert = tuple[dict[str, Tensor], Format, tuple[int, ...]]
+
+
+def multiply(
+    x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
+    """Return `F.linear(x, weight, bias)` of the weight that stored tensors stand for.
+
+    Args:
+        x: Float `[*, K]`, of the dtype that the weight shows.
+        tensors: Its stored tensors.
+        form: Their format.
+        shape: `[N, K]`.
+        bias: `[N]` or None.
+
+    Returns:
+        A new tensor `[*, N]` of the dtype of `x`.
+    """
+    out = kernels.linear(x, tensors, form, bias)
+    if out is not None:
+        return out
+    if not is_plain(x):
+        return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
+    N, K = shape
+    dtype = product_dtype(x.dtype, x.numel() // max(1, K)) if x.device.type == "cpu" else x.dtype
+    given, shift = x.to(dtype), None if bias is None else bias.to(dtype)
+    rows = max(1, BLOCK_ELEMENTS // max(1, K))
+    if rows >= N:
+        return F.linear(given, form.dequantize(tensors, shape, dtype), shift).to(x.dtype)
+    blocks = [{name: tensor[i : i + rows] for name, tensor in tensors.items()} for i in range(0, N, rows)]
+    weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
+    out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
+    return (out if shift is None else out.add_(shift)).to(x.dtype)
+
+
+def is_plain(*tensors: Tensor | None) -> bool:
+    """Return whether all tensors have values: none is one that a compiler traces with, or a subclass of another kind.
+
+    Args:
+        tensors: Tensors, or None for one that is not there.
+    """
+    for tensor in tensors:
+        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return False
+    return True
+
+
+def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
+    """Return whether x is a float tensor with K along its last dimension, and the weight a quantized one to match."""
+    return (
+        isinstance(weight, QuantizedTensor)
+        and not isinstance(x, QuantizedTensor)
+        and weight.transposed == transposed
+        and x.dtype == weight.dtype
+        and x.dim() > 0
+        and x.shape[-1] == weight.stored_shape[-1]
+    )
+
+
+def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
+    """Return whether the weight is a quantized matrix, and x and the bias are of its sizes."""
+    fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
+    return fits and (bias is None or bias.shape == weight.shape[:1])
+
+
+def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
+    if _takes(x, weight, bias):
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+    return compute_dequantized(func, x, weight, bias)
+
+
+def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
+    """Multiply with the transpose of a stored matrix, the form in which F.linear arrives below autograd."""
+    if weight.dim() == 2 and _fits(x, weight, transposed=True):
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape)
+    return compute_dequantized(func, x, weight)
+
+
+def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
+    if not factors and _fits(x, weight, transposed=True) and bias.shape == weight.shape[1:]:
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+    return compute_dequantized(func, bias, x, weight, **factors)
+
+
+def _bmm(func: Any, first: Any, second: Any) -> Tensor:
+    """Multiply expert by expert: no float weight of a whole layer is made."""
+    if is_plain(first) and _fits(first, second, transposed=True):
+        return torch.stack([_times(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
+    if is_plain(second) and _fits(second.mT, first, transposed=False):
+        return torch.stack([_times(x.t(), expert).t() for x, expert in zip(second, _experts(first), strict=True)])
+    return compute_dequantized(func, first, second)
+
+
+def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
+    """Multiply the rows of each expert with it; an expert without rows is not touched."""
+    fits = x.dim() == 2 and weight.dim() == 3 and _fits(x, weight, transposed=True)
+    if not fits or offs is None or others or not is_plain(x, offs):
+        return compute_dequantized(func, x, weight, offs, **others)
+    out, ends = x.new_zeros(x.shape[0], weight.shape[-1]), offs.tolist()
+    for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
+        if end > start:
+            out[start:end] = _times(x[start:end], _expert(weight, index))
+    return out
+
+
+def _expert(weight: QuantizedTensor, index: int) -> Expert:
+    return {name: tensor[index] for name, tensor in weight.tensors.items()}, weight.format, weight.stored_shape[1:]
+
+
+def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
+    return (_expert(weight, index) for index in range(weight.stored_shape[0]))
+
+
+def _times(x: Tensor, expert: Expert) -> Tensor:
+    return multiply(x, *expert)
+
+
+PRODUCTS: dict[Any, Callable[..., Any]] = {
+    aten.linear.default: _linear,
+    aten.matmul.default: _matmul,
+    aten.mm.default: _matmul,
+    aten.addmm.default: _addmm,
+    aten.bmm.default: _bmm,
+    aten._grouped_mm.default: _grouped_mm,
+    aten.baddbmm.default: compute_dequantized,
+}
+
+
+def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
+    """Multiply without the way through the dispatcher, which costs as much as the product of one token.
+
+    Only where nothing else wants to see the product: autograd, autocast, a transform or a mode that watches ops.
+    """
+    watched = (
+        torch.is_grad_enabled()
+        or type(weight) is not QuantizedTensor
+        or not is_plain(x, bias)
+        or torch._C._is_any_autocast_enabled()
+        or torch._C._len_torch_dispatch_stack() != 0
+        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+    if watched:
+        return NotImplemented
+    known = weight.few_rows
+    if known is None or known[0] is not weight.qdata:
+        known = weight.few_rows = weight.qdata, kernels.few_rows(weight.tensors, weight.format, weight.dtype)
+    multiply_few = known[1]
+    if multiply_few is not None and _takes(x, weight, bias):
+        out = multiply_few(x, bias)
+        if out is not None:
+            return out
+    return _linear(F.linear, x, weight, bias)
+
+
+SHORTCUTS[F.linear] = _linear_at_once

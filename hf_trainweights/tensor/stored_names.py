@@ -1,0 +1,205 @@
+"""Quantized weights as flat plain tensors, the way they lie in a file, and back.
+
+The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and, where
+its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
+transposed flag as JSON in a uint8 tensor. The leading underscore keeps Transformers' renaming patterns off.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats.base import Format
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+FORMAT_SUFFIX = "format"
+TENSOR_SUFFIXES = tuple(sorted({name for form in FORMATS.values() for name in form.tensor_names}))
+
+_STORED_NAME = re.compile(
+    rf"(?P<module>.*\.|)_(?P<parameter>\w+)_(?P<suffix>{'|'.join((*TENSOR_SUFFIXES, FORMAT_SUFFIX))})"
+)
+
+
+def stored_name(parameter_name: str, suffix: str) -> str:
+    """Return the name under which one stored tensor of a weight lies in a file.
+
+    Args:
+        parameter_name: Full name of the weight.
+        suffix: `qdata`, `scale`, ... or `format`.
+
+    Example:
+        >>> stored_name("layers.0.q_proj.weight", "scale")
+        'layers.0.q_proj._weight_scale'
+    """
+    module, dot, parameter = parameter_name.rpartition(".")
+    return f"{module}{dot}_{parameter}_{suffix}"
+
+
+def parse_stored_name(name: str) -> tuple[str, str] | None:
+    """Return weight name and suffix of a stored tensor's name, or None if it is not one.
+
+    Args:
+        name: A name as it lies in a file.
+
+    Example:
+        >>> parse_stored_name("layers.0.q_proj._weight_scale")
+        ('layers.0.q_proj.weight', 'scale')
+    """
+    match = _STORED_NAME.fullmatch(name)
+    return (match["module"] + match["parameter"], match["suffix"]) if match else None
+
+
+def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[str, Tensor]:
+    """Return the plain tensors that stand for one weight in a file.
+
+    Args:
+        name: Full name of the weight.
+        weight: The weight.
+        default: The format that the model's configuration names.
+
+    Returns:
+        The weight's stored tensors in its canonical format by their names in a file: its own, or copies where a
+        kernel's private layout holds it.
+    """
+    weight = weight.canonical()
+    flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
+    if _needs_format(weight, default):
+        config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
+        text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
+        flat[stored_name(name, FORMAT_SUFFIX)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+    return flat
+
+
+def _needs_format(weight: QuantizedTensor, default: Format) -> bool:
+    return weight.format.canonical != default or weight.transposed
+
+
+def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, default: Format) -> QuantizedTensor:
+    """Return the weight that plain tensors of a file stand for.
+
+    Args:
+        name: Full name of the weight, for errors.
+        tensors: Its stored tensors by suffix; kept, not copied.
+        dtype: Float dtype that the weight shows.
+        default: The format that the model's configuration names.
+
+    Raises:
+        CorruptFileError: A tensor is missing, or has a shape, dtype or content that does not fit.
+    """
+    tensors = dict(tensors)
+    form, transposed = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
+    qdata = tensors.get("qdata")
+    if qdata is None or qdata.dim() < 2:
+        found = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
+        raise CorruptFileError(
+            name, "qdata of at least 2 dimensions", found, "The file is damaged; save it again from the source."
+        )
+    shape = form.shape_of(qdata)
+    form.check(tensors, shape, name)
+    return QuantizedTensor(tensors, form, shape, dtype, transposed)
+
+
+def _read_format(name: str, encoded: Tensor | None, default: Format) -> tuple[Format, bool]:
+    if encoded is None:
+        return default, False
+    try:
+        config = json.loads(bytes(encoded.cpu().tolist()))
+        transposed = config.pop("transposed", False)
+        return get_format(config), transposed is True
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise CorruptFileError(
+            stored_name(name, FORMAT_SUFFIX),
+            f"JSON that names one of the formats {', '.join(FORMATS)}",
+            f"{encoded.numel()} bytes that do not ({error})",
+            "The file is damaged or was written by a newer version of hf_trainweights.",
+        ) from error
+
+
+def flatten_state_dict(state_dict: Mapping[str, Any], default: Format) -> dict[str, Any]:
+    """Return a state dict in which every quantized weight is replaced by its plain tensors, in place of order.
+
+    Args:
+        state_dict: Names to tensors, some of them quantized.
+        default: The format that the model's configuration names.
+
+    Returns:
+        A new dict of the same tensors.
+    """
+    flat: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        flat |= flatten_weight(name, tensor, default) if isinstance(tensor, QuantizedTensor) else {name: tensor}
+    return flat
+
+
+def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the stored tensors of each quantized weight: weight name to suffix to value.
+
+    Args:
+        names: What lies in a file, by name; names that are not of a quantized weight are left out.
+
+    Example:
+        >>> group_stored({"a._weight_qdata": 1, "a._weight_scale": 2, "a.bias": 3})
+        {'a.weight': {'qdata': 1, 'scale': 2}}
+    """
+    groups: dict[str, dict[str, Any]] = defaultdict(dict)
+    for name, value in names.items():
+        if parsed := parse_stored_name(name):
+            groups[parsed[0]][parsed[1]] = value
+    return dict(groups)
+
+
+class FoldStoredTensors:
+    """A load_state_dict pre-hook by which a quantized model takes the flat tensors of its own files.
+
+    Trainer resumes by `model.load_state_dict(flat, strict=False)`, shard by shard, and would otherwise load nothing
+    of a quantized weight and only warn. What is not complete yet is kept for the next shard.
+
+    Args:
+        default: The format that the model's configuration names.
+    """
+
+    def __init__(self, default: Format):
+        self.default = default
+        self.pending: dict[str, dict[str, Tensor]] = defaultdict(dict)
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
+        """Replace the stored tensors of each complete weight by the weight.
+
+        Args:
+            module: The quantized model.
+            state_dict: What is loaded; changed in place.
+            prefix: Where the model stands in the module that loads.
+        """
+        for key in [key for key in state_dict if key.startswith(prefix)]:
+            parsed = parse_stored_name(key.removeprefix(prefix))
+            weight = _parameter(module, parsed[0]) if parsed else None
+            if parsed and isinstance(weight, QuantizedTensor):
+                self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
+        for name, tensors in list(self.pending.items()):
+            weight = _parameter(module, name)
+            if isinstance(weight, QuantizedTensor) and _stored_suffixes(weight, self.default) <= tensors.keys():
+                folded = unflatten_weight(name, tensors, weight.dtype, self.default)
+                state_dict[prefix + name] = folded.map(lambda stored, device=weight.device: stored.to(device))
+                del self.pending[name]
+
+
+def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
+    """Return what `flatten_weight` stores of a weight."""
+    return {*weight.format.canonical.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
+
+
+def _parameter(module: nn.Module, name: str) -> Tensor | None:
+    owner, _, leaf = name.rpartition(".")
+    try:
+        return getattr(module.get_submodule(owner), leaf, None)
+    except AttributeError:
+        return None

@@ -1,0 +1,291 @@
+import json
+import math
+import os
+
+import pytest
+
+from hf_trainweights.checkpoint.directory.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    is_safe_name,
+    read_manifest,
+    require_intact,
+    require_json,
+    verify_checkpoint,
+    write_manifest,
+)
+from hf_trainweights.errors import ConfigError, CorruptFileError
+
+SHA256 = "0" * 64
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    """A directory of three files with a manifest over them."""
+    directory = tmp_path / "checkpoint-7"
+    (directory / "sub").mkdir(parents=True)
+    contents = {"pytorch_model.bin": b"weights", "optimizer.pt": b"moments", "sub/more.bin": b"more"}
+    for name, content in contents.items():
+        (directory / name).write_bytes(content)
+    entries = {name: FileEntry.of(directory / name) for name in contents}
+    write_manifest(directory, Manifest(entries, "lossless", step=7, metrics={"loss": 2.5}))
+    return directory
+
+
+def signed(**changes):
+    """A manifest whose digest is right and whose content is `changes`."""
+    manifest = Manifest({"a": FileEntry(1, SHA256)}, "lossless")
+    for name, value in changes.items():
+        object.__setattr__(manifest, name, value)
+    return manifest.to_bytes()
+
+
+def test_manifest_comes_back_as_it_was_written(tmp_path):
+    report = {"tensors": [{"name": "w", "bound": 1e-7, "params": {"step": 0.1}}], "anchor": SHA256}
+    manifest = Manifest(
+        files={"pytorch_model.bin": FileEntry(12, SHA256, report), "sub/ä.bin": FileEntry(0, SHA256)},
+        mode="compact",
+        step=10**12,
+        epoch=1.1,
+        metrics={"loss": -math.inf, "ok": True, "text": "\u2028"},
+        metadata={"nested": [1, [None, {"a": 0.1}]]},
+        anchor={"sha256": SHA256, "saves": 3},
+    )
+    write_manifest(tmp_path, manifest)
+    assert read_manifest(tmp_path) == manifest
+
+
+def test_metrics_may_be_nan(tmp_path):
+    write_manifest(tmp_path, Manifest({}, "lossless", metrics={"loss": math.nan}))
+    assert math.isnan(read_manifest(tmp_path).metrics["loss"])
+
+
+def test_versions_and_time_are_recorded(tmp_path):
+    write_manifest(tmp_path, Manifest({}, "lossless"))
+    written = json.loads((tmp_path / MANIFEST_NAME).read_text())
+    assert written["torch_version"]
+    assert written["package_version"]
+    assert written["created"].endswith("+00:00")
+
+
+def manifest_is_refused(directory):
+    try:
+        read_manifest(directory)
+    except CorruptFileError as error:
+        return MANIFEST_NAME in str(error)
+    return False
+
+
+def each_flipped_bit(path):
+    """Flips one bit of a file after the other, in place, and yields which."""
+    content = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for position in range(8 * len(content)):
+            byte = content[position // 8]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << position % 8]), position // 8)
+            yield position
+            os.pwrite(file.fileno(), bytes([byte]), position // 8)
+
+
+def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
+    (tmp_path / MANIFEST_NAME).write_bytes(signed(metrics={"loss": 2.5}))
+    for position in each_flipped_bit(tmp_path / MANIFEST_NAME):
+        assert manifest_is_refused(tmp_path), position
+    assert read_manifest(tmp_path).metrics == {"loss": 2.5}
+
+
+def test_any_truncation_of_the_manifest_is_found(tmp_path):
+    content = signed()
+    for length in range(0, len(content), 7):
+        (tmp_path / MANIFEST_NAME).write_bytes(content[:length])
+        assert manifest_is_refused(tmp_path), length
+
+
+def test_an_untouched_checkpoint_verifies(checkpoint):
+    report = verify_checkpoint(checkpoint)
+    assert report.ok
+    assert report.intact
+    assert report.manifest == read_manifest(checkpoint)
+    assert require_intact(checkpoint) == report.manifest
+
+
+@pytest.mark.parametrize("name", ["pytorch_model.bin", "optimizer.pt", "sub/more.bin"])
+def test_any_flipped_bit_of_a_file_is_found(checkpoint, name):
+    for _ in each_flipped_bit(checkpoint / name):
+        report = verify_checkpoint(checkpoint)
+        assert list(report.problems) == [name]
+        assert not report.intact
+    assert verify_checkpoint(checkpoint).ok
+
+
+def test_what_is_damaged_is_refused_by_name(checkpoint):
+    name = "optimizer.pt"
+    (checkpoint / name).write_bytes(b"Moments")
+    with pytest.raises(CorruptFileError, match=f"{name}.*other content"):
+        require_intact(checkpoint)
+
+
+def test_a_missing_file_is_found(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+    assert verify_checkpoint(checkpoint).problems == {"optimizer.pt": "is missing"}
+
+
+def test_a_file_of_another_length_is_found(checkpoint):
+    (checkpoint / "optimizer.pt").write_bytes(b"moment")
+    assert verify_checkpoint(checkpoint).problems == {"optimizer.pt": "has 6 bytes instead of 7"}
+
+
+def test_a_foreign_file_is_reported_and_does_no_harm(checkpoint):
+    (checkpoint / "sub" / "notes.txt").write_bytes(b"x")
+    report = verify_checkpoint(checkpoint)
+    assert report.foreign == ("sub/notes.txt",)
+    assert not report.ok
+    assert report.intact
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"])
+def test_a_foreign_file_that_loaders_prefer_is_a_problem(checkpoint, name):
+    (checkpoint / name).write_bytes(b"x")
+    assert not verify_checkpoint(checkpoint).intact
+
+
+def test_what_is_being_written_is_not_foreign(checkpoint):
+    (checkpoint / "_trainweights-1-abc").write_bytes(b"x")
+    assert verify_checkpoint(checkpoint).ok
+
+
+@pytest.mark.parametrize("target", ["same content", "nowhere"])
+def test_a_link_in_place_of_a_file_is_not_followed(checkpoint, target):
+    path = checkpoint / "optimizer.pt"
+    outside = checkpoint.parent / "outside"
+    path.rename(outside)
+    path.symlink_to(outside if target == "same content" else checkpoint.parent / "nowhere")
+    assert verify_checkpoint(checkpoint).problems == {"optimizer.pt": "is a link or a special file"}
+
+
+def test_a_linked_folder_is_not_followed(checkpoint):
+    (checkpoint / "sub").rename(checkpoint.parent / "outside")
+    (checkpoint / "sub").symlink_to(checkpoint.parent / "outside")
+    report = verify_checkpoint(checkpoint)
+    assert report.problems == {"sub/more.bin": "is missing"}
+    assert report.foreign == ("sub",)
+
+
+def test_a_fifo_in_place_of_a_file_does_not_block(checkpoint):
+    (checkpoint / "optimizer.pt").unlink()
+    os.mkfifo(checkpoint / "optimizer.pt")
+    assert verify_checkpoint(checkpoint).problems == {"optimizer.pt": "is a link or a special file"}
+
+
+def test_a_directory_without_manifest_is_a_problem(tmp_path):
+    report = verify_checkpoint(tmp_path)
+    assert list(report.problems) == [MANIFEST_NAME]
+    assert report.manifest is None
+
+
+HOSTILE_NAMES = [
+    "../x",
+    "/etc/passwd",
+    "a/../../x",
+    "",
+    ".",
+    "..",
+    "a//b",
+    "a/",
+    "a\\b",
+    "c:x",
+    "a\x00b",
+    "a\nb",
+    "./a",
+]
+
+
+@pytest.mark.parametrize("name", HOSTILE_NAMES)
+def test_a_name_that_leaves_the_directory_is_refused(tmp_path, name):
+    assert not is_safe_name(name)
+    (tmp_path / MANIFEST_NAME).write_bytes(signed(files={name: FileEntry(1, SHA256)}))
+    with pytest.raises(CorruptFileError, match="relative file names"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"files": {"a": FileEntry(-1, SHA256)}},
+        {"files": {"a": FileEntry(True, SHA256)}},
+        {"files": {"a": FileEntry(1.0, SHA256)}},
+        {"files": {"a": FileEntry(1, "f" * 63)}},
+        {"files": {"a": FileEntry(1, "F" * 64)}},
+        {"files": {"a": FileEntry(1, None)}},
+        {"files": {"a": FileEntry(1, SHA256, [])}},
+        {"files": [1]},
+        {"mode": None},
+        {"step": "7"},
+        {"epoch": [1]},
+        {"metrics": {}, "metadata": {}, "anchor": []},
+        {"created": 5},
+    ],
+)
+def test_fields_of_a_wrong_type_are_refused(tmp_path, changes):
+    (tmp_path / MANIFEST_NAME).write_bytes(signed(**changes))
+    with pytest.raises(CorruptFileError, match=MANIFEST_NAME):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"null\n",
+        b"[]\n",
+        b"{}\n",
+        b"[" * 100_000,
+        b'{"a":' * 100_000,
+        b"\xff\xfe",
+        b'{"sha256": {}}\n',
+        b"1" * 10_000,
+        b"PK\x03\x04",
+    ],
+)
+def test_what_is_no_manifest_is_refused(tmp_path, content):
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CorruptFileError, match=MANIFEST_NAME):
+        read_manifest(tmp_path)
+
+
+def test_a_key_twice_is_refused(tmp_path):
+    content = signed().replace(b'  "mode": "lossless",\n', b'  "mode": "lossless",\n  "mode": "lossless",\n')
+    (tmp_path / MANIFEST_NAME).write_bytes(content)
+    with pytest.raises(CorruptFileError, match="digest"):
+        read_manifest(tmp_path)
+
+
+def test_a_newer_version_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_trainweights.checkpoint.directory.manifest._FORMAT_VERSION", 99)
+    write_manifest(tmp_path, Manifest({}, "lossless"))
+    monkeypatch.undo()
+    with pytest.raises(CorruptFileError, match=r"expected 'trainweights-checkpoint' version 1, found .* version 99"):
+        read_manifest(tmp_path)
+
+
+def test_an_enormous_manifest_is_refused_before_it_is_read(tmp_path):
+    (tmp_path / MANIFEST_NAME).touch()
+    os.truncate(tmp_path / MANIFEST_NAME, 1 << 40)
+    with pytest.raises(CorruptFileError, match="at most 268435456 bytes"):
+        read_manifest(tmp_path)
+
+
+def test_a_linked_manifest_is_not_followed(checkpoint):
+    (checkpoint / MANIFEST_NAME).rename(checkpoint.parent / "outside")
+    (checkpoint / MANIFEST_NAME).symlink_to(checkpoint.parent / "outside")
+    assert list(verify_checkpoint(checkpoint).problems) == [MANIFEST_NAME]
+
+
+@pytest.mark.parametrize(
+    ("value", "key"),
+    [({"a": {1: 2}}, r"config\['a'\]"), ({"a": [0, {1, 2}]}, r"config\['a'\]\[1\]"), ({"a": b"x"}, r"config\['a'\]")],
+)
+def test_what_json_cannot_hold_is_named_by_its_key(value, key):
+    with pytest.raises(ConfigError, match=key):
+        require_json(value, "config")

@@ -1,0 +1,289 @@
+from __future__ import annotations
+
+import io
+from collections import Counter
+
+import pytest
+import torch
+from trees import encoded_bytes, fingerprint, stored, trained, write_anchor
+
+from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs.base import Codec
+from hf_trainweights.checkpoint.encoded import encoder as encode
+from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file, save_encoded
+from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.errors import ConfigError
+
+RAW, PLANES, DELTA = (get_codec(name)() for name in ("raw", "planes", "planes-delta"))
+LOSSY = get_codec("delta-uniform").within(1e-2)
+
+
+def planned(*candidates: Codec, **options):
+    return TensorPlan("weight", "w", candidates, **options)
+
+
+def only_codec(encoded):
+    (entry,) = encoded.report
+    return entry.codec
+
+
+@pytest.fixture
+def weight():
+    torch.manual_seed(0)
+    return torch.randn(80, 64)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("optimizer_name", ["AdamW", "AdamW-amsgrad", "SGD", "Adafactor"])
+def test_training_state_comes_back_exactly(optimizer_name, dtype):
+    model, optimizer, scheduler = trained(optimizer_name, dtype=dtype)
+    tree = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    back = stored(tree)
+    assert fingerprint(back) == fingerprint(tree)
+    optimizer.load_state_dict(back["optimizer"])
+    scheduler.load_state_dict(back["scheduler"])
+    model.load_state_dict(back["model"])
+    assert isinstance(back["scheduler"]["milestones"], Counter)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_scaler_state_comes_back_exactly(enabled):
+    state = torch.amp.GradScaler("cpu", enabled=enabled).state_dict()
+    assert fingerprint(stored(state)) == fingerprint(state)
+
+
+def test_tied_weights_stay_tied_through_a_file(weight):
+    back = stored({"embed": weight, "head": weight.detach(), "rows": weight[10:20]})
+    back["embed"][10, 0] = 7.0
+    assert back["head"][10, 0] == 7.0
+    assert back["rows"][0, 0] == 7.0
+    assert encode_file({"embed": weight, "head": weight.detach()}, {}).report[0].bytes_in == weight.nbytes
+
+
+def test_small_view_stores_what_it_spans():
+    large = torch.randn(1_000_000)
+    assert len(encoded_bytes(encode_file({"view": large[:10]}, {}))) < 3000
+
+
+def test_equal_trees_give_equal_bytes(weight):
+    tree = {"b": weight, "a": [weight[3:5], 0.1, None], "c": torch.zeros(3)}
+    first = encoded_bytes(encode_file(tree, {}))
+    assert encoded_bytes(encode_file(tree, {})) == first
+    same = {"b": weight.clone(), "a": [None, 0.1, None], "c": torch.zeros(3)}
+    same["a"][0] = same["b"][3:5]
+    assert encoded_bytes(encode_file(same, {})) == first
+
+
+def test_smallest_candidate_wins_and_the_earlier_one_in_a_tie(weight):
+    plan = {("w",): planned(RAW, PLANES)}
+    assert only_codec(encode_file({"w": weight}, plan)) == "planes"
+    noise = torch.randint(0, 256, (5000,), dtype=torch.uint8)
+    sizes = [codec.encode(noise).payload_bytes for codec in (RAW, PLANES)]
+    assert sizes[0] <= sizes[1]
+    assert only_codec(encode_file({"w": noise}, plan)) == "raw"
+    assert only_codec(encode_file({"w": noise}, {("w",): planned(RAW, RAW)})) == "raw"
+
+
+def test_tensor_without_a_plan_is_exact_and_never_larger_than_it_was():
+    report = encode_file({"small": torch.tensor(3.0), "large": torch.zeros(5000)}, {}).report
+    assert [(entry.codec, entry.role, entry.bound) for entry in report] == [
+        ("raw", "other", None),
+        ("planes", "other", None),
+    ]
+    assert all(entry.bytes_out <= entry.bytes_in for entry in report)
+
+
+def test_codec_that_refuses_the_dtype_is_passed_over():
+    encoded = encode_file({"w": torch.arange(5000)}, {("w",): planned(LOSSY)})
+    assert only_codec(encoded) == "planes"
+    assert encoded.report[0].bound is None
+
+
+def test_codec_that_refuses_the_values_is_passed_over(weight):
+    weight[3, 3] = torch.nan
+    tree, plan = {"w": weight}, {("w",): planned(get_codec("grouped")())}
+    assert only_codec(encode_file(tree, plan)) == "planes"
+    assert fingerprint(stored(tree, plan)) == fingerprint(tree)
+
+
+def test_lossy_codec_touches_a_tied_weight_once(weight):
+    encoded = encode_file({"embed": weight, "head": weight.detach()}, {("head",): planned(LOSSY)})
+    (entry,) = encoded.report
+    assert (entry.codec, entry.path, entry.name) == ("delta-uniform", "embed", "w")
+    back = stored({"embed": weight, "head": weight.detach()}, {("head",): planned(LOSSY)})
+    assert back["head"].data_ptr() == back["embed"].data_ptr()
+    assert 0 < (back["embed"] - weight).abs().max() <= entry.bound <= 1e-2
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        lambda w: {"w": w.t()},
+        lambda w: {"w": w[::2]},
+        lambda w: {"w": w, "part": w[:3]},
+        lambda w: {"w": w, "flat": w.view(-1)},
+        lambda w: {"w": w.view(4, 4, 20, 16).to(memory_format=torch.channels_last)},
+    ],
+    ids=["transposed", "strided", "overlapped", "reshaped", "channels-last"],
+)
+def test_lossy_codec_leaves_alone_what_does_not_own_its_memory(tree, weight):
+    value = tree(weight)
+    encoded = encode_file(value, {("w",): planned(LOSSY)})
+    assert only_codec(encoded) == "planes"
+    assert fingerprint(stored(value, {("w",): planned(LOSSY)})) == fingerprint(value)
+
+
+def adam_tree():
+    torch.manual_seed(0)
+    exp_avg, exp_avg_sq = torch.randn(80, 64) * 1e-3, torch.randn(80, 64).square() * 1e-6
+    return {"state": {0: {"step": torch.tensor(1.0), "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}}}
+
+
+ADAM_PLAN = {
+    ("state", 0, "exp_avg"): planned(get_codec("update-space")(), exp_avg_sq=("state", 0, "exp_avg_sq")),
+    ("state", 0, "exp_avg_sq"): planned(get_codec("log-rank1")()),
+}
+
+
+def test_exp_avg_is_coded_in_units_of_the_decoded_exp_avg_sq():
+    tree = adam_tree()
+    back, state = stored(tree, ADAM_PLAN)["state"][0], tree["state"][0]
+    assert not torch.equal(back["exp_avg_sq"], state["exp_avg_sq"])
+    codec = get_codec("update-space")
+    encoded = codec().encode(state["exp_avg"], {"exp_avg_sq": back["exp_avg_sq"]})
+    references = {"exp_avg_sq": back["exp_avg_sq"]}
+    expected = codec.decode(encoded.payloads, encoded.params, [80, 64], torch.float32, references)
+    assert torch.equal(back["exp_avg"], expected)
+
+
+def test_exp_avg_sq_comes_first_in_the_file_and_tree_order_is_kept():
+    encoded = encode_file(adam_tree(), ADAM_PLAN)
+    assert [entry.path for entry in encoded.report] == ["state.0.step", "state.0.exp_avg_sq", "state.0.exp_avg"]
+    assert list(stored(adam_tree(), ADAM_PLAN)["state"][0]) == ["step", "exp_avg", "exp_avg_sq"]
+
+
+def test_exp_avg_without_its_second_moment_is_exact():
+    tree = adam_tree()
+    del tree["state"][0]["exp_avg_sq"]
+    assert fingerprint(stored(tree, ADAM_PLAN)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_exp_avg_whose_second_moment_has_another_layout_is_exact(tied):
+    tree = adam_tree()
+    state = tree["state"][0]
+    state["exp_avg_sq"] = state["exp_avg_sq"].t().contiguous().t() if not tied else state["exp_avg_sq"][:40]
+    back = stored(tree, ADAM_PLAN)["state"][0]
+    assert fingerprint(back["exp_avg"]) == fingerprint(state["exp_avg"])
+
+
+def test_weight_is_stored_against_the_decoded_anchor(tmp_path, weight):
+    anchor = open_anchor(write_anchor(tmp_path, {"w": weight}))
+    moved = {"w": weight + 1e-7 * torch.randn_like(weight)}
+    encoded = encode_file(moved, {("w",): planned(DELTA, anchor="w")}, anchor=anchor)
+    assert encoded.anchor.sha256 == anchor.sha256
+    assert encoded.anchor.path_hint == str(anchor.path)
+    assert encoded.report[0].bytes_out < 0.6 * PLANES.encode(moved["w"]).payload_bytes
+    assert fingerprint(torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)) == fingerprint(moved)
+
+
+def test_anchor_in_bfloat16_serves_a_float32_weight(tmp_path, weight):
+    anchor = open_anchor(write_anchor(tmp_path, {"w": weight.bfloat16()}))
+    tree, plan = {"w": weight}, {("w",): planned(LOSSY, anchor="w")}
+    back = stored(tree, plan, anchor=anchor)
+    assert 0 < (back["w"] - weight).abs().max() <= 1e-2
+
+
+@pytest.mark.parametrize(
+    "in_anchor",
+    [{"other": torch.zeros(80, 64)}, {"w": torch.zeros(64, 80)}, {"w": torch.zeros(80, 64, dtype=torch.int32)}],
+    ids=["name", "shape", "dtype"],
+)
+def test_file_that_gains_nothing_from_the_anchor_does_not_need_it(in_anchor, tmp_path, weight):
+    path = write_anchor(tmp_path, in_anchor)
+    plan = {("w",): planned(DELTA, LOSSY, anchor="w")}
+    encoded = encode_file({"w": weight}, plan, anchor=open_anchor(path))
+    assert encoded.anchor is None
+    path.unlink()
+    assert fingerprint(torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)) == fingerprint({"w": weight})
+
+
+def test_recorded_link_must_carry_the_anchors_name(tmp_path, weight):
+    anchor = open_anchor(write_anchor(tmp_path, {"w": weight}))
+    plan = {("w",): planned(DELTA, anchor="w")}
+    link = tmp_path / "checkpoint-5" / anchor.path.name
+    assert encode_file({"w": weight}, plan, anchor=anchor, anchor_link=link).anchor.path_hint == str(link)
+    with pytest.raises(ConfigError, match=f"^anchor_link: expected {anchor.path.name}, found anchor.bin"):
+        encode_file({"w": weight}, plan, anchor=anchor, anchor_link=tmp_path / "anchor.bin")
+
+
+def test_rounding_keeps_the_dtype_and_says_its_error(weight):
+    tree, plan = {"w": weight}, {("w",): planned(PLANES, round_to=torch.bfloat16)}
+    back, (entry,) = stored(tree, plan), encode_file(tree, plan).report
+    assert torch.equal(back["w"], weight.bfloat16().float())
+    assert entry.bound == (back["w"] - weight).abs().max()
+    assert entry.bytes_in == weight.nbytes
+    assert entry.bytes_out < 0.45 * weight.nbytes
+
+
+@pytest.mark.parametrize("change", [lambda w: w.fill_(3.4e38), lambda w: w.fill_(torch.nan)], ids=["overflow", "nan"])
+def test_rounding_leaves_alone_what_would_not_survive_it(change, weight):
+    tree = {"w": change(weight)}
+    plan = {("w",): planned(PLANES, round_to=torch.bfloat16)}
+    assert fingerprint(stored(tree, plan)) == fingerprint(tree)
+    assert encode_file(tree, plan).report[0].bound is None
+
+
+def test_large_payloads_wait_in_an_unlinked_file(tmp_path, monkeypatch):
+    tree = {name: torch.randn(5000) for name in "abcd"}
+    in_memory = encoded_bytes(encode_file(tree, {}))
+    monkeypatch.setattr(encode, "_MEMORY_BYTES", 30_000)
+    encoded = encode_file(tree, {}, spool_directory=tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    assert encoded_bytes(encoded) == in_memory
+    with pytest.raises(FileNotFoundError, match="nowhere"):
+        encode_file(tree, {}, spool_directory=tmp_path / "nowhere")
+
+
+def test_inputs_are_only_read(weight):
+    tree = {"w": weight, "state": {0: torch.ones(3)}}
+    before = fingerprint(tree)
+    encode_file(tree, {("w",): planned(LOSSY, round_to=torch.bfloat16)})
+    assert fingerprint(tree) == before
+
+
+def test_value_that_cannot_be_stored_is_named():
+    with pytest.raises(UnstorableError, match=r"^state\.0\.fn: .* found builtins.builtin_function_or_method"):
+        encode_file({"state": {0: {"fn": len}}}, {})
+
+
+def test_parameters_with_gradients_are_stored_without_their_graph(weight):
+    parameter = torch.nn.Parameter(weight)
+    parameter.square().sum().backward()
+    back = stored({"w": parameter, "p": [parameter]})
+    assert isinstance(back["w"], torch.nn.Parameter)
+    assert back["w"] is back["p"][0]
+    assert back["w"].grad is None
+
+
+def test_file_without_tensors_and_empty_tensors_work():
+    for tree in ({}, {"epoch": 3}, {"empty": torch.empty(0, 3)}, torch.ones(2), []):
+        assert fingerprint(stored(tree)) == fingerprint(tree)
+
+
+def test_save_writes_through_a_file_that_cannot_seek(weight):
+    chunks = []
+
+    class WriteOnly(io.RawIOBase):
+        def writable(self):
+            return True
+
+        def write(self, data):
+            chunks.append(bytes(data))
+            return len(data)
+
+    encoded = encode_file({"w": weight}, {})
+    with io.BufferedWriter(WriteOnly()) as file:
+        save_encoded(encoded, file)
+    assert b"".join(chunks) == encoded_bytes(encoded)

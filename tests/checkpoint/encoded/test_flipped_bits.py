@@ -1,0 +1,103 @@
+"""One flipped bit anywhere: an error on plain torch.load or nothing at all, never a different number."""
+
+from __future__ import annotations
+
+import io
+import warnings
+
+import pytest
+import torch
+from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
+
+from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
+from hf_trainweights.checkpoint.encoded.structure import padded_length
+from hf_trainweights.checkpoint.policy import Policy
+
+
+def outcomes_of_flips(data: bytes, expected, positions, load):
+    """Loads the file with each single bit flipped; returns how many were errors and which gave something else."""
+    errors, different = 0, []
+    damaged = bytearray(data)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for position in positions:
+            damaged[position // 8] ^= 1 << position % 8
+            try:
+                found = load(damaged)
+            except Exception:
+                errors += 1
+            else:
+                if fingerprint(found) != expected:
+                    different.append(position)
+            damaged[position // 8] ^= 1 << position % 8
+    return errors, different
+
+
+def load_bytes(data):
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def test_every_flipped_bit_of_a_small_file_is_an_error_or_harmless():
+    data = encoded_bytes(encode_file(small_tree(), {}))
+    errors, different = outcomes_of_flips(data, fingerprint(small_tree()), range(len(data) * 8), load_bytes)
+    assert different == []
+    assert errors > 0.5 * len(data) * 8  # the rest are zip padding and fields that torch does not read
+
+
+@pytest.mark.parametrize("text_length", range(0, 600, 75))
+def test_flipped_bits_of_the_pickle_are_errors_whatever_its_length(text_length):
+    """A flipped bit of a length makes pickle look for its next instruction anywhere: it must not find an end."""
+    tree = {"name": "1.5 layers.0." * (text_length // 13), "w": torch.zeros(46 + text_length, dtype=torch.uint8)}
+    encoded = encode_file(tree, {("w",): TensorPlan("weight", "w", (get_codec("raw")(),))})
+    data = encoded_bytes(encoded)
+    start, stop = data.index(b"\x80\x02c"), data.index(encoded.structure.encode()) + 64
+    end = stop + len(encoded.structure.encode()) - 64
+    positions = [*range(start * 8, stop * 8), *range(end * 8, end * 8 + 80)]
+    errors, different = outcomes_of_flips(data, fingerprint(tree), positions, load_bytes)
+    assert different == []
+    assert errors > 0.9 * len(positions)
+
+
+@pytest.mark.parametrize("length", [46, 45, 0x2E00, 0x2EFF, 0x2E2E, 0x2E0000, 0x2E002E, 0x2D2E00])
+def test_length_of_a_payload_has_no_byte_that_ends_a_pickle(length):
+    padded = padded_length(length)
+    assert length <= padded < 1.03 * length
+    assert b"." not in padded.to_bytes(8, "little")
+    if length < 1 << 16:
+        tree = {"w": torch.ones(length, dtype=torch.uint8)}
+        encoded = encode_file(tree, {("w",): TensorPlan("weight", "w", (get_codec("raw")(),))})
+        assert len(encoded.payload) == padded
+        assert fingerprint(load_bytes(encoded_bytes(encoded))) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "near-lossless", "compact"])
+def test_flipped_bits_of_an_optimizer_file_are_errors_or_harmless(mode):
+    state = trained("AdamW")[1].state_dict()
+    data = encoded_bytes(encode_file(state, Policy(mode).plan_optimizer(state)))
+    step = len(data) * 8 // 600
+    errors, different = outcomes_of_flips(
+        data, fingerprint(load_bytes(data)), range(0, len(data) * 8, step), load_bytes
+    )
+    assert different == []
+    assert errors > 500
+
+
+def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_path):
+    torch.manual_seed(0)
+    weights = {"w": torch.randn(16, 8)}
+    anchor = open_anchor(write_anchor(tmp_path, weights))
+    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    data = encoded_bytes(encode_file(weights, plan, anchor=anchor))
+    _, different = outcomes_of_flips(data, fingerprint(weights), range(0, len(data) * 8, 13), load_bytes)
+    assert different == []
+    anchor_data = anchor.path.read_bytes()
+
+    def load_with_anchor(damaged):
+        anchor.path.write_bytes(damaged)
+        return load_bytes(data)
+
+    positions = range(0, len(anchor_data) * 8, 13)
+    errors, different = outcomes_of_flips(anchor_data, fingerprint(weights), positions, load_with_anchor)
+    assert (errors, different) == (len(positions), [])

@@ -1,0 +1,201 @@
+import errno
+import hashlib
+import os
+
+import pytest
+
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files import atomic
+
+
+class NoLinks(atomic.FileSystem):
+    def __init__(self, number):
+        self.number = number
+
+    def link(self, source, target):
+        raise OSError(self.number, os.strerror(self.number))
+
+
+def test_created_file_holds_what_was_written(tmp_path):
+    with atomic.create_file(tmp_path / "a") as file:
+        file.write(b"one")
+        file.write(b"two")
+    assert (tmp_path / "a").read_bytes() == b"onetwo"
+
+
+def test_create_file_refuses_an_existing_name(tmp_path):
+    (tmp_path / "a").write_bytes(b"old")
+    with pytest.raises(FileExistsError, match="a"), atomic.create_file(tmp_path / "a"):
+        pass
+    assert (tmp_path / "a").read_bytes() == b"old"
+
+
+@pytest.mark.parametrize("opener", [atomic.create_file, atomic.replace_file])
+def test_an_error_while_writing_leaves_no_file(tmp_path, opener):
+    def write():
+        with opener(tmp_path / "a") as file:
+            file.write(b"half")
+            raise RuntimeError("stop")
+
+    with pytest.raises(RuntimeError, match="stop"):
+        write()
+    assert os.listdir(tmp_path) == []
+
+
+def test_replaced_file_is_the_old_one_until_the_block_ends(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with atomic.replace_file(path) as file:
+        file.write(b"new" * 1_000_000)
+        assert path.read_bytes() == b"old"
+        (temporary,) = set(os.listdir(tmp_path)) - {"a"}
+        assert temporary.startswith(atomic.TEMPORARY_PREFIX)
+    assert path.read_bytes() == b"new" * 1_000_000
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_replacing_keeps_readers_of_the_old_file_unharmed(tmp_path):
+    path = tmp_path / "a"
+    path.write_bytes(b"old")
+    with open(path, "rb") as reader:
+        with atomic.replace_file(path) as file:
+            file.write(b"new")
+        assert reader.read() == b"old"
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_directory_appears_when_the_block_ends(tmp_path, exists):
+    path = tmp_path / "parent" / "a"
+    if exists:
+        path.mkdir(parents=True)
+    with atomic.create_directory(path) as temporary:
+        assert temporary.parent == path.parent
+        assert temporary.name.startswith(atomic.TEMPORARY_PREFIX)
+        (temporary / "file").write_bytes(b"x")
+        assert path.exists() == exists
+    assert os.listdir(path) == ["file"]
+    assert os.listdir(path.parent) == ["a"]
+
+
+def test_an_error_while_filling_a_directory_leaves_nothing(tmp_path):
+    def fill():
+        with atomic.create_directory(tmp_path / "a") as temporary:
+            (temporary / "sub").mkdir()
+            (temporary / "sub" / "file").write_bytes(b"x")
+            raise KeyboardInterrupt("stop")
+
+    with pytest.raises(KeyboardInterrupt, match="stop"):
+        fill()
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["full directory", "file", "link", "dangling link"])
+def test_nothing_that_exists_is_overwritten_by_a_directory(tmp_path, kind):
+    path = tmp_path / "a"
+    (tmp_path / "elsewhere").mkdir()
+    if kind == "full directory":
+        path.mkdir()
+        (path / "file").write_bytes(b"precious")
+    elif kind == "file":
+        path.write_bytes(b"precious")
+    else:
+        path.symlink_to(tmp_path / ("elsewhere" if kind == "link" else "nowhere"))
+    before = sorted(os.listdir(tmp_path))
+    with pytest.raises(SaveError, match="missing or empty directory"), atomic.create_directory(path):
+        pass
+    assert sorted(os.listdir(tmp_path)) == before
+
+
+def test_a_directory_filled_meanwhile_is_not_overwritten(tmp_path):
+    path = tmp_path / "a"
+
+    def race():
+        with atomic.create_directory(path):
+            path.mkdir()
+            (path / "file").write_bytes(b"precious")
+
+    with pytest.raises(SaveError, match="missing or empty directory"):
+        race()
+    assert (path / "file").read_bytes() == b"precious"
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_links_share_one_file(tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    atomic.link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "a").stat().st_ino == (tmp_path / "b").stat().st_ino
+
+
+@pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK])
+def test_where_links_fail_a_copy_is_made(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(atomic, "file_system", NoLinks(number))
+    (tmp_path / "a").write_bytes(b"x" * 3_000_000)
+    atomic.link_or_copy(tmp_path / "a", tmp_path / "b")
+    assert (tmp_path / "b").read_bytes() == b"x" * 3_000_000
+    assert (tmp_path / "a").stat().st_ino != (tmp_path / "b").stat().st_ino
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+
+
+def test_a_link_that_fails_for_want_of_space_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(atomic, "file_system", NoLinks(errno.ENOSPC))
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(OSError, match="No space left"):
+        atomic.link_or_copy(tmp_path / "a", tmp_path / "b")
+
+
+@pytest.mark.parametrize("kind", ["link", "directory", "fifo"])
+def test_only_regular_files_are_read(tmp_path, kind):
+    path = tmp_path / "a"
+    if kind == "link":
+        (tmp_path / "b").write_bytes(b"x")
+        path.symlink_to(tmp_path / "b")
+    elif kind == "directory":
+        path.mkdir()
+    else:
+        os.mkfifo(path)
+    with pytest.raises(OSError, match=r"symbolic link|not a regular file|directory"):
+        atomic.file_sha256(path)
+
+
+def test_digest_is_sha256_of_the_content(tmp_path):
+    content = os.urandom(2_500_000)
+    (tmp_path / "a").write_bytes(content)
+    assert atomic.file_sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+
+
+def test_removing_a_tree_does_not_follow_links(tmp_path):
+    (tmp_path / "outside").mkdir()
+    (tmp_path / "outside" / "file").write_bytes(b"precious")
+    (tmp_path / "a" / "sub").mkdir(parents=True)
+    (tmp_path / "a" / "sub" / "link").symlink_to(tmp_path / "outside")
+    (tmp_path / "a" / "file").write_bytes(b"x")
+    atomic.remove_tree(tmp_path / "a")
+    assert os.listdir(tmp_path) == ["outside"]
+    assert (tmp_path / "outside" / "file").read_bytes() == b"precious"
+
+
+def test_missing_parents_are_created(tmp_path):
+    atomic.make_directories(tmp_path / "a" / "b" / "c")
+    assert (tmp_path / "a" / "b" / "c").is_dir()
+
+
+def test_a_file_in_place_of_a_parent_is_an_error(tmp_path):
+    (tmp_path / "a").write_bytes(b"x")
+    with pytest.raises(OSError, match="a"):
+        atomic.make_directories(tmp_path / "a" / "b")
+
+
+def test_temporary_names_are_fresh_and_say_whose_they_are(tmp_path):
+    names = {atomic.temporary_path(tmp_path).name for _ in range(100)}
+    assert len(names) == 100
+    assert all(name.startswith(f"{atomic.TEMPORARY_PREFIX}{os.getpid()}-") for name in names)
+
+
+def test_what_is_written_is_digested_on_the_way(tmp_path):
+    with atomic.create_file(tmp_path / "a") as file:
+        digested = atomic.DigestedFile(file)
+        for data in (b"abc", memoryview(b"x" * 3_000_000), b""):
+            assert digested.write(data) == len(data)
+        digested.flush()
+    assert digested.size_bytes == 3_000_003
+    assert digested.sha256() == atomic.file_sha256(tmp_path / "a")

@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from hf_trainweights.checkpoint.encoded.encoder import encode_file, save_encoded
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.inspection.difference import compare_checkpoints
+
+
+def saved(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    save_file(tensors, path)
+    return path
+
+
+def test_figures_are_those_of_the_definition(tmp_path):
+    a = torch.tensor([1.0, 2.0, 5.0])
+    b = torch.tensor([1.0, 1.5, 5.25])
+    (row,) = compare_checkpoints(
+        saved(tmp_path / "a.safetensors", {"w": a}), saved(tmp_path / "b.safetensors", {"w": b})
+    ).tensors
+    assert row.relative_mean == pytest.approx((0.25 / 3) / (8 / 3))
+    assert row.relative_l2 == pytest.approx(math.sqrt(0.25 + 0.0625) / math.sqrt(30))
+    assert row.largest == 0.5
+    assert (row.bytes_a, row.bytes_b) == (12, 12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool])
+def test_a_file_does_not_differ_from_itself(tmp_path, dtype):
+    tensors = {
+        "w": torch.randn(70, generator=torch.Generator().manual_seed(0)).to(dtype),
+        "e": torch.zeros(0, 3).to(dtype),
+    }
+    path = saved(tmp_path / "a.safetensors", tensors)
+    comparison = compare_checkpoints(path, path)
+    assert [(row.relative_mean, row.relative_l2, row.largest) for row in comparison.tensors] == [(0.0, 0.0, 0.0)] * 2
+    assert comparison.problems == ()
+
+
+def test_nan_and_infinity_in_the_same_places_are_no_difference(tmp_path):
+    values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
+    other = values.clone()
+    other[3] = 1.5
+    a, b = saved(tmp_path / "a.safetensors", {"w": values}), saved(tmp_path / "b.safetensors", {"w": other})
+    assert compare_checkpoints(a, b).tensors[0].largest == 0.5
+    other[0] = 0.0
+    saved(b, {"w": other})
+    assert math.isnan(compare_checkpoints(a, b).tensors[0].largest)
+    assert math.isnan(compare_checkpoints(a, b).totals[0].largest)
+
+
+def test_other_shapes_dtypes_and_keys_are_problems(tmp_path):
+    a = saved(tmp_path / "a.safetensors", {"s": torch.zeros(2), "d": torch.zeros(2), "k": torch.zeros(2)})
+    b = saved(tmp_path / "b.safetensors", {"s": torch.zeros(3), "d": torch.zeros(2).half(), "l": torch.zeros(2)})
+    comparison = compare_checkpoints(a, b)
+    assert comparison.problems == (
+        f"k is only in {a}",
+        f"l is only in {b}",
+        "d has another shape or dtype",
+        "s has another shape or dtype",
+    )
+    assert comparison.to_dict()["tensors"][0]["largest"] is None
+
+
+def test_shards_are_one_set_of_weights(tmp_path):
+    whole, sharded = tmp_path / "whole", tmp_path / "sharded"
+    whole.mkdir()
+    sharded.mkdir()
+    tensors = {"a": torch.ones(3), "b": torch.ones(4)}
+    saved(whole / "model.safetensors", tensors)
+    weight_map = {name: saved(sharded / f"{name}.safetensors", {name: tensors[name]}).name for name in tensors}
+    (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    comparison = compare_checkpoints(whole, sharded)
+    assert [row.key for row in comparison.tensors] == ["a", "b"]
+    assert comparison.problems == ()
+
+
+def test_bytes_of_an_encoded_file_without_manifest_are_unknown(tmp_path):
+    path = tmp_path / "pytorch_model.bin"
+    with path.open("wb") as file:
+        save_encoded(encode_file({"w": torch.zeros(64)}, {}), file)
+    comparison = compare_checkpoints(path, saved(tmp_path / "b.safetensors", {"w": torch.zeros(64)}))
+    assert (comparison.tensors[0].bytes_a, comparison.tensors[0].bytes_b) == (None, 256)
+    assert comparison.totals[0].bytes_a is None
+
+
+def test_a_directory_with_nothing_to_compare_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="expected a checkpoint with weights or an optimizer"):
+        compare_checkpoints(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "optimizer.pt"]
+)
+def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
+    (tmp_path / name).write_bytes(b"{}")
+    with pytest.raises(CorruptFileError, match=name):
+        compare_checkpoints(tmp_path, tmp_path)

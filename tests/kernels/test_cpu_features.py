@@ -1,0 +1,84 @@
+"""What a CPU multiplies fast: read from PyTorch, limited as oneDNN is, and used by every product that dequantizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from cpus import AMX, COOPER_LAKE, GENOA, GRAVITON, ICE_LAKE, use_cpu
+from helpers import assert_close_product
+from weights import random_weight
+
+from hf_trainweights import QuantizedTensor
+from hf_trainweights.formats import FORMATS
+from hf_trainweights.kernels import cpu_features as instructions
+from hf_trainweights.kernels import int8, layout
+from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
+
+half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+
+
+@pytest.mark.parametrize(
+    ("limit", "left"),
+    [
+        (None, ["amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx_vnni"]),
+        ("all", ["amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx_vnni"]),
+        ("AVX512_CORE_AMX", ["amx_bf16", "avx512_fp16", "avx512_bf16", "avx512_vnni", "avx_vnni"]),
+        ("AVX512_CORE_FP16", ["avx512_fp16", "avx512_bf16", "avx512_vnni", "avx_vnni"]),
+        ("AVX512_CORE_BF16", ["avx512_bf16", "avx512_vnni", "avx_vnni"]),
+        ("AVX512_CORE_VNNI", ["avx512_vnni", "avx_vnni"]),
+        ("AVX2_VNNI", ["avx_vnni"]),
+        ("AVX512_CORE", []),
+        ("AVX2", []),
+    ],
+)
+def test_what_onednn_is_told_not_to_use_does_not_count(
+    limit: str | None, left: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict(AMX))
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    if limit is not None:
+        monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
+    found = instructions.capabilities.__wrapped__()
+    assert [name for name, value in found.items() if value is True] == left
+
+
+@pytest.mark.parametrize(
+    ("cpu", "bf16", "fp16"),
+    [
+        (AMX, [False] * 4, [False] * 4),
+        (GENOA, [False] * 4, [False, True, True, True]),
+        (COOPER_LAKE, [False, False, False, True], [False, True, True, True]),
+        (ICE_LAKE, [False, True, True, True], [False, True, True, True]),
+        (GRAVITON, [False] * 4, [False] * 4),
+        ({}, [False] * 4, [False] * 4),
+    ],
+)
+def test_rows_are_widened_where_their_dtype_is_slow(
+    cpu: dict[str, object], bf16: list[bool], fp16: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(cpu, monkeypatch)
+    assert has_amx() == (cpu is AMX)
+    for dtype, expected in ((torch.bfloat16, bf16), (torch.float16, fp16), (torch.float32, [False] * 4)):
+        assert [product_dtype(dtype, M) != dtype for M in (1, 2, 48, 49)] == expected
+
+
+@half_dtypes
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("rows", [1, 2, 70])
+@pytest.mark.parametrize("N", [128, 1100])
+def test_products_of_every_format_keep_the_bound_where_their_dtype_is_slow(
+    N: int, rows: int, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_cpu(ICE_LAKE, monkeypatch)
+    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    weight = QuantizedTensor.quantize(random_weight(N, 1024, dtype=dtype), FORMATS[name]())
+    weight = weight.in_layout(layout(weight.format, weight.stored_shape, dtype, weight.device))
+    x, bias = random_weight(rows, 1024, dtype=dtype, seed=1), random_weight(N, dtype=dtype, seed=2)
+    with torch.no_grad():
+        for shift in (None, bias):
+            wide = None if shift is None else shift.double()
+            exact = F.linear(x.double(), weight.dequantize(torch.float64), wide)
+            result = F.linear(x, weight, shift)
+            assert result.dtype == dtype
+            assert_close_product(result, F.linear(x, weight.dequantize(), shift), exact)

@@ -1,0 +1,184 @@
+"""A saved model quantized into another directory: its weights, what is copied beside them, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from safetensors.torch import load_file, save_file
+from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
+
+from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.errors import ConfigError, QuantizationError, SaveError
+from hf_trainweights.models.directory import load_saved, parameter_names, quantize_directory
+
+INT4 = {"format": "int4", "group_size": 32}
+COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "spiece.model", "preprocessor_config.json")
+LEFT_BEHIND = ("README.md", "optimizer.pt", "tf_model.h5", "trainer_state.json", "trainweights.json", ".gitattributes")
+
+
+@pytest.fixture
+def llama(tmp_path: Path) -> Path:
+    ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "float")
+    return tmp_path / "float"
+
+
+def contents(directory: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("llama", {}),
+        ("llama_tied", {"include_embeddings": True}),
+        ("qwen3_moe", {}),
+        ("mixtral", {}),
+        ("gpt_oss", {}),
+        ("gpt2", {"include_embeddings": True}),
+        ("gpt_neox", {}),
+        ("t5", {"overrides": {"re:.*wo": None}}),
+        ("clip", {}),
+    ],
+)
+def test_it_writes_what_loading_and_saving_writes(name: str, options: dict[str, object], tmp_path: Path) -> None:
+    architecture = ARCHITECTURES[name]
+    architecture.build(torch.bfloat16).save_pretrained(tmp_path / "float", max_shard_size="100KB")
+    assert len(list((tmp_path / "float").glob("*.safetensors"))) > 1
+    summary = quantize_directory(tmp_path / "float", tmp_path / "out", TrainWeightsConfig(**INT4, **options))
+    config = TrainWeightsConfig(**INT4, **options)
+    model = architecture.auto_class.from_pretrained(tmp_path / "float", dtype="auto", quantization_config=config)
+    model.save_pretrained(tmp_path / "expected")
+    assert contents(tmp_path / "out") == contents(tmp_path / "expected")
+    assert str(summary) == str(model.hf_quantizer.summary())
+
+
+def test_the_head_that_was_saved_is_kept(tmp_path: Path) -> None:
+    ARCHITECTURES["bert"].build().save_pretrained(tmp_path / "float")
+    quantize_directory(tmp_path / "float", tmp_path / "out", TrainWeightsConfig("int8"))
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == ["BertForMaskedLM"]
+    assert "cls.predictions.transform.dense._weight_qdata" in load_file(tmp_path / "out" / "model.safetensors")
+
+
+def test_tokenizer_and_processor_are_copied_and_the_rest_is_not(llama: Path, tmp_path: Path) -> None:
+    for name in (*COMPANIONS, *LEFT_BEHIND):
+        (llama / name).write_text(name)
+    (llama / "additional_chat_templates").mkdir()
+    (llama / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (llama / "checkpoint-10").mkdir()
+    before = contents(llama)
+    quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    written = contents(tmp_path / "out")
+    assert {name: written.get(name) for name in COMPANIONS} == {name: name.encode() for name in COMPANIONS}
+    assert written["additional_chat_templates/rag.jinja"] == b"rag"
+    assert written.keys().isdisjoint(LEFT_BEHIND)
+    assert not (tmp_path / "out" / "checkpoint-10").exists()
+    assert json.loads(written["generation_config.json"])["bos_token_id"] == 1
+    assert contents(llama) == before
+
+
+def test_a_directory_with_anything_in_it_is_not_written_to(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").touch()
+    for out in (tmp_path / "out", tmp_path / "out" / "thesis.txt", llama):
+        before = contents(tmp_path)
+        with pytest.raises(ConfigError, match="expected a new or empty directory"):
+            quantize_directory(llama, out, TrainWeightsConfig("int8"))
+        assert contents(tmp_path) == before
+
+
+def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
+    quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
+    with pytest.raises(ConfigError, match="expected a float model, found one that is quantized already"):
+        quantize_directory(tmp_path / "int8", tmp_path / "out", TrainWeightsConfig(**INT4))
+
+
+def test_missing_weights_are_an_error_and_not_random(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"none for model\.layers\.1\.mlp\.up_proj\.weight"):
+        quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("architectures", [None, ["MyOwnModel"]])
+def test_a_model_of_no_class_of_transformers_is_refused(architectures: list[str] | None, llama: Path) -> None:
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    with pytest.raises(ConfigError, match="expected a class of Transformers"):
+        load_saved(llama)
+
+
+def test_a_directory_without_a_model_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected a model that Transformers loads"):
+        load_saved(tmp_path)
+
+
+def test_weights_that_cannot_be_quantized_leave_nothing_behind(llama: Path, tmp_path: Path) -> None:
+    tensors = load_file(llama / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(tensors, llama / "model.safetensors", {"format": "pt"})
+    with pytest.raises(QuantizationError, match="NaN"):
+        quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_failed_save_leaves_nothing_behind(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    with pytest.raises(SaveError, match="No space left"):
+        quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_path: Path) -> None:
+    (llama / "tokenizer.json").write_text("{}")
+    repository = tmp_path / "hub" / "models--me--tiny"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    (repository / "snapshots").mkdir()
+    llama.rename(repository / "snapshots" / ("0" * 40))
+    command = [sys.executable, "-m", "hf_trainweights", "quantize", "me/tiny", "out", "--format", "int8"]
+    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
+
+
+def test_parameters_are_told_from_buffers_by_the_configuration_alone(tmp_path: Path) -> None:
+    model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"))
+    model.config.architectures = ["ResNetModel"]
+    model.config.save_pretrained(tmp_path)
+    names = parameter_names(tmp_path)
+    assert names == {name for name, _ in model.named_parameters()}
+    assert any("running_mean" in name for name in model.state_dict().keys() - names)
+
+
+def test_tied_parameters_have_each_of_their_names(llama: Path, tmp_path: Path) -> None:
+    model = LlamaForCausalLM.from_pretrained(llama, tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "tied")
+    names = parameter_names(tmp_path / "tied")
+    assert names is not None
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
+
+
+@pytest.mark.parametrize("architectures", [None, ["MyOwnModel"]])
+def test_without_a_class_of_transformers_no_parameters_are_told(
+    architectures: list[str] | None, llama: Path, tmp_path: Path
+) -> None:
+    assert parameter_names(tmp_path) is None
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    assert parameter_names(llama) is None

@@ -1,0 +1,214 @@
+"""How much memory loads and saves take at their peak, measured in a process of its own on models of 160 to 240 MB."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc")
+
+DENSE = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
+DENSE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}
+# One layer whose 48 experts make a merged gate_up_proj of 101 MB and a merged down_proj of 50 MB.
+SPARSE = {**DENSE, "hidden_size": 512, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 64}
+SPARSE |= {"moe_intermediate_size": 512, "num_experts": 48, "num_experts_per_tok": 2}
+
+# 85 million weights in Linears, as bfloat16 in four shards; the embeddings stay mapped.
+SHARDED = {**DENSE, "vocab_size": 8192, "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12}
+
+# The largest tensor in each checkpoint.
+DENSE_SOURCE_BYTES = 8192 * 1024 * 4
+SPARSE_SOURCE_BYTES = 512 * 512 * 4
+SHARDED_SOURCE_BYTES = 8192 * 768 * 2
+ALLOWED_BYTES = 64_000_000
+# Beside the largest weight: blocks of it, buffers of writers, and pages of placeholders that carry a mark.
+ALLOWED_SAVE_BYTES = 16_000_000
+
+
+def export(model: Any, directory: Path) -> None:
+    from hf_trainweights import export_compressed_tensors
+
+    export_compressed_tensors(model, directory)
+
+
+SAVES: dict[str, Callable[[Any, Path], None]] = {
+    "safetensors": lambda model, directory: model.save_pretrained(directory),
+    "sharded": lambda model, directory: model.save_pretrained(directory, max_shard_size="20MB"),
+    "bin": lambda model, directory: model.save_pretrained(directory, safe_serialization=False),
+    "compressed_tensors": export,
+}
+
+
+def anonymous_bytes() -> int:
+    """Return the memory of this process that is not backed by a file."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    raise AssertionError("/proc/self/status has no RssAnon")
+
+
+class Peak(threading.Thread):
+    """Samples the memory of this process until it is stopped."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.bytes = 0
+        self.stopping = threading.Event()
+
+    def run(self) -> None:
+        while not self.stopping.is_set():
+            self.bytes = max(self.bytes, anonymous_bytes())
+            time.sleep(0.0005)
+
+    def stop(self) -> int:
+        self.stopping.set()
+        self.join()
+        return self.bytes
+
+
+def measure(directory: Path, **options: Any) -> tuple[dict[str, int], Any]:
+    """Load a model and return the bytes of all its weights and of its quantized ones, and how the process grew."""
+    from transformers import AutoModelForCausalLM
+
+    from hf_trainweights import QuantizedTensor, get_model_size_in_bytes
+
+    gc.collect()
+    # Memory that was freed but not given back would hide what the load takes.
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, peak = anonymous_bytes(), Peak()
+    peak.start()
+    model = AutoModelForCausalLM.from_pretrained(directory, **options)
+    grown, left = peak.stop() - before, anonymous_bytes() - before
+    quantized = sum(weight.stored_bytes for weight in model.parameters() if isinstance(weight, QuantizedTensor))
+    return {"payload": get_model_size_in_bytes(model), "quantized": quantized, "grown": grown, "left": left}, model
+
+
+def measure_save(model: Any, save: Callable[[Any, Path], None], directory: Path) -> dict[str, int]:
+    """Save a model and return the bytes of all weights in a private layout and of the largest, and how we grew."""
+    from hf_trainweights import QuantizedTensor
+
+    weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedTensor)]
+    private = [weight.stored_bytes for weight in weights if weight.format != weight.format.canonical]
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, peak = anonymous_bytes(), Peak()
+    peak.start()
+    save(model, directory)
+    return {"private": sum(private), "largest": max(private), "grown": peak.stop() - before}
+
+
+def hold_in_tiles(model: Any) -> None:
+    """Put every int4 weight of a model into the layout of a kernel, also where this CPU has none."""
+    from torch import nn
+
+    from hf_trainweights import QuantizedTensor
+    from hf_trainweights.formats.int4 import Int4
+    from hf_trainweights.kernels.int4_tiles import Int4Tiles
+
+    for owner in model.modules():
+        for name, weight in list(owner.named_parameters(recurse=False)):
+            if isinstance(weight, QuantizedTensor) and type(weight.format) is Int4:
+                form = Int4Tiles(weight.format.group_size, 64).fallback(weight.stored_shape)
+                setattr(owner, name, nn.Parameter(weight.in_layout(form), requires_grad=False))
+
+
+def main(root: Path) -> None:
+    """Print the measurements as JSON."""
+    import torch
+    from architectures import ARCHITECTURES
+    from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from hf_trainweights import TrainWeightsConfig
+
+    torch.set_num_threads(1)
+    ARCHITECTURES["qwen3_moe"].build().save_pretrained(root / "tiny")
+    LlamaForCausalLM(LlamaConfig(**DENSE)).save_pretrained(root / "dense")
+    LlamaForCausalLM(LlamaConfig(**SHARDED)).bfloat16().save_pretrained(root / "sharded", max_shard_size="50MB")
+    Qwen3MoeForCausalLM(Qwen3MoeConfig(**SPARSE)).save_pretrained(root / "sparse")
+    int8 = {"quantization_config": TrainWeightsConfig("int8")}
+    measure(root / "tiny", **int8)  # imports what is imported late
+    results: dict[str, dict[str, int]] = {}
+    results["dense"], model = measure(root / "dense", **int8)
+    model.save_pretrained(root / "quantized")
+    model.save_pretrained(root / "quantized_bin", safe_serialization=False)
+    del model
+    results["dense_bfloat16"] = measure(root / "dense", dtype=torch.bfloat16, **int8)[0]
+    results["sparse"] = measure(root / "sparse", **int8)[0]
+    for name in ("int8", "int4", "float8_e4m3"):
+        config = TrainWeightsConfig(name)
+        results[f"sharded_{name}"], model = measure(root / "sharded", dtype="auto", quantization_config=config)
+        if name == "int4":
+            hold_in_tiles(model)
+            for save, function in SAVES.items():
+                function(model, root / "warm" / save)  # imports what is imported late
+                results[f"save_{save}"] = measure_save(model, function, root / "saved" / save)
+        del model
+    results["quantized"] = measure(root / "quantized", device_map={"": "disk"})[0]
+    results["quantized_bin"] = measure(root / "quantized_bin", device_map={"": "disk"})[0]
+    print(json.dumps(results))
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
+    command = [sys.executable, __file__, str(tmp_path_factory.mktemp("memory"))]
+    # The tiny models stand beside this folder; a script finds what lies in its own.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("name", "source_bytes"),
+    [
+        ("dense", DENSE_SOURCE_BYTES),
+        ("dense_bfloat16", DENSE_SOURCE_BYTES),
+        ("sparse", SPARSE_SOURCE_BYTES),
+    ],
+)
+def test_quantizing_on_load_takes_the_result_and_little_more(
+    name: str, source_bytes: int, measured: dict[str, dict[str, int]]
+) -> None:
+    payload, grown = measured[name]["payload"], measured[name]["grown"]
+    assert payload > 40_000_000
+    assert grown > 0.9 * measured[name]["quantized"], "the peak was missed"
+    assert grown < payload + ALLOWED_BYTES + source_bytes
+
+
+@pytest.mark.parametrize("name", ["int8", "int4", "float8_e4m3"])
+def test_after_quantizing_on_load_only_the_result_stays(name: str, measured: dict[str, dict[str, int]]) -> None:
+    found = measured[f"sharded_{name}"]
+    assert found["quantized"] > 40_000_000
+    assert 0.9 * found["quantized"] < found["left"] < 1.1 * found["quantized"]
+    assert found["grown"] < found["quantized"] + SHARDED_SOURCE_BYTES + ALLOWED_BYTES
+
+
+@pytest.mark.parametrize("name", ["quantized", "quantized_bin"])
+def test_a_quantized_checkpoint_is_mapped_and_not_copied(name: str, measured: dict[str, dict[str, int]]) -> None:
+    payload, grown = measured[name]["payload"], measured[name]["grown"]
+    assert payload > 40_000_000
+    assert grown < 0.25 * payload
+
+
+@pytest.mark.parametrize("save", SAVES)
+def test_a_save_makes_one_weight_at_a_time_in_the_layout_of_files(
+    save: str, measured: dict[str, dict[str, int]]
+) -> None:
+    found = measured[f"save_{save}"]
+    assert found["private"] > 40_000_000
+    assert found["grown"] < found["largest"] + ALLOWED_SAVE_BYTES
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,258 @@
+"""Weight files are told by their names, and none that is damaged, incomplete or malicious gets past the check."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from hf_trainweights import TrainWeightsConfig, quantize_
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.models.stored_weights import (
+    align_int8,
+    check_weight_files,
+    is_weight_file,
+    read_safetensors_header,
+    tensor_places,
+)
+
+TENSORS = {
+    "layer._weight_qdata": torch.arange(12, dtype=torch.int8).reshape(3, 4),
+    "layer._weight_scale": torch.ones(3, 1),
+    "layer.bias": torch.zeros(3),
+}
+
+
+def write(directory: Path, name: str, tensors: dict[str, Tensor] = TENSORS) -> Path:
+    file = directory / name
+    if name.endswith(".safetensors"):
+        save_file(tensors, file)
+    else:
+        torch.save(tensors, file)
+    return file
+
+
+def header(entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return struct.pack("<Q", len(text)) + text
+
+
+class Touch:
+    """Pickles as a call that leaves a file behind, which tells whether it ran."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.path,)
+
+
+@pytest.mark.parametrize(
+    ("name", "variant"),
+    [
+        ("model.safetensors", None),
+        ("model-00001-of-00002.safetensors", None),
+        ("model.safetensors.index.json", None),
+        ("pytorch_model.bin", None),
+        ("pytorch_model-00002-of-00002.bin", None),
+        ("pytorch_model.bin.index.json", None),
+        ("model.fp16.safetensors", "fp16"),
+        ("model.fp16-00001-of-00002.safetensors", "fp16"),
+        ("model.safetensors.index.fp16.json", "fp16"),
+        ("pytorch_model.fp16.bin", "fp16"),
+        ("pytorch_model.bin.index.fp16.json", "fp16"),
+    ],
+)
+def test_weight_files_belong_to_one_variant(name: str, variant: str | None) -> None:
+    assert is_weight_file(name, variant)
+    assert not is_weight_file(name, "fp16" if variant is None else None)
+    assert not is_weight_file(name, "int8")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "training_args.bin",
+        "my_model.safetensors",
+        "adapter_model.safetensors",
+        "model-1-of-2.safetensors",
+    ],
+)
+def test_other_files_are_not_weight_files(name: str) -> None:
+    assert not is_weight_file(name)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_whole_files_give_every_weight_with_its_file_and_bytes(tmp_path: Path, suffix: str) -> None:
+    first = write(tmp_path, f"1{suffix}", {name: TENSORS[name] for name in ("layer._weight_scale", "layer.bias")})
+    second = write(tmp_path, f"2{suffix}", {"layer._weight_qdata": TENSORS["layer._weight_qdata"]})
+    (tmp_path / "model.gguf").write_bytes(b"not for us to judge")
+    weights = check_weight_files([first, second, tmp_path / "model.gguf"])
+    assert {name: weight.stored_bytes for name, weight in weights.items()} == {"layer.weight": 24, "layer.bias": 12}
+    assert weights["layer.bias"].file == first
+    assert weights["layer.weight"].file in (first, second)
+
+
+def test_a_pickled_quantized_state_dict_is_whole(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(32, 32))
+    quantize_(module, TrainWeightsConfig("int8"))
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(module.state_dict(), file)
+    assert set(check_weight_files([file])) == {"0.weight", "0.bias"}
+
+
+def test_a_legacy_file_is_whole(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save(TENSORS, file, _use_new_zipfile_serialization=False)
+    assert set(check_weight_files([file])) == {"layer.weight", "layer.bias"}
+
+
+@pytest.mark.parametrize("kept", [0, 4, 8, 40, -1])
+def test_a_truncated_safetensors_file_is_named(tmp_path: Path, kept: int) -> None:
+    file = write(tmp_path, "model.safetensors")
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors: expected .* Download it again"):
+        check_weight_files([file])
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        pytest.param(header({}) + b"\0", id="longer than its header says"),
+        pytest.param(struct.pack("<Q", 1 << 60) + b"{}", id="header beyond the file"),
+        pytest.param(struct.pack("<Q", 4) + b"\xff\xfe\x00\x01", id="no JSON"),
+        pytest.param(header(["a list"]), id="no dict"),
+        pytest.param(header({"x": {"dtype": "F32", "shape": [1]}}), id="no offsets"),
+        pytest.param(header({"x": {"dtype": "F32", "shape": [1], "data_offsets": [4]}}), id="one offset"),
+        pytest.param(header({"x": {"dtype": "F32", "shape": [1], "data_offsets": ["0", "4"]}}), id="text offsets"),
+        pytest.param(header({"x": 3}), id="no entry"),
+    ],
+)
+def test_a_safetensors_header_that_makes_no_sense_is_refused(tmp_path: Path, content: bytes) -> None:
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors: expected"):
+        read_safetensors_header(file)
+
+
+@pytest.mark.parametrize("kept", [0, 3, 100, 1 / 2, -1])
+def test_a_truncated_bin_file_is_named(tmp_path: Path, kept: float) -> None:
+    file = write(tmp_path, "pytorch_model.bin", {**TENSORS, "layer.bias": torch.zeros(1000)})
+    content = file.read_bytes()
+    file.write_bytes(content[: int(kept * len(content)) if isinstance(kept, float) else kept])
+    with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected .* Download it again|weights_only"):
+        check_weight_files([file])
+
+
+@pytest.mark.parametrize(
+    "write_other",
+    [
+        pytest.param(lambda file: file.write_bytes(b"version https://git-lfs.github.com/spec/v1\n"), id="LFS pointer"),
+        pytest.param(lambda file: file.write_bytes(b"PK\x03\x04" + bytes(200)), id="zip magic only"),
+        pytest.param(lambda file: torch.save([torch.ones(2)], file), id="a list"),
+        pytest.param(lambda file: torch.jit.save(torch.jit.script(nn.ReLU()), file), id="TorchScript"),
+    ],
+)
+# To write a TorchScript file, and to hand one to torch.load, is what one case is about.
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*TorchScript archive:UserWarning")
+def test_a_bin_that_is_no_dict_of_tensors_is_refused(tmp_path: Path, write_other: Callable[[Path], object]) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    write_other(file)
+    with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected"):
+        check_weight_files([file])
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+def test_a_pickle_with_a_foreign_global_is_refused_and_runs_nothing(
+    tmp_path: Path, zipped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, witness = tmp_path / "pytorch_model.bin", tmp_path / "it ran"
+    torch.save({**TENSORS, "x": Touch(witness)}, file, _use_new_zipfile_serialization=zipped)
+    real_load, allowed = torch.load, []
+
+    def load(*args: Any, **kwargs: Any) -> Any:
+        allowed.append(kwargs["weights_only"])
+        return real_load(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(CorruptFileError, match=r"Unsupported global.*not loaded with weights_only=False") as raised:
+        check_weight_files([file])
+    assert str(file) in str(raised.value)
+    assert "add_safe_globals" not in str(raised.value)
+    assert allowed == [True]
+    assert not witness.exists()
+    pickle.loads(pickle.dumps(Touch(witness)))
+    assert witness.exists(), "the pickle would not have done anything"
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+@pytest.mark.parametrize("missing", ["qdata", "scale"])
+def test_a_missing_stored_tensor_is_named_with_its_weight_and_file(tmp_path: Path, suffix: str, missing: str) -> None:
+    tensors = {name: tensor for name, tensor in TENSORS.items() if not name.endswith(missing)}
+    file = write(tmp_path, f"model{suffix}", tensors)
+    with pytest.raises(CorruptFileError, match=rf"layer\._weight_{missing} beside .*layer\.weight.*shard is") as raised:
+        check_weight_files([file])
+    assert str(file) in str(raised.value)
+
+
+def test_a_missing_shard_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CorruptFileError, match=r"model-00002-of-00002\.safetensors: expected a shard.*no such file"):
+        check_weight_files([tmp_path / "model-00002-of-00002.safetensors"])
+
+
+def int8_starts(file: Path) -> list[int]:
+    """Return the addresses of the int8 tensors within the page-aligned memory that a file is mapped to."""
+    data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    entries = read_safetensors_header(file).values()
+    return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
+
+
+def test_places_are_where_the_bytes_lie(tmp_path: Path) -> None:
+    tensors = TENSORS | {"empty": torch.empty(0, 3)}
+    file = write(tmp_path, "model.safetensors", tensors)
+    align_int8(file)
+    data, places = file.read_bytes(), tensor_places(file)
+    assert {place.name: (place.file, place.shape) for place in places} == {
+        name: (file, tuple(tensor.shape)) for name, tensor in tensors.items()
+    }
+    for place in places:
+        assert data[place.start : place.end] == tensors[place.name].numpy().tobytes()
+
+
+def test_a_file_of_nothing_has_no_places(tmp_path: Path) -> None:
+    assert tensor_places(write(tmp_path, "model.safetensors", {})) == []
+
+
+@pytest.mark.parametrize("length", range(1, 17))
+@pytest.mark.parametrize("columns", [9_000_000, 32])
+def test_int8_tensors_are_aligned_whatever_the_length_of_the_header(tmp_path: Path, length: int, columns: int) -> None:
+    codes = (torch.arange(columns) % 251 - 125).to(torch.int8)
+    # Sorted behind wider dtypes; 9 MB is more than is moved at a time.
+    tensors = {"x" * length: codes, "y": codes[:32].clone(), "head.bias": torch.arange(4, dtype=torch.bfloat16)}
+    file = write(tmp_path, "model.safetensors", tensors)
+    align_int8(file)
+    assert {start % 16 for start in int8_starts(file)} == {0}
+    once = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == once
+    stored = load_file(file)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_whose_int8_tensors_cannot_be_aligned_stays_as_it_is(tmp_path: Path) -> None:
+    tensors = {"codes": torch.ones(32, dtype=torch.int8), "head.bias": torch.zeros(3, dtype=torch.bfloat16)}
+    file = write(tmp_path, "model.safetensors", tensors)
+    before = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == before
+    assert [start % 8 for start in int8_starts(file)] == [6]

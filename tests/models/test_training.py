@@ -1,0 +1,474 @@
+"""Adapters train on a frozen quantized base, in Trainer and out of it; what would change the base raises."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, outputs
+from helpers import assert_close_product
+from peft import (
+    HRAConfig,
+    IA3Config,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    prepare_model_for_kbit_training,
+)
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers.trainer_utils import load_sharded_checkpoint
+
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig
+from hf_trainweights.errors import CorruptFileError, TrainWeightsError, UnsupportedError
+from hf_trainweights.tensor.quantized_tensor import FALLBACKS
+
+# PEFT, and here and there a test, uses names that Transformers is about to change.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+CONFIGS = {
+    "int8": TrainWeightsConfig("int8"),
+    "int4": TrainWeightsConfig("int4", group_size=32),
+    "float8_e4m3": TrainWeightsConfig("float8_e4m3"),
+}
+TARGETS = {"llama": ["q_proj", "v_proj", "down_proj"], "gpt2": ["c_attn", "c_proj", "c_fc"]}
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+class Counting(Dataset):
+    """Rows that count up in steps of one to four."""
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = (torch.arange(12) * (index % 4 + 1) + index) % 96
+        return {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+
+
+@pytest.fixture(scope="module")
+def float_directory(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Save each float model once."""
+    root = tmp_path_factory.mktemp("float")
+
+    def directory(name: str = "llama", dtype: torch.dtype = torch.float32) -> Path:
+        target = root / f"{name}-{dtype}"
+        if not target.exists():
+            ARCHITECTURES[name].build(dtype).save_pretrained(target)
+        return target
+
+    return directory
+
+
+@pytest.fixture(scope="module")
+def quantized(float_directory: Callable[..., Path]) -> Callable[..., PreTrainedModel]:
+    """Return a quantized model, a new one at every call."""
+
+    def quantize(
+        name: str = "llama", config: TrainWeightsConfig = CONFIGS["int8"], dtype: torch.dtype = torch.float32
+    ) -> PreTrainedModel:
+        return AutoModelForCausalLM.from_pretrained(float_directory(name, dtype), quantization_config=config)
+
+    return quantize
+
+
+def with_lora(model: PreTrainedModel, name: str = "llama") -> PeftModel:
+    torch.manual_seed(0)
+    options = {"fan_in_fan_out": True} if name == "gpt2" else {}
+    return get_peft_model(model, LoraConfig(r=4, target_modules=TARGETS[name], task_type="CAUSAL_LM", **options))
+
+
+def disturb(model: nn.Module) -> None:
+    """Give every adapter an effect; most start without one."""
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.1)
+
+
+def train(model: nn.Module, directory: Path, resume: Path | None = None, **options: Any) -> list[float]:
+    """Return the losses that a Trainer logs, one for each step."""
+    arguments = {"max_steps": 8, "save_steps": 4, "learning_rate": 1e-2, "logging_steps": 1, "seed": 0, **options}
+    trainer = Trainer(
+        model,
+        TrainingArguments(
+            directory, per_device_train_batch_size=4, use_cpu=True, report_to=[], disable_tqdm=True, **arguments
+        ),
+        train_dataset=Counting(),
+    )
+    trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def frozen(model: nn.Module) -> dict[str, Tensor]:
+    """Return copies of all that must not change, quantized weights by their stored tensors."""
+    state: dict[str, Tensor] = {}
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, QuantizedTensor):
+            state |= {f"{name}/{key}": stored.clone() for key, stored in parameter.tensors.items()}
+        elif not parameter.requires_grad:
+            state[name] = parameter.detach().clone()
+    return state
+
+
+def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys() != set()
+    assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
+
+
+def first_batch() -> dict[str, Tensor]:
+    return {name: value[None] for name, value in Counting()[0].items()}
+
+
+# ---- adapters
+
+
+def test_a_quantized_module_to_save_says_that_it_does_not_train(float_directory: Callable[..., Path]) -> None:
+    model = AutoModelForCausalLM.from_pretrained(float_directory("llama"), quantization_config=CONFIGS["int8"])
+    with pytest.warns(UserWarning, match=r"stays frozen.*modules_to_save.*modules_to_not_convert"):
+        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"]))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+def test_lora_trains_saves_and_resumes_in_trainer(
+    name: str, config: TrainWeightsConfig, quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    model = with_lora(quantized(name, config), name)
+    before, fallbacks = frozen(model), FALLBACKS.copy()
+    losses = train(model, tmp_path / "through")
+    assert sum(losses[-3:]) < sum(losses[:3]) - 0.5
+    assert_same(frozen(model), before)
+    assert fallbacks == FALLBACKS, "an op in training has no handler"
+    checkpoint = tmp_path / "through" / "checkpoint-4"
+    assert (checkpoint / "adapter_model.safetensors").exists()
+    assert not (checkpoint / "model.safetensors").exists()
+
+    resumed = with_lora(quantized(name, config), name)
+    assert train(resumed, tmp_path / "resumed", checkpoint) == losses
+    assert_same(frozen(resumed), before)
+    inputs = ARCHITECTURES[name].make_inputs()
+    assert torch.equal(outputs(resumed.eval(), inputs)[0], outputs(model.eval(), inputs)[0])
+
+    reloaded = PeftModel.from_pretrained(quantized(name, config), tmp_path / "through" / "checkpoint-8")
+    assert torch.equal(outputs(reloaded, inputs)[0], outputs(model, inputs)[0])
+
+
+def test_gradients_are_those_of_the_dequantized_model(quantized: Callable[..., PreTrainedModel]) -> None:
+    gradients = []
+    for name in TARGETS:
+        for dequantize in (False, True):
+            base = quantized(name, CONFIGS["int4"])
+            if dequantize:
+                base.dequantize()
+                base.requires_grad_(False)
+            model = with_lora(base, name)
+            disturb(model)
+            model(**first_batch()).loss.backward()
+            gradients.append({key: p.grad for key, p in model.named_parameters() if p.grad is not None})
+        actual, expected = gradients[-2:]
+        assert actual.keys() == expected.keys() != set()
+        for key, gradient in actual.items():
+            torch.testing.assert_close(gradient, expected[key], msg=lambda text, key=key: f"{key}: {text}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_kbit_preparation_keeps_the_base_quantized_and_adapters_train(
+    checkpointing: bool, dtype: torch.dtype, quantized: Callable[..., PreTrainedModel]
+) -> None:
+    base = quantized(dtype=dtype)
+    before = {key: tensor for key, tensor in frozen(base).items() if "/" in key}
+    options = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if checkpointing else {}
+    prepared = prepare_model_for_kbit_training(base, use_gradient_checkpointing=checkpointing, **options)
+    assert_same({key: tensor for key, tensor in frozen(prepared).items() if "/" in key}, before)
+    assert isinstance(prepared.get_parameter(UP), nn.Parameter)
+    assert not any(parameter.requires_grad for parameter in prepared.parameters())
+    # PEFT shows everything in float32; the stored tensors stay as they are.
+    assert {parameter.dtype for parameter in prepared.parameters()} == {torch.float32}
+    reference = quantized(dtype=dtype).to(torch.float32)
+    assert torch.equal(outputs(prepared, first_batch())[1], outputs(reference, first_batch())[1])
+
+    model = with_lora(prepared)
+    disturb(model)
+    model.train()
+    model(**first_batch()).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert gradients
+    assert all(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients.values())
+
+
+def test_gradient_checkpointing_gives_the_same_gradients(quantized: Callable[..., PreTrainedModel]) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = with_lora(quantized())
+        disturb(model)
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model.train()
+        model(**first_batch()).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert_same(gradients[1], gradients[0])
+
+
+def test_lora_on_expert_weights_trains(quantized: Callable[..., PreTrainedModel]) -> None:
+    base = quantized("qwen3_moe")
+    inputs = ARCHITECTURES["qwen3_moe"].make_inputs()
+    expected = outputs(base, inputs)[0]
+    plain = copy.deepcopy(base)
+    plain.dequantize()
+    plain.set_experts_implementation("eager")  # torch._grouped_mm does not take float64
+    exact = outputs(plain.double(), inputs)[0]
+    before = {key: tensor for key, tensor in frozen(base).items() if "/" in key}
+    config = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"], lora_dropout=0.0)
+    model = get_peft_model(base, config)
+    # The adapter adds to the dequantized weight, so its product is another kernel's.
+    assert_close_product(expected, outputs(model, inputs)[0], exact)
+    disturb(model)
+    model(**inputs, labels=inputs["input_ids"]).loss.backward()
+    assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
+    after = {
+        key.removeprefix("base_model.model.").replace("base_layer.", ""): tensor
+        for key, tensor in frozen(model).items()
+        if "/" in key
+    }
+    assert_same(after, before)
+
+
+@pytest.mark.parametrize("serialization", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
+def test_the_model_s_own_adapters_are_saved_alone(
+    serialization: dict[str, Any], quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    model = quantized()
+    model.add_adapter(LoraConfig(r=4, target_modules=TARGETS["llama"]))
+    disturb(model)
+    model.save_pretrained(tmp_path, **serialization)
+    names = {path.name for path in tmp_path.iterdir()}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    assert not names & {"model.safetensors", "pytorch_model.bin"}
+    other = quantized()
+    other.load_adapter(str(tmp_path))
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    assert torch.equal(outputs(other, inputs)[0], outputs(model, inputs)[0])
+
+
+def test_unloading_an_adapter_gives_the_base_back(quantized: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    base = quantized()
+    expected = outputs(base, ARCHITECTURES["llama"].make_inputs())[0]
+    model = with_lora(base)
+    disturb(model)
+    unloaded = model.unload()
+    unloaded.save_pretrained(tmp_path)
+    for each in (unloaded, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert isinstance(each.get_parameter(UP), QuantizedTensor)
+        assert torch.equal(outputs(each, ARCHITECTURES["llama"].make_inputs())[0], expected)
+
+
+# ---- what would change the base
+
+
+ADAPTERS = {
+    "lora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    "dora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True),
+    "ia3": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "loha": LoHaConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    "hra": HRAConfig(r=4, target_modules=["q_proj", "down_proj"]),
+    "experts": LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+}
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS)
+def test_merging_an_adapter_raises_and_changes_nothing(
+    config: PeftConfig, safe_merge: bool, quantized: Callable[..., PreTrainedModel]
+) -> None:
+    name = "qwen3_moe" if getattr(config, "target_parameters", None) else "llama"
+    model = get_peft_model(quantized(name), copy.deepcopy(config)).eval()
+    disturb(model)
+    inputs = ARCHITECTURES[name].make_inputs()
+    expected, before = outputs(model, inputs)[0], frozen(model)
+    with pytest.raises(UnsupportedError, match=r"quantized weight|two quantized tensors"):
+        model.merge_and_unload(safe_merge=safe_merge)
+    assert_same(frozen(model), before)
+    assert torch.equal(outputs(model, inputs)[0], expected)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_an_adapter_is_merged_after_dequantizing(name: str, quantized: Callable[..., PreTrainedModel]) -> None:
+    model = with_lora(quantized(name), name)
+    disturb(model)
+    inputs = ARCHITECTURES[name].make_inputs()
+    expected = outputs(model, inputs)[0]
+    model.get_base_model().dequantize()
+    merged = model.merge_and_unload()
+    assert not any(isinstance(parameter, QuantizedTensor) for parameter in merged.parameters())
+    torch.testing.assert_close(outputs(merged, inputs)[0], expected, rtol=1e-4, atol=1e-4)
+
+
+def test_initialising_an_adapter_from_a_quantized_weight_raises(quantized: Callable[..., PreTrainedModel]) -> None:
+    for method in ("pissa", "olora"):
+        with pytest.raises(TrainWeightsError, match="quantized weight"):
+            get_peft_model(quantized(), LoraConfig(target_modules=["q_proj"], init_lora_weights=method))
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("size", [90, 104])
+def test_float_embeddings_are_resized(
+    size: int, name: str, quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    model = quantized(name)
+    inputs = ARCHITECTURES[name].make_inputs()
+    inputs["input_ids"] %= 90
+    expected = outputs(model, inputs)[0]
+    model.resize_token_embeddings(size, mean_resizing=False)
+    model.save_pretrained(tmp_path)
+    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert isinstance(each.get_parameter(UP), QuantizedTensor)
+        logits = outputs(each, inputs)[0]
+        assert logits.shape[-1] == size
+        kept = min(size, 96)
+        torch.testing.assert_close(logits[..., :kept], expected[..., :kept], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize("options", [{}, {"mean_resizing": False}], ids=["mean", "plain"])
+@pytest.mark.parametrize("size", [90, 104])
+def test_quantized_embeddings_are_not_resized_into_float_ones(
+    size: int, options: dict[str, Any], name: str, quantized: Callable[..., PreTrainedModel]
+) -> None:
+    model = quantized(name, TrainWeightsConfig("int8", include_embeddings=True))
+    inputs = ARCHITECTURES[name].make_inputs()
+    expected = outputs(model, inputs)[0]
+    with pytest.raises(UnsupportedError, match="two quantized tensors of one format"):
+        model.resize_token_embeddings(size, **options)
+    assert isinstance(model.get_input_embeddings().weight, QuantizedTensor)
+    assert isinstance(model.get_output_embeddings().weight, QuantizedTensor)
+    assert torch.equal(outputs(model, inputs)[0], expected)
+
+
+def test_a_quantized_model_without_adapters_is_refused(
+    quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match=r"purely quantized models\. Please attach trainable adapters"):
+        train(quantized(), tmp_path)
+
+
+def test_an_optimizer_gets_no_quantized_weight(quantized: Callable[..., PreTrainedModel]) -> None:
+    model = quantized()
+    model(**first_batch()).loss.backward()
+    assert all(parameter.grad is None for parameter in model.parameters() if isinstance(parameter, QuantizedTensor))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    before = {key: tensor for key, tensor in frozen(model).items() if "/" in key}
+    optimizer.step()
+    assert_same({key: tensor for key, tensor in frozen(model).items() if "/" in key}, before)
+
+
+# ---- resuming from files whose weights are quantized
+
+
+SAVES = {
+    "safetensors": {},
+    "bin": {"safe_serialization": False},
+    "sharded": {"max_shard_size": "5KB"},
+    "sharded_bin": {"safe_serialization": False, "max_shard_size": "5KB"},
+}
+
+
+def other_weights(quantized: Callable[..., PreTrainedModel], config: TrainWeightsConfig) -> PreTrainedModel:
+    """Return a model of the same layout as `quantized(config=config)` that computes something else."""
+    model = quantized(config=config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            (parameter.scale if isinstance(parameter, QuantizedTensor) else parameter).mul_(-0.5)
+    return model
+
+
+def read(directory: Path) -> list[dict[str, Tensor]]:
+    """Return what each shard of a checkpoint holds, in the order of their names."""
+    files = sorted(path for path in directory.iterdir() if path.suffix in {".safetensors", ".bin"})
+    return [load_file(file) if file.suffix == ".safetensors" else torch.load(file) for file in files]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [*CONFIGS.values(), TrainWeightsConfig("int8", overrides={"re:.*down_proj": "float8_e4m3"})],
+    ids=[*CONFIGS, "overrides"],
+)
+@pytest.mark.parametrize("save", SAVES)
+def test_load_state_dict_restores_quantized_weights_shard_by_shard(
+    save: str, config: TrainWeightsConfig, quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    source, model = quantized(config=config), other_weights(quantized, config)
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    expected = outputs(source, inputs)[0]
+    assert not torch.equal(outputs(model, inputs)[0], expected)
+    source.save_pretrained(tmp_path, **SAVES[save])
+    shards = read(tmp_path)
+    for shard in shards:
+        model.load_state_dict(shard, strict=False)
+    if "sharded" in save:
+        apart = {name.removesuffix("qdata") for shard in shards for name in shard if name.endswith("_qdata")}
+        apart -= {name for shard in shards for name in apart if {f"{name}qdata", f"{name}scale"} <= shard.keys()}
+        assert apart, "qdata and scale of no weight are in different shards"
+    assert torch.equal(outputs(model, inputs)[0], expected)
+    assert isinstance(model.get_parameter(UP), QuantizedTensor)
+
+
+@pytest.mark.parametrize("safe", [True, False])
+def test_load_sharded_checkpoint_restores_quantized_weights(
+    safe: bool, quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    source, model = quantized(), other_weights(quantized, CONFIGS["int8"])
+    source.save_pretrained(tmp_path, max_shard_size="32KB", safe_serialization=safe)
+    load_sharded_checkpoint(model, str(tmp_path), strict=False, prefer_safe=safe)
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    assert torch.equal(outputs(model, inputs)[0], outputs(source, inputs)[0])
+
+
+def test_load_state_dict_is_strict_about_quantized_weights(
+    quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    quantized().save_pretrained(tmp_path)
+    [state_dict] = read(tmp_path)
+    model = other_weights(quantized, CONFIGS["int8"])
+    assert model.load_state_dict(dict(state_dict)) == ([], [])
+    scale = UP.replace(".weight", "._weight_scale")
+    incomplete = {name: tensor for name, tensor in state_dict.items() if name != scale}
+    with pytest.raises(RuntimeError, match=rf'Missing key.*"{UP}"'):
+        quantized().load_state_dict(incomplete)
+    assert quantized().load_state_dict(incomplete, strict=False).missing_keys == [UP]
+    with pytest.raises(CorruptFileError, match=UP):
+        quantized().load_state_dict({**state_dict, scale: state_dict[scale][:-1]}, strict=False)
+    with pytest.raises(CorruptFileError, match="expected qdata"):
+        quantized(config=CONFIGS["int4"]).load_state_dict(dict(state_dict), strict=False)
+
+
+def test_weights_of_another_format_are_not_dropped_in_silence(
+    quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    quantized(config=TrainWeightsConfig("int8", overrides={"re:.*down_proj": "float8_e4m3"})).save_pretrained(tmp_path)
+    [state_dict] = read(tmp_path)
+    with pytest.raises((TrainWeightsError, RuntimeError), match="down_proj"):
+        quantized().load_state_dict(state_dict, strict=False)
+
+
+def test_a_trainer_resumes_a_partly_quantized_model_from_its_own_checkpoint(
+    quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    """Transformers' own adapters on a quantized base: what Trainer calls on resume is load_state_dict."""
+    model = other_weights(quantized, CONFIGS["int8"])
+    quantized().save_pretrained(tmp_path)
+    trainer = Trainer(with_lora(quantized()), TrainingArguments(tmp_path / "run", use_cpu=True, report_to=[]))
+    trainer._load_from_checkpoint(str(tmp_path), model=model)
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    assert torch.equal(outputs(model, inputs)[0], outputs(quantized(), inputs)[0])
