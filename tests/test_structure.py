@@ -13,8 +13,20 @@ import pytest
 PACKAGE, COMMAND = "hf_trainweights", "trainweights_cli"
 ROOT = Path(__file__).parent.parent
 
-# Whatever is in these rooms, and no other module, imports Transformers.
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback", "tensor.modules"}
+# The rooms: each may import those above it, never those below. The package's `__init__` imports any.
+ROOMS = (
+    "errors",  # what goes wrong
+    "formats",  # a float weight as plain tensors, and back
+    "files",  # bytes on disk
+    "kernels",  # products of plain tensors
+    "tensor",  # the quantized weight
+    "models",  # a Transformers model
+    "checkpoint",  # training state
+    "exports",  # layouts that others read
+    "inspection",  # what lies on disk
+    "demo",
+)
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback"}
 # The attribute that holds an entry's name. It is written to files, so it must be what the registry calls it.
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}
 # Importing these takes seconds, for which `--help` should not wait.
@@ -86,6 +98,12 @@ def imported_modules(module: str) -> set[str]:
         (name, f"{name}.__init__", name.rpartition(".")[0], f"{name.rpartition('.')[0]}.__init__") for name in names
     )
     return {next(each for each in several if each in SOURCES) for several in candidates}
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if name not in TOP_LEVEL])
+def test_imports_go_one_way(module: str) -> None:
+    ours = {room(name.removeprefix(f"{PACKAGE}.")) for name, _ in imports(module) if room(name) == PACKAGE}
+    assert ours <= set(ROOMS[: ROOMS.index(room(module)) + 1])
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

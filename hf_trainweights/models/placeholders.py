@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.models.stored_weights import StoredTensorPlace, tensor_places
+from hf_trainweights.files.safetensors_file import StoredTensorPlace, tensor_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _MARK_BYTES = 16  # of a UUID

@@ -7,13 +7,20 @@ Transformers model becomes what `from_pretrained` would have made of it, and sav
 
 from __future__ import annotations
 
-from torch import nn
+import logging
+
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import QuantizationError
+from hf_trainweights.formats.base import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
-from hf_trainweights.models.selection import Summary, choose
-from hf_trainweights.tensor.modules import announce, check_choice, choose_layouts_, model_skips, quantize_chosen
+from hf_trainweights.models.selection import Choice, Summary, check_choice, choose, model_skips
+from hf_trainweights.tensor.modules import as_parameter, choose_layouts_, parameter_places, put_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger(__name__)
 
 
 def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
@@ -43,5 +50,54 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
     quantizer = getattr(module, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
     if isinstance(module, PreTrainedModel) and isinstance(quantizer, TrainWeightsHfQuantizer):
         return quantizer.adopt(module)
-    announce(summary)
+    _logger.info("%s", summary)
     return summary
+
+
+def quantize_chosen(module: nn.Module, summary: Summary) -> None:
+    """Quantize the weights that were chosen, in place, all or none.
+
+    Args:
+        module: The module they were chosen from.
+        summary: What was chosen. Weights that are quantized already stay as they are.
+
+    Raises:
+        QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
+    """
+    # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
+    todo = [choice for choice in summary.quantized if not isinstance(_weight(choice), QuantizedTensor)]
+    for choice in todo:
+        _check_values(choice)
+    places = parameter_places(module)
+    for choice in todo:
+        assert choice.format is not None
+        weight = _weight(choice)
+        tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
+        put_parameter(places[id(weight)], as_parameter(tensor))
+
+
+def _weight(choice: Choice) -> Tensor:
+    return getattr(choice.module, choice.name.rpartition(".")[2])
+
+
+def _check_values(choice: Choice) -> None:
+    weight = _weight(choice)
+    if weight.is_meta:
+        raise QuantizationError(
+            choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
+        )
+    if not _all_finite(weight.detach()):
+        raise QuantizationError(
+            choice.name,
+            "finite values",
+            "NaN or Inf",
+            "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
+        )
+
+
+def _all_finite(weight: Tensor) -> bool:
+    # No sum gets rid of NaN or Inf, and it takes a third of the time of the largest magnitude, which carries both, too.
+    # Only a sum of finite values may overflow.
+    if weight.numel() == 0 or weight.sum().isfinite():
+        return True
+    return bool(largest_magnitude(weight.contiguous()).isfinite().all())

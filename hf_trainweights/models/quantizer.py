@@ -24,16 +24,9 @@ from hf_trainweights.models.conversion import (
     return_freed_memory,
 )
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
-from hf_trainweights.models.selection import Summary, choose, survey
+from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, model_skips, survey
 from hf_trainweights.models.stored_weights import check_weight_files
-from hf_trainweights.tensor.modules import (
-    announce,
-    check_choice,
-    check_not_empty,
-    choose_layouts_,
-    dequantize_,
-    model_skips,
-)
+from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
 
 _logger = logging.get_logger(__name__)
@@ -246,7 +239,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         config = self.quantization_config
         self._summary = survey(model, config, model_skips(model, config))
         check_not_empty(self._summary, config)
-        announce(self._summary)
+        _logger.info("%s", self._summary)
         choose_layouts_(model)
         return_freed_memory()
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.

@@ -30,11 +30,12 @@ from transformers.integrations.accelerate import load_offloaded_parameter
 
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
+from hf_trainweights.files.safetensors_file import align_int8
+from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.placeholders import Placeholders
-from hf_trainweights.models.stored_weights import align_int8, is_weight_file
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
 

@@ -6,17 +6,23 @@ expert parameters in both layouts, and on request embeddings. It works on the me
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -263,3 +269,59 @@ def is_transposed(owner: nn.Module, parameter: Tensor) -> bool:
         return bool(declared)
     first, hidden = getattr(owner, "gate_up_proj", None), getattr(owner, "hidden_size", None)
     return isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == hidden != first.shape[2]
+
+
+def model_skips(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
+    """Return the modules that a Transformers model wants to keep in float; none for any other module.
+
+    Args:
+        module: Any module.
+        config: What the user wants; `include_embeddings` takes the output head and tied embeddings off the list.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return []
+    skips = set(HfQuantizer.get_modules_to_not_convert(module, None, None))
+    if config.include_embeddings:
+        head = module.get_output_embeddings()
+        tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
+        skips -= {name.removesuffix(".weight") for name in tied}
+        skips -= {name for name, submodule in module.named_modules() if submodule is head}
+    # These hold for every dtype: a model that must not be float16 here must not be int8 either.
+    for kept in (module._keep_in_fp32_modules, module._keep_in_fp32_modules_strict):
+        skips |= set(kept or ())
+    return sorted(skips)
+
+
+def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:
+    """Check that the choice is what was meant: something is quantized; warn of an override that nothing goes by.
+
+    Args:
+        module: What was chosen from.
+        summary: What was chosen.
+        config: What the user wants.
+
+    Raises:
+        ConfigError: Nothing is quantized.
+    """
+    for selector in unused_overrides(module, config):
+        _logger.warning("overrides[%r] matches no module and no parameter: is it misspelt?", selector)
+    check_not_empty(summary, config)
+
+
+def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
+    """Check that something is quantized.
+
+    Args:
+        summary: What was chosen.
+        config: What the user wants.
+
+    Raises:
+        ConfigError: Nothing is.
+    """
+    if not summary.quantized:
+        raise ConfigError(
+            "model",
+            f"at least one weight to quantize to {config.default_format}",
+            str(summary),
+            "Quantized are nn.Linear, Conv1D and expert weights; check modules_to_not_convert and overrides.",
+        )

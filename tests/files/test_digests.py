@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import digests_name, write_digests
-from hf_trainweights.models.stored_weights import is_weight_file
+from hf_trainweights.files.weight_files import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
 DIGESTS = digests_name()

@@ -27,7 +27,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.errors import SaveError
-from hf_trainweights.models.stored_weights import is_weight_file
+from hf_trainweights.files.weight_files import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
 THEIRS = "---\nlicense: mit\ntags:\n- mine\n---\n# My words\n"

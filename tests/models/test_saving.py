@@ -32,10 +32,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles
 from hf_trainweights.models.placeholders import Placeholders
-from hf_trainweights.models.stored_weights import is_weight_file
 
 LLAMA = ARCHITECTURES["llama"]
 STORED = "model.layers.0.mlp.up_proj._weight_"

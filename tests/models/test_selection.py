@@ -19,8 +19,16 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.selection import Choice, Summary, choose, is_conv1d, is_experts, is_transposed, survey
-from hf_trainweights.tensor.modules import model_skips
+from hf_trainweights.models.selection import (
+    Choice,
+    Summary,
+    choose,
+    is_conv1d,
+    is_experts,
+    is_transposed,
+    model_skips,
+    survey,
+)
 
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"

@@ -16,13 +16,9 @@ from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.models.stored_weights import (
-    align_int8,
-    check_weight_files,
-    is_weight_file,
-    read_safetensors_header,
-    tensor_places,
-)
+from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header, tensor_places
+from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.models.stored_weights import check_weight_files
 
 TENSORS = {
     "layer._weight_qdata": torch.arange(12, dtype=torch.int8).reshape(3, 4),

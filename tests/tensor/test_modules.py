@@ -27,7 +27,8 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, ge
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import FLOAT_DTYPES
-from hf_trainweights.tensor.modules import choose_layouts_, model_skips
+from hf_trainweights.models.selection import model_skips
+from hf_trainweights.tensor.modules import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import FALLBACKS
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
