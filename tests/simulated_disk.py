@@ -6,12 +6,12 @@ import os
 import shutil
 from pathlib import Path
 
-from hf_trainweights.files import atomic
+from hf_trainweights.files import disk
 
 _TAKES_PATHS = ("sync_file", "sync_directory", "link", "rename", "unlink", "mkdir", "rmdir")
 
 
-class RecordingDisk(atomic.FileSystem):
+class RecordingDisk(disk.FileSystem):
     """Does what it is told and keeps a list of it."""
 
     def __init__(self):
@@ -40,7 +40,9 @@ class RecordingDisk(atomic.FileSystem):
 
         def record(*paths):
             method(*paths)
-            self.calls.append((name, *paths))
+            # Others may have written the file, past this object: then it counts from now on.
+            content = [paths[0].read_bytes()] if name == "sync_file" else []
+            self.calls.append((name, *paths, *content))
 
         return record
 
@@ -48,7 +50,13 @@ class RecordingDisk(atomic.FileSystem):
 class File:
     def __init__(self, content=b""):
         self.content = content
-        self.synced = content
+        self.synced = b""
+
+    @classmethod
+    def of(cls, path):
+        file = cls(path.read_bytes())
+        file.synced = file.content
+        return file
 
 
 class Directory:
@@ -63,7 +71,7 @@ class Directory:
     def of(cls, path):
         directory = cls()
         for entry in path.iterdir():
-            directory.names[entry.name] = cls.of(entry) if entry.is_dir() else File(entry.read_bytes())
+            directory.names[entry.name] = cls.of(entry) if entry.is_dir() else File.of(entry)
         directory.sync()
         return directory
 
@@ -85,6 +93,8 @@ class Directory:
         return node
 
     def apply(self, call, path, *arguments):
+        if call in ("sync_file", "sync_directory"):
+            self.discover(path, *arguments)
         parent = self.find(path.parent)
         if call == "create":
             parent.change(**{path.name: File()})
@@ -102,8 +112,20 @@ class Directory:
             self.find(arguments[0].parent).change(**{arguments[0].name: parent.names[path.name]})
         else:
             assert call == "rename"
-            assert arguments[0].parent == path.parent
-            parent.change(**{arguments[0].name: parent.names[path.name], path.name: None})
+            node, target = parent.names[path.name], self.find(arguments[0].parent)
+            if target is parent:
+                parent.change(**{arguments[0].name: node, path.name: None})
+            else:
+                target.change(**{arguments[0].name: node})
+                parent.change(**{path.name: None})
+
+    def discover(self, path, content=None):
+        """Makes a file or directory that someone else made, and the directories above it."""
+        for depth, name in enumerate(path.parts):
+            directory = self.find(Path(*path.parts[:depth]))
+            if name not in directory.names:
+                is_file = content is not None and depth == len(path.parts) - 1
+                directory.change(**{name: File(content) if is_file else Directory()})
 
     def write_to(self, path, *, names, content):
         path.mkdir()
@@ -125,23 +147,23 @@ OUTCOMES = {
 
 def replay(root, action, monkeypatch):
     """Runs `action` on `root` and yields what `root` is after every prefix of its calls, in every outcome."""
-    disk = RecordingDisk()
+    recording = RecordingDisk()
     state = Directory.of(root)
     with monkeypatch.context() as patch:
-        patch.setattr(atomic, "file_system", disk)
+        patch.setattr(disk, "file_system", recording)
         action()
     shutil.rmtree(root)  # so that no path recorded in a file leads anywhere
-    for index in range(len(disk.calls) + 1):
+    for index in range(len(recording.calls) + 1):
         for outcome in OUTCOMES:
             state.write_to(root, **OUTCOMES[outcome])
-            yield f"after {index} calls, {outcome}: {disk.calls[index - 1 : index]}"[:300]
+            yield f"after {index} calls, {outcome}: {recording.calls[index - 1 : index]}"[:300]
             shutil.rmtree(root)
-        if index < len(disk.calls):
-            call, *arguments = disk.calls[index]
+        if index < len(recording.calls):
+            call, *arguments = recording.calls[index]
             state.apply(call, *(each.relative_to(root) if isinstance(each, Path) else each for each in arguments))
 
 
-class FailingDisk(atomic.FileSystem):
+class FailingDisk(disk.FileSystem):
     """Fails at one call, or from one call on, with an error number."""
 
     def __init__(self, fail_at, number, *, for_good):

@@ -29,6 +29,7 @@ from hf_trainweights.checkpoint.directory.rewriter import adopt_weights, compres
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.training_state import parameter_names
+from hf_trainweights.files.temporary import Claim
 
 _logger = logging.get_logger(__name__)
 
@@ -187,12 +188,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         else:
             self._job.start()
 
-    def _compress(self, directory: Path, aside: Path | None, before_bytes: int, options: dict[str, Any]) -> None:
+    def _compress(self, directory: Path, aside: Claim | None, before_bytes: int, options: dict[str, Any]) -> None:
         if aside is not None:
-            try:
-                adopt_weights(directory, aside)
-            finally:
-                aside.unlink(missing_ok=True)
+            adopt_weights(directory, aside)
         manifest = compress_directory(directory, **options)
         self._savings.add(before_bytes, _size_bytes(directory), manifest)
 

@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.training_state import (
     write_checkpoint,
 )
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files import atomic
+from hf_trainweights.files.atomic import make_directories
 
 _SIGTERM_EXIT_STATUS = 128 + signal.SIGTERM
 
@@ -100,7 +100,7 @@ class CheckpointManager:
         self._previous_handler: Any = None
 
     def __enter__(self) -> Self:
-        atomic.make_directories(self._root)
+        make_directories(self._root)
         collect_garbage(self._root)
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)

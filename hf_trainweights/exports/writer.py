@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from transformers.dynamic_module_utils import custom_object_save
 
 from hf_trainweights.exports import compressed_tensors
+from hf_trainweights.files.staging import staged_files
 from hf_trainweights.models.directory import copy_companions, load_saved
 from hf_trainweights.models.placeholders import Placeholders
-from hf_trainweights.models.saving import move_into_place, staged_directory, whole_state_dict
+from hf_trainweights.models.saving import is_replaced, whole_state_dict
 
 
 def export_compressed_tensors(
@@ -51,12 +52,11 @@ def export_compressed_tensors(
     placeholders = Placeholders()
     tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model), placeholders.put)
     target = Path(out)
-    with staged_directory(target) as staging:
+    with staged_files(target, lambda name: is_replaced(name, variant=None)) as staged:
         if directory is not None:
-            copy_companions(directory, staging)
-        _write_config(model, staging, quantization_config)
-        placeholders.fill(_write_shards(tensors, staging, max_shard_size))
-        move_into_place(staging, target, variant=None, quantized=True)
+            copy_companions(directory, staged.path)
+        _write_config(model, staged.path, quantization_config)
+        placeholders.fill(_write_shards(tensors, staged.path, max_shard_size))
 
 
 def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:

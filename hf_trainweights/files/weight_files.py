@@ -1,14 +1,37 @@
-"""The names under which loaders look for weights."""
+"""The names under which loaders look for weights: the one table of them.
+
+| family | one file | shards | their index |
+|---|---|---|---|
+| safetensors | `model.safetensors` | `model-00001-of-00002.safetensors` | `model.safetensors.index.json` |
+| `.bin` | `pytorch_model.bin` | `pytorch_model-00001-of-00002.bin` | `pytorch_model.bin.index.json` |
+| adapters | `adapter_model.safetensors`, `adapter_model.bin` | | |
+
+A variant stands before the end of the stem: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`.
+"""
 
 from __future__ import annotations
 
+import fnmatch
+import json
 import re
+from pathlib import Path
 
-# model.safetensors, model-00001-of-00002.safetensors, model.safetensors.index.json, each with .variant before the end
-# of its stem; the same for pytorch_model.bin.
+# What a loader opens first, in the order in which Transformers and PEFT look for them.
+ENTRY_POINTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
+
+# What lies beside weights and does not change what a loader makes of them.
+_UNREAD = ("README.md", "trainweights_files*.json")
+
 _WEIGHT_FILE = re.compile(
-    r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?:-\d{5}-of-\d{5})?\.(?P<kind>safetensors|bin)"
-    r"(?:\.index(?:\.(?P<index_variant>[^.]+))?\.json)?"
+    r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?P<shard>-\d{5}-of-\d{5})?\.(?P<kind>safetensors|bin)"
+    r"(?P<index>\.index(?:\.(?P<index_variant>[^.]+))?\.json)?"
 )
 
 
@@ -25,3 +48,69 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
     """
     match = _WEIGHT_FILE.fullmatch(name)
     return match is not None and (match["variant"] or match["index_variant"]) == variant
+
+
+def entry_point_rank(name: str) -> int | None:
+    """Return the place of a file among those that a loader opens first, 0 for the one it looks for first.
+
+    Args:
+        name: A file name without its directory, of any variant.
+
+    Returns:
+        None for shards, and for files that hold no weights.
+
+    Example:
+        >>> entry_point_rank("model.safetensors"), entry_point_rank("pytorch_model.bin.index.fp16.json")
+        (0, 3)
+    """
+    match = _WEIGHT_FILE.fullmatch(name)
+    if match is not None and not match["shard"]:
+        index = ".index.json" if match["index"] else ""
+        name = f"{match['family']}.{match['kind']}{index}"
+    return ENTRY_POINTS.index(name) if name in ENTRY_POINTS else None
+
+
+def is_read_by_loaders(name: str) -> bool:
+    """Return whether a file of a model directory can change what a loader makes of it: neither cards nor digests can.
+
+    Args:
+        name: Its path within the directory.
+
+    Example:
+        >>> is_read_by_loaders("config.json"), is_read_by_loaders("trainweights_files.json")
+        (True, False)
+    """
+    return not any(fnmatch.fnmatchcase(name, pattern) for pattern in _UNREAD)
+
+
+def bin_name(name: str) -> str:
+    """Return the name that the `.bin` twin of a safetensors file, shard or index has.
+
+    Args:
+        name: A file name without its directory.
+
+    Example:
+        >>> bin_name("model-00001-of-00002.safetensors")
+        'pytorch_model-00001-of-00002.bin'
+    """
+    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
+
+
+def shard_names(index: Path) -> list[str]:
+    """Return the shards that an index file lists.
+
+    Args:
+        index: A `*.index.json` file.
+
+    Returns:
+        File names in the index's directory, each once, sorted.
+
+    Raises:
+        ValueError: It is no JSON, or names something that is no plain `.safetensors` or `.bin` file name.
+        OSError: It cannot be read.
+    """
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
+            raise ValueError(f"{name!r} is not the name of a shard")
+    return names

@@ -18,6 +18,8 @@ from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
+from hf_trainweights.files.atomic import create_directory, sync_tree
+from hf_trainweights.files.staging import save_errors
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.selection import Summary
 
@@ -65,13 +67,10 @@ def quantize_directory(
         next_step = "Quantize the float model it was made from, or call model.dequantize() and save that."
         raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
     model = load_saved(source, quantization_config=config)
-    try:
-        copy_companions(source, out)
-        model.save_pretrained(out)
-    except BaseException:
-        # It was new or empty, so all that is there is ours.
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    with save_errors(out, "It is as it was."), create_directory(out) as temporary:
+        copy_companions(source, temporary)
+        model.save_pretrained(temporary)
+        sync_tree(temporary)
     quantizer: Any = model.hf_quantizer
     return quantizer.summary()
 

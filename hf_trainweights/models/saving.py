@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import errno
 import inspect
 import json
 import os
-import shutil
 import tempfile
 import types
 from collections.abc import Iterator, Mapping
@@ -28,21 +26,17 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.integrations.accelerate import load_offloaded_parameter
 
-from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
 from hf_trainweights.files.safetensors_file import align_int8
-from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.files.staging import staged_files
+from hf_trainweights.files.weight_files import bin_name, is_weight_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.placeholders import Placeholders
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
-
-try:
-    import fcntl
-except ImportError:  # Windows has no flock; a second save into one directory is not noticed there.
-    fcntl = None
 
 
 class _Save(NamedTuple):
@@ -157,7 +151,8 @@ def _save(
     variant = options.get("variant")
     card = None
     placeholders = Placeholders()
-    with staged_directory(directory) as staging:
+    with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
+        staging = staged.path
         # A class with a save_pretrained of its own might write them into files that are not looked into below.
         usual = type(model).save_pretrained is PreTrainedModel.save_pretrained
         with _handed(_Save(options.get("state_dict"), placeholders if usual else None)):
@@ -171,16 +166,14 @@ def _save(
         for name in weights:
             if name.endswith(".safetensors"):
                 align_int8(staging / name)
-        quantized = hasattr(model, "hf_quantizer")
-        if weights and quantized:
+        if weights and hasattr(model, "hf_quantizer"):
             write_digests(staging, weights, variant)
         if push is not None:
             card = _write_card(model, push, directory, staging)
-        saved = move_into_place(staging, directory, variant, quantized)
     if push is None or card is None:
         return None
-    stale = (name for name in push.present if weights and _is_replaced(name, variant))
-    return push.commit(directory, saved, card, remove=stale)
+    stale = (name for name in push.present if weights and is_replaced(name, variant))
+    return push.commit(directory, staged.names, card, remove=stale)
 
 
 def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Path) -> str:
@@ -262,69 +255,6 @@ def _is_same(tensor: object, other: object) -> bool:
     return tensor.data_ptr() == other.data_ptr()
 
 
-@contextlib.contextmanager
-def staged_directory(directory: Path) -> Iterator[Path]:
-    """Yield a directory to write into, on the same file system; remove it at the end, whatever happens.
-
-    Args:
-        directory: Where the files are to go; made if missing, and held against another save.
-
-    Raises:
-        SaveError: It cannot be written, or another save into it is running; what was there before is untouched.
-    """
-    with _typed_errors(directory):
-        directory.mkdir(parents=True, exist_ok=True)
-        with _lock(directory):
-            staging = Path(tempfile.mkdtemp(prefix="_trainweights-", dir=directory))
-            try:
-                yield staging
-            finally:
-                shutil.rmtree(staging, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _typed_errors(directory: Path) -> Iterator[None]:
-    try:
-        yield
-    except SaveError:
-        raise
-    except OSError as error:
-        expected, next_step = "a directory that can be written to", "Check its permissions, or choose another one."
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            expected, next_step = "enough free disk space", "Free some space, or choose another directory."
-        elif error.errno in {errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
-            expected, next_step = "a directory of files", "Choose another name, or remove what is in the way."
-        raise SaveError(str(directory), expected, str(error), f"Nothing was changed there. {next_step}") from error
-    except Exception as error:
-        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
-        if type(error).__module__.startswith("safetensors"):
-            raise SaveError(
-                str(directory), "to write the weights", str(error), "Nothing was changed there. Check the free space."
-            ) from error
-        raise
-
-
-@contextlib.contextmanager
-def _lock(directory: Path) -> Iterator[None]:
-    """Hold the directory for one save; the system lets go of it if the process dies."""
-    if fcntl is None:
-        yield
-        return
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise SaveError(
-                str(directory), "one save at a time", "another save into it running", "Wait, or use another directory."
-            ) from error
-        except OSError:
-            pass  # A file system without locks, such as Lustre with its defaults: as on Windows.
-        yield
-    finally:
-        os.close(descriptor)
-
-
 def _rewrite_as_bin(staging: Path) -> None:
     """Replace each model*.safetensors file, and the index, by its `.bin` twin."""
     for file in sorted(staging.glob("model*.safetensors")):
@@ -332,65 +262,22 @@ def _rewrite_as_bin(staging: Path) -> None:
             # Mapped, not copied: a shard may be larger than the free memory.
             tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         # Through an open file: torch.save writes the name of a path into the bytes.
-        with (staging / _bin_name(file.name)).open("wb") as stream:
+        with (staging / bin_name(file.name)).open("wb") as stream:
             torch.save(tensors, stream)
         file.unlink()
     for file in sorted(staging.glob("model.safetensors.index*.json")):
         index = json.loads(file.read_text(encoding="utf-8"))
-        index["weight_map"] = {name: _bin_name(shard) for name, shard in index["weight_map"].items()}
+        index["weight_map"] = {name: bin_name(shard) for name, shard in index["weight_map"].items()}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (staging / _bin_name(file.name)).write_text(text, encoding="utf-8")
+        (staging / bin_name(file.name)).write_text(text, encoding="utf-8")
         file.unlink()
 
 
-def _bin_name(name: str) -> str:
-    return name.replace("model", "pytorch_model", 1).replace(".safetensors", ".bin", 1)
-
-
-def _is_replaced(name: str, variant: str | None) -> bool:
-    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it."""
-    return is_weight_file(name, variant) or name == digests_name(variant)
-
-
-def move_into_place(staging: Path, directory: Path, variant: str | None, quantized: bool) -> list[str]:
-    """Rename every file into place and remove what earlier saves left of the weights.
+def is_replaced(name: str, variant: str | None) -> bool:
+    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it.
 
     Args:
-        staging: What `staged_directory` yielded.
-        directory: Where the files go.
-        variant: Of which weight files; None for those without one.
-        quantized: Whether the weights need the new config.json to be read.
-
-    Returns:
-        The paths of the files, relative to the directory.
-
-    Raises:
-        IsADirectoryError: A directory has the name of a file; nothing was moved.
+        name: A file name without its directory.
+        variant: As for `save_pretrained`.
     """
-    files = [path.relative_to(staging) for path in staging.rglob("*") if path.is_file()]
-    for file in files:
-        if (directory / file).is_dir():
-            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", str(file))
-    weights = [file for file in files if _is_replaced(file.name, variant)]
-    # An index comes after its shards, and digests after what they vouch for.
-    weights.sort(key=lambda file: (file.name == digests_name(variant), file.suffix == ".json"))
-    others = [file for file in files if file not in weights]
-    # Quantized weights beside the config.json of a float model load as random ones with but a warning, so at no moment
-    # may these two lie there together. Any other mixture gives an error or the old weights.
-    if quantized:
-        _move(others, staging, directory)
-    _move(weights, staging, directory)
-    if weights:
-        for old in directory.iterdir():
-            if old.is_file() and _is_replaced(old.name, variant) and Path(old.name) not in weights:
-                old.unlink()
-    if not quantized:
-        _move(others, staging, directory)
-    return [file.as_posix() for file in files]
-
-
-def _move(files: list[Path], staging: Path, directory: Path) -> None:
-    for file in files:
-        target = directory / file
-        target.parent.mkdir(parents=True, exist_ok=True)
-        os.replace(staging / file, target)
+    return is_weight_file(name, variant) or name == digests_name(variant)

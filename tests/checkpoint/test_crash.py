@@ -28,7 +28,8 @@ from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.training_state import load_checkpoint, save_checkpoint, write_checkpoint
 from hf_trainweights.errors import SaveError
-from hf_trainweights.files import atomic
+from hf_trainweights.files import atomic, disk
+from hf_trainweights.files.temporary import claim_directory
 
 
 @pytest.mark.parametrize("opener", [atomic.create_file, atomic.replace_file])
@@ -232,12 +233,12 @@ def listing(root):
 def test_a_failing_disk_costs_nothing_but_the_save(run, monkeypatch, number, for_good):
     before = listing(run)
     for fail_at in range(1, 1000):
-        disk = FailingDisk(fail_at, number, for_good=for_good)
+        failing = FailingDisk(fail_at, number, for_good=for_good)
         with monkeypatch.context() as patch:
-            patch.setattr(atomic, "file_system", disk)
+            patch.setattr(disk, "file_system", failing)
             message = save_error(lambda: write_example(run, 3))
         assert message is None or os.strerror(number) in message
-        if disk.count < fail_at:
+        if failing.count < fail_at:
             break
         if (run / "checkpoint-3").exists():  # an older manifest could not be read, or the parent's fsync failed
             assert is_example(load_checkpoint(latest(run)), 3)
@@ -268,12 +269,12 @@ def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypa
     for fail_at in range(1, 1000):
         shutil.rmtree(root, ignore_errors=True)
         shutil.copytree(source, root)
-        disk = FailingDisk(fail_at, number, for_good=True)
+        failing = FailingDisk(fail_at, number, for_good=True)
         with monkeypatch.context() as patch:
-            patch.setattr(atomic, "file_system", disk)
+            patch.setattr(disk, "file_system", failing)
             message = save_error(lambda: action(root / "checkpoint-2"))
         assert message is None or os.strerror(number) in message
-        if disk.count < fail_at:
+        if failing.count < fail_at:
             break
         assert latest(root) == str(root / "checkpoint-2")
         assert is_whole(root / "checkpoint-2", 2)
@@ -293,8 +294,10 @@ def train_until_killed(root):
 
 @pytest.mark.filterwarnings("ignore:.*is passed over")
 def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
-    reached = 0
-    for delay_seconds in (0.05, 0.11, 0.17, 0.23, 0.29):
+    reached = kills = 0
+    while kills < 5 or (reached < 3 and kills < 40):
+        delay_seconds = 0.05 + 0.06 * (kills % 5)
+        kills += 1
         child = os.fork()
         if child == 0:
             try:
@@ -317,17 +320,17 @@ def test_sigkill_at_any_time_leaves_a_whole_checkpoint_to_go_on_from(tmp_path):
 def test_the_debris_of_a_killed_process_goes_when_the_run_is_taken_up_again(run):
     child = os.fork()
     if child == 0:
+        claim_directory(run)
         os._exit(0)
     os.waitpid(child, 0)
-    abandoned = run / f"_trainweights-{child}-abc"
-    abandoned.mkdir()
+    (abandoned,) = run.glob("_trainweights-*")
     (abandoned / "pytorch_model.bin").write_bytes(b"half")
-    mine = run / f"_trainweights-{os.getpid()}-abc"
-    mine.mkdir()
+    mine = claim_directory(run)
     with CheckpointManager(run):
         pass
     assert not abandoned.exists()
-    assert mine.exists()
+    assert mine.path.exists()
+    mine.release()
 
 
 def test_a_save_into_a_run_whose_anchor_is_damaged_stands_alone(run):

@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +21,7 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.temporary import claim_file
 from trainweights_cli.checkpoint import app
 from trainweights_cli.main import app as whole_app
 
@@ -262,16 +261,19 @@ def test_diff_exits_with_1_where_keys_differ(plain_run: Path, tmp_path: Path) ->
 
 
 def test_gc_removes_what_a_dead_process_left(small_run: Path) -> None:
-    finished = subprocess.Popen([sys.executable, "-c", ""])
-    finished.wait()
-    garbage = small_run / "checkpoint-100" / f"_trainweights-{finished.pid}-0"
-    living = small_run / "checkpoint-100" / f"_trainweights-{os.getpid()}-0"
-    garbage.touch()
-    living.touch()
+    child = os.fork()
+    if child == 0:
+        claim_file(small_run / "checkpoint-100")
+        os._exit(0)
+    os.waitpid(child, 0)
+    (garbage,) = (small_run / "checkpoint-100").glob("_trainweights-*")
+    living, _ = claim_file(small_run / "checkpoint-100")
     assert run_json("gc", small_run, "--dry-run") == {"removed": [str(garbage)], "dry_run": True}
     assert garbage.exists()
     assert run("gc", small_run).stdout == f"removed {garbage}\n"
-    assert (garbage.exists(), living.exists()) == (False, True)
+    assert (garbage.exists(), living.path.exists()) == (False, True)
+    living.release()
+    living.path.unlink()
     assert run("gc", small_run).stdout == "Nothing to remove.\n"
 
 

@@ -5,10 +5,12 @@ import os
 import pytest
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.files import atomic
+from hf_trainweights.files import atomic, disk
+from hf_trainweights.files.sha256 import DigestedFile, file_sha256
+from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 
 
-class NoLinks(atomic.FileSystem):
+class NoLinks(disk.FileSystem):
     def __init__(self, number):
         self.number = number
 
@@ -49,7 +51,7 @@ def test_replaced_file_is_the_old_one_until_the_block_ends(tmp_path):
         file.write(b"new" * 1_000_000)
         assert path.read_bytes() == b"old"
         (temporary,) = set(os.listdir(tmp_path)) - {"a"}
-        assert temporary.startswith(atomic.TEMPORARY_PREFIX)
+        assert temporary.startswith(TEMPORARY_PREFIX)
     assert path.read_bytes() == b"new" * 1_000_000
     assert os.listdir(tmp_path) == ["a"]
 
@@ -69,8 +71,8 @@ def test_directory_appears_when_the_block_ends(tmp_path, exists):
     if exists:
         path.mkdir(parents=True)
     with atomic.create_directory(path) as temporary:
-        assert temporary.parent == path.parent
-        assert temporary.name.startswith(atomic.TEMPORARY_PREFIX)
+        assert temporary.parent.parent == path.parent
+        assert temporary.parent.name.startswith(TEMPORARY_PREFIX)
         (temporary / "file").write_bytes(b"x")
         assert path.exists() == exists
     assert os.listdir(path) == ["file"]
@@ -128,7 +130,7 @@ def test_links_share_one_file(tmp_path):
 
 @pytest.mark.parametrize("number", [errno.EXDEV, errno.EPERM, errno.ENOTSUP, errno.EMLINK])
 def test_where_links_fail_a_copy_is_made(tmp_path, monkeypatch, number):
-    monkeypatch.setattr(atomic, "file_system", NoLinks(number))
+    monkeypatch.setattr(disk, "file_system", NoLinks(number))
     (tmp_path / "a").write_bytes(b"x" * 3_000_000)
     atomic.link_or_copy(tmp_path / "a", tmp_path / "b")
     assert (tmp_path / "b").read_bytes() == b"x" * 3_000_000
@@ -137,7 +139,7 @@ def test_where_links_fail_a_copy_is_made(tmp_path, monkeypatch, number):
 
 
 def test_a_link_that_fails_for_want_of_space_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(atomic, "file_system", NoLinks(errno.ENOSPC))
+    monkeypatch.setattr(disk, "file_system", NoLinks(errno.ENOSPC))
     (tmp_path / "a").write_bytes(b"x")
     with pytest.raises(OSError, match="No space left"):
         atomic.link_or_copy(tmp_path / "a", tmp_path / "b")
@@ -154,13 +156,13 @@ def test_only_regular_files_are_read(tmp_path, kind):
     else:
         os.mkfifo(path)
     with pytest.raises(OSError, match=r"symbolic link|not a regular file|directory"):
-        atomic.file_sha256(path)
+        file_sha256(path)
 
 
 def test_digest_is_sha256_of_the_content(tmp_path):
     content = os.urandom(2_500_000)
     (tmp_path / "a").write_bytes(content)
-    assert atomic.file_sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
+    assert file_sha256(tmp_path / "a") == hashlib.sha256(content).hexdigest()
 
 
 def test_removing_a_tree_does_not_follow_links(tmp_path):
@@ -185,17 +187,11 @@ def test_a_file_in_place_of_a_parent_is_an_error(tmp_path):
         atomic.make_directories(tmp_path / "a" / "b")
 
 
-def test_temporary_names_are_fresh_and_say_whose_they_are(tmp_path):
-    names = {atomic.temporary_path(tmp_path).name for _ in range(100)}
-    assert len(names) == 100
-    assert all(name.startswith(f"{atomic.TEMPORARY_PREFIX}{os.getpid()}-") for name in names)
-
-
 def test_what_is_written_is_digested_on_the_way(tmp_path):
     with atomic.create_file(tmp_path / "a") as file:
-        digested = atomic.DigestedFile(file)
+        digested = DigestedFile(file)
         for data in (b"abc", memoryview(b"x" * 3_000_000), b""):
             assert digested.write(data) == len(data)
         digested.flush()
     assert digested.size_bytes == 3_000_003
-    assert digested.sha256() == atomic.file_sha256(tmp_path / "a")
+    assert digested.sha256() == file_sha256(tmp_path / "a")

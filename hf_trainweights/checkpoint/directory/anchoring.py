@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.decoder import Anchor, open_anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.policy import Policy, measure_delta_rms
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files import atomic
+from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import link_or_copy
 
 ANCHOR_EVERY_SAVES = 8
@@ -197,7 +197,7 @@ def link_anchor(source: AnchorSource, directory: Path) -> Anchor | None:
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"The next checkpoint is stored without reference: {error}", stacklevel=2)
         if link.exists():
-            atomic.file_system.unlink(link)
+            disk.file_system.unlink(link)
         return None
 
 

@@ -41,7 +41,10 @@ from typing import Any
 import torch
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.atomic import TEMPORARY_PREFIX, file_sha256, read_chunks, replace_file
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.files.sha256 import file_sha256, read_chunks
+from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 
 MANIFEST_NAME = "trainweights.json"
 
@@ -334,22 +337,6 @@ def _of_type(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not {kind}")
     return value
-
-
-def is_safe_name(name: str) -> bool:
-    """Tells whether a file name from a manifest stays inside the checkpoint directory on every system.
-
-    Args:
-        name: The name as it stands in the manifest.
-
-    Returns:
-        False for absolute names, `..`, empty parts, backslashes, drive letters and control characters.
-
-    Raises:
-        TypeError: `name` is no string.
-    """
-    parts = name.split("/")
-    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f]", part) for part in parts)
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:

@@ -35,7 +35,6 @@ from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible,
 from hf_trainweights.checkpoint.directory.writer import (
     WEIGHTS_NAME,
     Weights,
-    abandoned_files,
     saving,
     unused_anchors,
     write_encoded,
@@ -47,9 +46,11 @@ from hf_trainweights.checkpoint.encoded.encoder import Plan, TensorPlan, encode_
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.files import atomic
-from hf_trainweights.files.atomic import create_file, move_file, replace_file
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import create_file_aside, move_file, replace_file
+from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.digests import digest_files
+from hf_trainweights.files.temporary import Claim
 
 OPTIMIZER_NAME = "optimizer.pt"
 PLAIN_MODE = "plain"
@@ -123,7 +124,7 @@ def compress_directory(
         return _finish(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
 
 
-def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
+def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
     """Writes weights into a checkpoint directory under a temporary name, plain and as fast as torch.save.
 
     Args:
@@ -131,26 +132,25 @@ def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
         weights: A flat state dict under module names; it may change afterwards.
 
     Returns:
-        The file, for `adopt_weights`. Nobody waited for the disk.
+        The claim on the file, for `adopt_weights`. Nobody waited for the disk.
 
     Raises:
         SaveError: The disk is full or refuses; nothing is left behind.
     """
     path = Path(path).absolute()
-    aside = atomic.temporary_path(path)
-    with saving(path), create_file(aside, durable=False) as file:
+    with saving(path), create_file_aside(path) as (claim, file):
         torch.save(dict(weights), file)
-    return aside
+    return claim
 
 
-def adopt_weights(path: str | Path, aside: Path) -> None:
+def adopt_weights(path: str | Path, aside: Claim) -> None:
     """Puts weights that were written aside in the place of a checkpoint's weight files.
 
     For a Trainer's files that name weights otherwise than the modules do: from the module's names it resumes exactly.
 
     Args:
         path: The directory.
-        aside: What `write_weights_aside` returned; it is moved.
+        aside: What `write_weights_aside` returned; the file is moved, or removed after an error.
 
     Raises:
         ConfigError: There is no checkpoint at `path`.
@@ -159,11 +159,15 @@ def adopt_weights(path: str | Path, aside: Path) -> None:
         SaveError: The disk refuses; the old weights are there, or the new ones.
     """
     path = Path(path).absolute()
-    _require_checkpoint(path)
-    with saving(path), _rewriting(path):
-        replaced = _replaced_by(path / WEIGHTS_NAME)
-        move_file(aside, path / WEIGHTS_NAME)
-        _remove(replaced)
+    try:
+        _require_checkpoint(path)
+        with saving(path), _rewriting(path):
+            replaced = _replaced_by(path / WEIGHTS_NAME)
+            move_file(aside.path, path / WEIGHTS_NAME)
+            _remove(replaced)
+    finally:
+        aside.path.unlink(missing_ok=True)
+        aside.release()
 
 
 def restore_directory(path: str | Path) -> Manifest:
@@ -327,18 +331,19 @@ def _rewriting(path: Path) -> Iterator[None]:
     """Takes the manifest away, and keeps the directory's times: rotation sorts by them."""
     times = path.stat()
     try:
-        _remove([path / MANIFEST_NAME, *(file for file in abandoned_files(path) if file.is_file())])
+        _remove([path / MANIFEST_NAME])
+        clean_up(path)
         yield
     finally:
-        atomic.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+        disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
 
 
 def _remove(files: list[Path]) -> None:
     """Removes what is there of `files`, for good and in this order: an index of shards before its shards."""
     for file in files:
         if file.exists():
-            atomic.file_system.unlink(file)
-            atomic.file_system.sync_directory(file.parent)
+            disk.file_system.unlink(file)
+            disk.file_system.sync_directory(file.parent)
 
 
 def _manifest_fields(

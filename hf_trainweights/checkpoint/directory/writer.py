@@ -11,7 +11,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -38,8 +37,11 @@ from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Plan, encode
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.errors import CorruptFileError, SaveError
-from hf_trainweights.files import atomic
-from hf_trainweights.files.atomic import TEMPORARY_PREFIX, DigestedFile, create_directory, create_file
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import create_directory, create_file, remove_tree
+from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.sha256 import DigestedFile
+from hf_trainweights.files.temporary import move_aside
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
@@ -205,7 +207,7 @@ def _encode_weights(
                 spool_directory=directory,
             )
             if result is None or result.anchor is None:
-                atomic.file_system.unlink(anchor.path)
+                disk.file_system.unlink(anchor.path)
     if result is not None:
         return result
     drift_rms = source.step_rms if source else {}
@@ -248,10 +250,11 @@ def remove_checkpoint(path: Path) -> None:
     Raises:
         OSError: The disk refuses.
     """
-    aside = atomic.temporary_path(path.parent)
-    atomic.file_system.rename(path, aside)
-    atomic.file_system.sync_directory(path.parent)
-    atomic.remove_tree(aside)
+    claim = move_aside(path)
+    try:
+        remove_tree(claim.path)
+    finally:
+        claim.release()
 
 
 def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
@@ -262,7 +265,7 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
         dry_run: Only say what would be removed.
 
     Returns:
-        Paths that were removed, sorted. What a living process of this machine is writing stays.
+        Paths that were removed, sorted. What a living process is writing stays.
 
     Raises:
         OSError: Something cannot be read or removed.
@@ -274,42 +277,11 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     """
     root = Path(root)
     directories = checkpoint_directories(root)
-    garbage = [path for directory in (root, *directories) for path in abandoned_files(directory)]
-    garbage += [path for directory in (root, *directories) for path in unused_anchors(directory)]
-    for path in () if dry_run else garbage:
-        if path.is_dir() and not path.is_symlink():
-            atomic.remove_tree(path)
-        else:
-            atomic.file_system.unlink(path)
-    return sorted(garbage)
-
-
-def abandoned_files(directory: Path) -> list[Path]:
-    """Lists temporary files and directories whose writer no longer runs on this machine.
-
-    Args:
-        directory: It is looked in directly, not below.
-
-    Returns:
-        Their paths.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    return [path for path in directory.glob(f"{TEMPORARY_PREFIX}*") if not _is_being_written(path)]
-
-
-def _is_being_written(path: Path) -> bool:
-    pid = path.name.removeprefix(TEMPORARY_PREFIX).partition("-")[0]
-    if not pid.isdecimal():
-        return False
-    try:
-        os.kill(int(pid), 0)  # signal 0 is not sent: it only asks whether the process is there
-    except ProcessLookupError:
-        return False
-    except (PermissionError, OverflowError):
-        return True
-    return True
+    anchors = [path for directory in (root, *directories) for path in unused_anchors(directory)]
+    for path in () if dry_run else anchors:
+        disk.file_system.unlink(path)
+    debris = [path for directory in (root, *directories) for path in clean_up(directory, dry_run=dry_run)]
+    return sorted([*anchors, *debris])
 
 
 def unused_anchors(directory: Path) -> list[Path]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
-from hf_trainweights.files.atomic import file_sha256
+from hf_trainweights.files.sha256 import file_sha256
 
 _directories: dict[Path, None] = {}  # in the order of registration
 _digests: dict[tuple[int, int, int, int], str] = {}

@@ -12,7 +12,7 @@ from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.training_state import load_checkpoint, write_checkpoint
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files import atomic
+from hf_trainweights.files import disk
 
 WEIGHTS = "pytorch_model.bin"
 SHAPE = (96, 64)
@@ -73,11 +73,11 @@ def test_checkpoints_of_one_star_share_one_anchor_file(tmp_path):
 
 
 def test_where_links_fail_each_checkpoint_has_a_copy(tmp_path, monkeypatch):
-    class NoLinks(atomic.FileSystem):
+    class NoLinks(disk.FileSystem):
         def link(self, source, target):
             raise OSError(errno.ENOTSUP, "no links here")
 
-    monkeypatch.setattr(atomic, "file_system", NoLinks())
+    monkeypatch.setattr(disk, "file_system", NoLinks())
     models = save_run(tmp_path, Policy(), steps=3)
     assert [path.stat().st_nlink for path in tmp_path.glob("*/*.anchor")] == [1, 1]
     shutil.rmtree(tmp_path / "checkpoint-1")

@@ -223,7 +223,7 @@ def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_o
     os.utime(path, ns=(10**18, 10**18 + 1))
     adopt_weights(path, aside)
     assert path.stat().st_mtime_ns == 10**18 + 1
-    assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.name}
+    assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.path.name}
 
 
 def test_weights_may_stay_plain(tmp_path):

@@ -14,19 +14,12 @@ from hf_trainweights.checkpoint.encoded.decoder import is_encoded
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.errors import ConfigError, SaveError
+from hf_trainweights.files.temporary import claim_directory
 
 
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
     return save_directory(path, Policy(), weights, trees or {}, **fields)
-
-
-def a_dead_process():
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child
 
 
 def test_a_saved_directory_verifies_and_is_what_the_manifest_says(tmp_path):
@@ -91,10 +84,9 @@ def test_a_removed_checkpoint_leaves_nothing(tmp_path):
 def test_garbage_is_what_dead_processes_left_and_anchors_nobody_needs(tmp_path, dry_run):
     save(tmp_path / "checkpoint-1")
     before = sorted(tmp_path.rglob("*"))
-    pid = a_dead_process()
     garbage = [
-        tmp_path / f"_trainweights-{pid}-aa",
-        tmp_path / "checkpoint-1" / f"_trainweights-{pid}-bb",
+        tmp_path / "_trainweights-aa",
+        tmp_path / "checkpoint-1" / "_trainweights-bb",
         tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor"),
         tmp_path / "_trainweights-of-nobody",
     ]
@@ -107,9 +99,12 @@ def test_garbage_is_what_dead_processes_left_and_anchors_nobody_needs(tmp_path, 
 
 
 def test_what_a_living_process_writes_is_no_garbage(tmp_path):
-    for pid in (os.getpid(), 1):
-        (tmp_path / f"_trainweights-{pid}-aa").mkdir()
+    (tmp_path / "checkpoint-1").mkdir()
+    claims = [claim_directory(tmp_path), claim_directory(tmp_path / "checkpoint-1")]
     assert collect_garbage(tmp_path) == []
+    for claim in claims:
+        claim.release()
+    assert collect_garbage(tmp_path) == sorted(claim.path for claim in claims)
 
 
 def test_beside_a_file_of_a_newer_version_no_anchor_is_garbage(tmp_path, monkeypatch):
@@ -126,7 +121,7 @@ def test_garbage_that_is_a_link_goes_without_its_target(tmp_path):
     (tmp_path / "outside").mkdir()
     (tmp_path / "outside" / "file").write_bytes(b"precious")
     (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / f"_trainweights-{a_dead_process()}-aa"
+    link = tmp_path / "run" / "_trainweights-aa"
     link.symlink_to(tmp_path / "outside")
     assert collect_garbage(tmp_path / "run") == [link]
     assert (tmp_path / "outside" / "file").read_bytes() == b"precious"

@@ -1,0 +1,76 @@
+"""The one object through which every change reaches the disk, so that a test can record the calls or let them fail."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+
+class FileSystem:
+    """The calls through which files reach the disk, one method per system call."""
+
+    def create(self, path: Path) -> int:
+        """Create a new regular file and return its descriptor; an existing name is an error."""
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
+
+    def write(self, descriptor: int, data: memoryview) -> int:
+        """Write at the end of the file and return how many bytes were taken."""
+        return os.write(descriptor, data)
+
+    def read(self, descriptor: int, count: int) -> bytes:
+        """Read up to `count` bytes."""
+        return os.read(descriptor, count)
+
+    def fsync(self, descriptor: int) -> None:
+        """Force a file's data to the disk."""
+        os.fsync(descriptor)
+
+    def sync_file(self, path: Path) -> None:
+        """Force the data of a file that was closed before to the disk."""
+        try:
+            descriptor = os.open(path, os.O_RDWR)  # some systems refuse to sync what is open for reading only
+        except PermissionError:
+            descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def sync_directory(self, path: Path) -> None:
+        """Force a directory's names to the disk, where the file system offers that."""
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network and FUSE file systems
+                raise
+        finally:
+            os.close(descriptor)
+
+    def link(self, source: Path, target: Path) -> None:
+        """Give a file a second name."""
+        os.link(source, target, follow_symlinks=False)
+
+    def rename(self, source: Path, target: Path) -> None:
+        """Move a name; an existing file or empty directory at `target` gives way in the same step."""
+        os.replace(source, target)
+
+    def unlink(self, path: Path) -> None:
+        """Remove a file's name."""
+        os.unlink(path)
+
+    def mkdir(self, path: Path) -> None:
+        """Create a directory."""
+        os.mkdir(path)
+
+    def rmdir(self, path: Path) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def set_times(self, path: Path, accessed_ns: int, modified_ns: int) -> None:
+        """Set the access and modification time, in nanoseconds."""
+        os.utime(path, ns=(accessed_ns, modified_ns))
+
+
+file_system = FileSystem()

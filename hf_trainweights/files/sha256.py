@@ -1,0 +1,82 @@
+"""SHA-256 of files: of one that lies on the disk, and of one that is being written."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from hf_trainweights.files import disk
+
+_CHUNK_BYTES = 1 << 20
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a regular file, never following a link in its last component.
+
+    Args:
+        path: The file.
+
+    Yields:
+        Pieces of at most 1 MiB.
+
+    Raises:
+        OSError: It is missing, is a link, a directory or a device, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", str(path))
+        while chunk := disk.file_system.read(descriptor, _CHUNK_BYTES):
+            yield chunk
+    finally:
+        os.close(descriptor)
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal.
+
+    Args:
+        path: The file; a link is an error.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+class DigestedFile:
+    """A file that is written to, and the digest of what was written, so that nobody has to read it again.
+
+    Args:
+        file: A binary file open for writing, at its beginning.
+    """
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data` and return its length."""
+        self._digest.update(data)
+        self.size_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Flush the file: torch.save asks for it."""
+        self._file.flush()
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of what was written, in hexadecimal."""
+        return self._digest.hexdigest()

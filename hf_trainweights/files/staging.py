@@ -1,0 +1,104 @@
+"""The one way to write files into a directory that may hold a model already: aside, then all of them into place."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import make_directories, remove_tree, sync_tree
+from hf_trainweights.files.cleanup import remove_abandoned
+from hf_trainweights.files.swap import JOURNAL, NEW, swap_in
+from hf_trainweights.files.temporary import claim_directory, lock_directory
+
+_UNTOUCHED = "Nothing was changed there."
+
+
+@dataclass
+class StagedFiles:
+    """Files on their way into a directory.
+
+    Args:
+        path: An empty directory to write them into, on the same file system.
+        names: Once they are in place their names, relative to that directory.
+    """
+
+    path: Path
+    names: list[str] = field(default_factory=list)
+
+
+@contextlib.contextmanager
+def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterator[StagedFiles]:
+    """Yield an empty directory; when the block ends without an error, what it holds is in `directory`, all or nothing.
+
+    A loader finds the old files, the new ones, or no model at all, at every moment, whatever stops the process.
+
+    Args:
+        directory: Where the files are to go; made if missing, and held against other saves.
+        is_replaced: Which names are of a kind, such as weight files: where a new file is of it, those of an earlier
+            save go, too.
+
+    Yields:
+        Where to write.
+
+    Raises:
+        SaveError: It cannot be written, the disk is full, or another save into it is running; what was there before is
+            there. Only where the disk also refused to put it back, it is kept aside, and the error says where.
+    """
+    with save_errors(directory, _UNTOUCHED):
+        make_directories(directory)
+        with lock_directory(directory) as is_free:
+            if not is_free:
+                raise SaveError(
+                    str(directory),
+                    "one save at a time",
+                    "another save into it running",
+                    "Wait, or use another directory.",
+                )
+            remove_abandoned(directory)
+            claim = claim_directory(directory)
+            try:
+                staged = StagedFiles(claim.path / NEW)
+                disk.file_system.mkdir(staged.path)
+                yield staged
+                sync_tree(claim.path)
+                staged.names = swap_in(claim.path, directory, is_replaced)
+            finally:
+                # With a journal the old files are in there: the disk refused to take them back.
+                if not (claim.path / JOURNAL).exists():
+                    remove_tree(claim.path, ignore_errors=True)
+                claim.release()
+
+
+@contextlib.contextmanager
+def save_errors(path: Path, outcome: str) -> Iterator[None]:
+    """Turn what the operating system refuses while `path` is written into a `SaveError`.
+
+    Args:
+        path: What is written.
+        outcome: What is true of it then, a sentence.
+
+    Raises:
+        SaveError: The block raised an OSError.
+    """
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        expected, next_step = "a directory that can be written to", "Check its permissions, or choose another one."
+        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
+            expected, next_step = "enough free disk space", "Free some space, or choose another directory."
+        elif error.errno in {errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
+            expected, next_step = "a directory of files", "Choose another name, or remove what is in the way."
+        raise SaveError(str(path), expected, str(error), f"{outcome} {next_step}") from error
+    except Exception as error:
+        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
+        if type(error).__module__.startswith("safetensors"):
+            next_step = f"{outcome} Check the free space."
+            raise SaveError(str(path), "to write the weights", str(error), next_step) from error
+        raise

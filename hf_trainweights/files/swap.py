@@ -1,0 +1,194 @@
+"""Files of a directory exchanged for new ones, so that a loader finds the old model, the new one, or an error.
+
+No order of renames changes several files at once. So the files that loaders open first, the entry points, go out of the
+way before anything else moves, and the new ones come last: in between a loader finds no model, and never parts of two.
+All that goes is kept in the staging directory, beside a journal, until everything is in place. An error puts it back at
+once; after a kill or a power failure `undo_interrupted` does. Where one entry point is all that changes for a loader,
+one rename does it.
+
+    <directory>/_trainweights-<random>/new/          what is to come
+    <directory>/_trainweights-<random>/old/          what was there
+    <directory>/_trainweights-<random>/journal.json  {"come": [names], "go": [names]}, as long as this can be undone
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import filecmp
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import link_or_copy, make_directories, replace_file
+from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.files.weight_files import entry_point_rank, is_read_by_loaders
+
+NEW, OLD, JOURNAL = "new", "old", "journal.json"
+
+# Files up to this size are compared with those they replace: an equal config.json need not move.
+_COMPARED_BYTES = 1 << 20
+_MAX_JOURNAL_BYTES = 1 << 24
+
+
+def swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) -> list[str]:
+    """Move the files of `staging/new` to where they belong, all or none.
+
+    Args:
+        staging: The staging directory, in `directory`. Everything in it is on the disk.
+        directory: Where the files go.
+        is_replaced: Which names are of a kind, such as weight files: where a new file is of it, those of an earlier
+            save go, too.
+
+    Returns:
+        The names of all new files, relative to `directory`, parts joined by `/`, sorted.
+
+    Raises:
+        IsADirectoryError: A directory has the name of a file to come; nothing was moved.
+        SaveError: The move failed, and so did putting everything back: the old files are kept in `staging`.
+        OSError: The move failed; everything is as it was.
+    """
+    names = sorted(path.relative_to(staging / NEW).as_posix() for path in (staging / NEW).rglob("*") if path.is_file())
+    for name in names:
+        if (directory / name).is_dir():
+            raise IsADirectoryError(errno.EISDIR, "a directory has the name of a file to be written", name)
+    come = [name for name in names if not _is_same(staging / NEW / name, directory / name)]
+    go = [name for name in come if (directory / name).exists()]
+    present = sorted(path.name for path in directory.iterdir() if path.is_file())
+    if any(is_replaced(name) for name in names):
+        go += [name for name in present if is_replaced(name) and name not in names]
+    try:
+        read = [name for name in {*come, *go} if is_read_by_loaders(name)]
+        if len(read) == 1 and read[0] in come and read[0] in go and entry_point_rank(read[0]) is not None:
+            _swap_entry_point(staging, directory, read[0], come, go)
+        else:
+            _swap_all(staging, directory, come, go)
+        _forget(staging)
+    except BaseException as error:
+        _undo_or_keep(staging, directory, come, go, error)
+        raise
+    return names
+
+
+def undo_interrupted(staging: Path, directory: Path) -> None:
+    """Put back what a swap took away that was interrupted by a kill or a power failure; do nothing after a whole one.
+
+    Args:
+        staging: A staging directory whose writer no longer lives.
+        directory: Where it lies.
+
+    Raises:
+        ValueError: The journal is damaged; the old files stay in `staging`.
+        OSError: The disk refuses; a second call goes on from there.
+    """
+    journal = staging / JOURNAL
+    if not journal.is_file():
+        return
+    with journal.open("rb") as file:
+        content = json.loads(file.read(_MAX_JOURNAL_BYTES))
+    come, go = content["come"], content["go"]
+    if not all(is_safe_name(name) for name in (*come, *go)):
+        raise ValueError(f"{journal} names files outside of {directory}")
+    _undo(staging, directory, come, go)
+
+
+def _swap_entry_point(staging: Path, directory: Path, entry: str, come: list[str], go: list[str]) -> None:
+    """Exchange one file that loaders read, in one step; digests and cards go before it and come after it."""
+    _make_room(staging, directory, come, go)
+    link_or_copy(directory / entry, staging / OLD / entry)
+    _move([name for name in go if name != entry], directory, staging / OLD)
+    _move([entry], staging / NEW, directory)
+    _move([name for name in come if name != entry], staging / NEW, directory)
+
+
+def _swap_all(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
+    _make_room(staging, directory, come, go)
+    # The one that a loader looks for first goes last, and comes last: before that it finds none, or the same as ever.
+    for name in reversed(_entry_points(go)):
+        _move([name], directory, staging / OLD)
+    _move(_others(go), directory, staging / OLD)
+    _move(_others(come), staging / NEW, directory)
+    for name in reversed(_entry_points(come)):
+        _move([name], staging / NEW, directory)
+
+
+def _make_room(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
+    """Make the place for what goes, and the journal; both are on the disk before anything is moved."""
+    disk.file_system.mkdir(staging / OLD)
+    with replace_file(staging / JOURNAL) as file:
+        file.write(json.dumps({"come": come, "go": go}, indent=2).encode())
+    disk.file_system.sync_directory(directory)
+
+
+def _undo(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
+    """Put everything back, from whatever step on; it may be interrupted and called again."""
+    kept = [name for name in go if (staging / OLD / name).exists()]
+    fresh = [name for name in come if (name in kept or name not in go) and (directory / name).exists()]
+    # No loader may find a new entry point while other files become old again.
+    _remove(directory, reversed(_entry_points(fresh)))
+    _remove(directory, [name for name in _others(fresh) if name not in kept])
+    _move(_others(kept), staging / OLD, directory)
+    for name in _entry_points(kept):
+        _move([name], staging / OLD, directory)
+    _forget(staging)
+
+
+def _undo_or_keep(staging: Path, directory: Path, come: list[str], go: list[str], cause: BaseException) -> None:
+    try:
+        _undo(staging, directory, come, go)
+    except OSError as error:
+        raise SaveError(
+            str(directory),
+            "to put the files back that were there",
+            f"{error}, after {cause}",
+            f"They are kept in {staging}. Mend the disk, then save again or run `trainweights checkpoint gc "
+            f"{directory}`: both put them back.",
+        ) from error
+
+
+def _forget(staging: Path) -> None:
+    if (staging / JOURNAL).exists():
+        disk.file_system.unlink(staging / JOURNAL)
+        # All is in place. If this fails, a power failure can at worst bring the journal back, and the old files by it.
+        with contextlib.suppress(OSError):
+            disk.file_system.sync_directory(staging)
+
+
+def _entry_points(names: Iterable[str]) -> list[str]:
+    """Return the entry points among some files, the one that a loader looks for first at the head."""
+    ranks = {name: rank for name in names if (rank := entry_point_rank(name)) is not None}
+    return sorted(ranks, key=ranks.__getitem__)
+
+
+def _others(names: Iterable[str]) -> list[str]:
+    return [name for name in names if entry_point_rank(name) is None]
+
+
+def _move(names: list[str], source: Path, target: Path) -> None:
+    """Rename files from one directory to another, durably."""
+    for name in names:
+        make_directories((target / name).parent)
+    for name in names:
+        disk.file_system.rename(source / name, target / name)
+    # Where they are before where they are no longer: at no time may the platter hold them nowhere.
+    _sync(target / name for name in names)
+    _sync(source / name for name in names)
+
+
+def _remove(directory: Path, names: Iterable[str]) -> None:
+    for name in names:
+        disk.file_system.unlink(directory / name)
+        disk.file_system.sync_directory((directory / name).parent)
+
+
+def _sync(paths: Iterable[Path]) -> None:
+    for directory in sorted({path.parent for path in paths}):
+        disk.file_system.sync_directory(directory)
+
+
+def _is_same(new: Path, old: Path) -> bool:
+    if not old.is_file() or new.stat().st_size > _COMPARED_BYTES:
+        return False
+    return filecmp.cmp(new, old, shallow=False)

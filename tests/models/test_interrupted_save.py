@@ -1,0 +1,202 @@
+"""save_pretrained over a model, stopped at every call: Transformers loads the old model, the new one, or none."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, outputs
+from simulated_disk import OUTCOMES, replay
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_, quantize_directory, verify_model
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files import disk
+from hf_trainweights.files.cleanup import clean_up
+
+LLAMA = ARCHITECTURES["llama"]
+SHARDED = {"max_shard_size": "32KB"}
+BIN = {"safe_serialization": False}
+
+Save = Callable[[Path], None]
+
+
+def made(seed: int, form: str | None = "int8", **changes: Any) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    model = LLAMA.build()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_()
+    if form is not None:
+        quantize_(model, TrainWeightsConfig(form, group_size=32 if form == "int4" else None))
+    for name, value in changes.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def saved(model: PreTrainedModel, **options: Any) -> Save:
+    return lambda directory: model.save_pretrained(directory, **options)
+
+
+def exported(model: PreTrainedModel) -> Save:
+    return lambda directory: export_compressed_tensors(model, directory, max_shard_size="32KB")
+
+
+SAVES: dict[str, Callable[[], tuple[Save, Save]]] = {
+    "one file, equal config": lambda: (saved(made(0)), saved(made(1))),
+    "one file, another config": lambda: (saved(made(0)), saved(made(1, rms_norm_eps=0.5))),
+    "int4 over int8": lambda: (saved(made(0)), saved(made(1, "int4"))),
+    "quantized over float": lambda: (saved(made(0, None)), saved(made(1))),
+    "dequantized over quantized": lambda: (saved(made(0)), saved(made(1).dequantize())),
+    "shards": lambda: (saved(made(0), **SHARDED), saved(made(1), **SHARDED)),
+    "bin": lambda: (saved(made(0), **BIN), saved(made(1), **BIN)),
+    "bin shards over safetensors": lambda: (saved(made(0)), saved(made(1), **BIN, **SHARDED)),
+    "exported shards over shards": lambda: (saved(made(0), **SHARDED), exported(made(1))),
+}
+
+
+class Loader:
+    """Loads what lies in a directory, once for equal contents."""
+
+    def __init__(self, **options: Any):
+        self._options = options
+        self._known: dict[str, list[Tensor] | None] = {}
+
+    def __call__(self, directory: Path) -> list[Tensor] | None:
+        """Return the outputs of the model that lies there, None where loading it is an error."""
+        digest = hashlib.sha256()
+        for path in sorted(directory.rglob("*")):
+            if path.is_file() and "_trainweights-" not in str(path.relative_to(directory)):
+                digest.update(path.name.encode() + path.read_bytes())
+        if digest.hexdigest() not in self._known:
+            self._known[digest.hexdigest()] = self._load(directory)
+        return self._known[digest.hexdigest()]
+
+    def _load(self, directory: Path) -> list[Tensor] | None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(directory, **self._options)
+        except (OSError, ValueError):
+            return None
+        return list(outputs(model, LLAMA.make_inputs()))
+
+    @property
+    def different(self) -> int:
+        """How many different contents were loaded."""
+        return len(self._known)
+
+
+def is_one_of(found: list[Tensor] | None, models: Iterator[list[Tensor] | None] | list[Any]) -> bool:
+    return found is not None and any(all(map(torch.equal, found, each)) for each in models if each is not None)
+
+
+@pytest.mark.parametrize("name", SAVES)
+def test_at_every_moment_the_old_model_loads_or_the_new_one_or_none(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root, load = tmp_path / "root", Loader()
+    directory = root / "model"
+    save_old, save_new = SAVES[name]()
+    save_old(directory)
+    old = load(directory)
+    shutil.copytree(directory, tmp_path / "new")
+    save_new(tmp_path / "new")
+    new = load(tmp_path / "new")
+    assert not is_one_of(old, [new])
+    found = []
+    for when in replay(root, lambda: save_new(directory), monkeypatch):
+        found.append(load(directory))
+        assert found[-1] is None or is_one_of(found[-1], [old, new]), when
+        clean_up(directory)
+        assert is_one_of(load(directory), [old, new]), when
+    assert all(is_one_of(each, [new]) for each in found[-len(OUTCOMES) :])
+    assert load.different > 2
+    if name == "one file, equal config":
+        assert all(each is not None for each in found)
+
+
+def test_a_variant_is_replaced_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root, load = tmp_path / "root", Loader(variant="v")
+    directory = root / "model"
+    made(2).save_pretrained(directory)
+    made(0).save_pretrained(directory, variant="v", **SHARDED)
+    old, plain = load(directory), (directory / "model.safetensors").read_bytes()
+    shutil.copytree(directory, tmp_path / "new")
+    made(1).save_pretrained(tmp_path / "new", variant="v", **SHARDED)
+    new, changed = load(tmp_path / "new"), made(1)
+    for when in replay(root, lambda: changed.save_pretrained(directory, variant="v", **SHARDED), monkeypatch):
+        found = load(directory)
+        assert found is None or is_one_of(found, [old, new]), when
+        assert (directory / "model.safetensors").read_bytes() == plain, when
+        clean_up(directory)
+        assert is_one_of(load(directory), [old, new]), when
+
+
+def test_a_quantized_copy_appears_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "root"
+    root.mkdir()
+    made(0, None).save_pretrained(tmp_path / "float")
+    quantize = lambda: quantize_directory(tmp_path / "float", root / "int8", TrainWeightsConfig("int8"))  # noqa: E731
+    appeared = []
+    for when in replay(root, quantize, monkeypatch):
+        appeared.append((root / "int8").exists())
+        assert not appeared[-1] or verify_model(root / "int8").ok, when
+        clean_up(root)
+        assert [path.name for path in root.iterdir()] == ["int8"] * appeared[-1], when
+    assert appeared[-len(OUTCOMES) :] == [True] * len(OUTCOMES)
+
+
+@pytest.mark.parametrize("options", [SHARDED, {**BIN, **SHARDED}], ids=["safetensors", "bin"])
+def test_a_disk_that_fails_between_two_shards_mixes_no_models(
+    options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class FailingDisk(disk.FileSystem):
+        shards = 0
+
+        def rename(self, source: Path, target: Path) -> None:
+            if target.parent == tmp_path and "-of-" in target.name:
+                self.shards += 1
+                if self.shards == 3:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            super().rename(source, target)
+
+    made(0).save_pretrained(tmp_path, **options)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "file_system", FailingDisk())
+        with pytest.raises(SaveError, match="Nothing was changed there"):
+            made(1).save_pretrained(tmp_path, **options)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_kills_at_any_time_leave_one_model_or_the_other(tmp_path: Path) -> None:
+    models, directory, load = [made(0), made(1)], tmp_path / "model", Loader()
+    whole = []
+    for model in models:
+        model.save_pretrained(directory, **SHARDED)
+        whole.append(load(directory))
+    for number in range(12):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for model in models:
+                    model.save_pretrained(directory, **SHARDED)
+        time.sleep(0.05 + 0.023 * number)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+        found = load(directory)
+        assert found is None or is_one_of(found, whole)
+        clean_up(directory)
+        assert is_one_of(load(directory), whole)
+    models[0].save_pretrained(directory, **SHARDED)
+    assert not list(directory.glob("_trainweights-*"))
+    assert is_one_of(load(directory), whole[:1])
