@@ -43,11 +43,12 @@ def checkpoint_sizes(report: dict[str, Any]) -> CheckpointTable:
     header = ["", *(f"{run}, {point}" for run in ("LM", "FT") for point in ("first delta", "last delta", "whole run"))]
     bf16 = {key: over_seeds(report, "lm", lambda seed, key=key: ratio(seed["bf16"][key])) for key in BF16}
     caption = (
-        f"Bytes of weights and optimizer as a Trainer writes them over bytes at rest; {seeds_of(report)}. LM: "
+        f"Bytes of weights and optimizer as a Trainer writes them, divided by bytes on disk; {seeds_of(report)}. LM: "
         f"{report['lm']['title']}, a save every 50 steps; FT: {report['ft']['title']}, every 20. The last delta is the "
         f"one before a new anchor; the whole run is {RUN_SAVES} saves, the anchor among them. Int8 groups of 64 hold "
-        "weights and first moments; the second moment is exact there, linear formats being refused for it. LM in pure "
-        f"bfloat16, lossless: {bf16['alone']:.2f} without an anchor, {bf16['with_anchor']:.2f} with one 20 steps older."
+        "weights and first moments; the second moment is exact there, because linear formats are refused for it. LM in "
+        f"pure bfloat16, lossless: {bf16['alone']:.2f} without an anchor, {bf16['with_anchor']:.2f} with one 20 steps "
+        "older."
     )
     return header, rows, caption
 
@@ -75,10 +76,11 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
     header = ["resumed from", "mean", "largest", "bias", "held out, at restore", "held out, after 100 steps"]
     caption = (
         "Differences of losses, in nats, to the run that was not interrupted, over the 100 steps after resuming in a "
-        f"new process; {seeds_of(report)}, the largest of all. LM resumes at step 200 of 300, FT at 120 of 220. "
-        f"The anchor of a late delta is {ages[0]} and {ages[1]} steps older. The fifth of five resumes 10 steps apart, "
-        "each from what the one before saved, is followed for 20 steps. What an ulp does no coder can avoid. Early is "
-        "the run's first delta, near the highest learning rate; that and int8 groups have one seed."
+        f"new process; {seeds_of(report)}, the largest over all seeds. LM resumes at step 200 of 300, FT at 120 of "
+        f"220. The anchor of a late delta is {ages[0]} and {ages[1]} steps older. Five resumes follow each other 10 "
+        "steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows off by 1 ulp "
+        "are the floor: no lossy codec can do better. Early is the run's first delta, near the highest learning rate; "
+        "early and int8 groups have one seed."
     )
     return header, rows, caption
 
@@ -105,15 +107,16 @@ def checkpoint_speeds(report: dict[str, Any]) -> CheckpointTable:
         if mode != "plain"
     ]
     peaks = [
-        f"{max(memory['peak_bytes'].values()) / 1e6:.0f} MB for {label}, whose largest tensor has "
+        f"{max(memory['peak_bytes'].values()) / 1e6:.0f} MB of memory for {label}, whose largest tensor has "
         f"{memory['largest_tensor_bytes'] / 1e6:.0f} MB"
         for label, memory in zip(("LM", "FT"), (report["memory"][run] for run in RUN_NAMES), strict=True)
     ]
     caption = (
-        "Plain bytes over CPU time at the first delta: from tensors to files, digests included; and back, checksums "
-        "checked. zstd and ZipNN work in memory and check nothing; SHA-256 alone takes "
-        f"{speeds['sha256_gb_per_second']:.2f} GB/s on this machine. Training stands still per save, against a plain "
-        f"Trainer: {'; '.join(standstill)}. Making a checkpoint small takes at most {' and '.join(peaks)}."
+        "Plain bytes divided by CPU time at the first delta. Encoding goes from tensors to files and includes digests; "
+        "decoding checks the checksums. zstd and ZipNN work in memory and check nothing; SHA-256 alone reaches "
+        f"{speeds['sha256_gb_per_second']:.2f} GB/s on this machine. How long a save stops the training, "
+        f"relative to a plain Trainer: {'; '.join(standstill)}. Making a checkpoint small takes at most "
+        f"{', and '.join(peaks)}."
     )
     return header, rows, caption
 
@@ -137,9 +140,9 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
         "FT, loss differs by",
     ]
     caption = (
-        "How many times smaller weights and optimizer are than a Trainer's, and the mean difference of the loss over "
-        f"100 steps after resuming; {seeds_of(report)}. LM: {report['lm']['title']}. FT: {report['ft']['title']}. More "
-        "stands in [docs/checkpoint.md](docs/checkpoint.md#measured)."
+        "How many times smaller weights and optimizer are than a Trainer's, and how much the loss differs on average "
+        f"over the 100 steps after resuming; {seeds_of(report)}. LM: {report['lm']['title']}. FT: "
+        f"{report['ft']['title']}. [docs/checkpoint.md](docs/checkpoint.md#measured) has more."
     )
     return header, rows, caption
 
