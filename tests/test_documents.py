@@ -1,4 +1,4 @@
-"""README and docs say what was measured, point to files that exist, and their Python parses."""
+"""README and docs say what was measured, point to files that exist, their Python parses, and the picture is true."""
 
 from __future__ import annotations
 
@@ -43,3 +43,29 @@ def test_the_readme_has_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "pip install -c constraints.txt . && trainweights demo" in text
     assert 'pip install -c constraints.txt -e ".[test]" && pytest' in text
+
+
+def imports_between_rooms() -> set[tuple[str, str]]:
+    """Return each room, and the command, with every other room that its modules import."""
+    package = ROOT / "hf_trainweights"
+    rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.stem == "errors"}
+    files = [(path.relative_to(package).parts[0].removesuffix(".py"), path) for path in package.rglob("*.py")]
+    files += [("trainweights_cli", path) for path in (ROOT / "trainweights_cli").glob("*.py")]
+    pattern = re.compile(r"^ *from hf_trainweights(?:\.| import )(\w+)", re.MULTILINE)
+    found = {(room, name) for room, path in files for name in pattern.findall(path.read_text(encoding="utf-8"))}
+    return {(room, name) for room, name in found if room in {*rooms, "trainweights_cli"} and name in rooms - {room}}
+
+
+def test_the_picture_of_the_rooms_shows_who_imports_whom() -> None:
+    picture = (ROOT / "docs" / "rooms.svg").read_text(encoding="utf-8")
+    arrows = set(re.findall(r'id="(\w+)-imports-(\w+)"', picture))
+    imports = imports_between_rooms()
+    named = set(re.findall(r'class="name"[^>]*>(\w+)<', picture))
+    assert {room for pair in imports for room in pair} <= named
+
+    follows = arrows | {(room, "errors") for room in named}  # as the picture says of errors
+    for _ in named:
+        follows |= {(first, last) for first, middle in follows for start, last in follows if middle == start}
+    assert imports - follows == set()
+    # The command asks the package itself for what it does not import from a room.
+    assert {(room, name) for room, name in arrows - imports if room != "trainweights_cli"} == set()
