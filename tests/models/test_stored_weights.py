@@ -1,4 +1,4 @@
-"""Weight files are told by their names, and none that is damaged, incomplete or malicious gets past the check."""
+"""No weight file that is damaged, incomplete or malicious gets past the check."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header, tensor_places
-from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.stored_weights import check_weight_files
 
 TENSORS = {
@@ -49,42 +48,6 @@ class Touch:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Path.touch, (self.path,)
-
-
-@pytest.mark.parametrize(
-    ("name", "variant"),
-    [
-        ("model.safetensors", None),
-        ("model-00001-of-00002.safetensors", None),
-        ("model.safetensors.index.json", None),
-        ("pytorch_model.bin", None),
-        ("pytorch_model-00002-of-00002.bin", None),
-        ("pytorch_model.bin.index.json", None),
-        ("model.fp16.safetensors", "fp16"),
-        ("model.fp16-00001-of-00002.safetensors", "fp16"),
-        ("model.safetensors.index.fp16.json", "fp16"),
-        ("pytorch_model.fp16.bin", "fp16"),
-        ("pytorch_model.bin.index.fp16.json", "fp16"),
-    ],
-)
-def test_weight_files_belong_to_one_variant(name: str, variant: str | None) -> None:
-    assert is_weight_file(name, variant)
-    assert not is_weight_file(name, "fp16" if variant is None else None)
-    assert not is_weight_file(name, "int8")
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "config.json",
-        "training_args.bin",
-        "my_model.safetensors",
-        "adapter_model.safetensors",
-        "model-1-of-2.safetensors",
-    ],
-)
-def test_other_files_are_not_weight_files(name: str) -> None:
-    assert not is_weight_file(name)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
