@@ -1,6 +1,6 @@
 """`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
 
-The manifest is one JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the end:
+The manifest is one JSON object that carries its own digest, as in files/signed_json.py:
 
     {
       "anchor": null,
@@ -18,15 +18,12 @@ The manifest is one JSON object, UTF-8, keys sorted, two spaces of indentation, 
       "torch_version": "..."
     }
 
-`sha256` is the digest of this very text with an empty string in its place. Reading accepts exactly the bytes
-that writing gives and nothing else, so a flipped bit in the manifest itself is found as well. Numbers that are
-not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative, their parts are
-joined by `/`; there is no `..`, no absolute path, and no link is followed.
+Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative,
+their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -42,6 +39,7 @@ import torch
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import TEMPORARY_PREFIX, file_sha256, read_chunks, replace_file
+from hf_trainweights.files.signed_json import is_signed, sign_json
 
 MANIFEST_NAME = "trainweights.json"
 
@@ -122,8 +120,7 @@ class Manifest:
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        unsigned = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self), "sha256": ""}
-        return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
+        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self)})
 
 
 def package_version() -> str:
@@ -200,9 +197,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     content = b"".join(read_chunks(path))
     try:
         value = json.loads(content)
-        digest = value["sha256"]
-        unsigned = {**value, "sha256": ""}
-        if _text(value) != content or hashlib.sha256(_text(unsigned)).hexdigest() != digest:
+        if not is_signed(content, value):
             raise _corrupt(path, "the text and digest that were written", "something else")
         if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
             found = f"{value['format']!r} version {value['format_version']!r}"
@@ -296,11 +291,6 @@ def require_intact(path: str | Path) -> Manifest:
         next_step = "Use another checkpoint, or restore this one from a copy."
         raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
     return report.manifest
-
-
-def _text(value: Mapping[str, Any]) -> bytes:
-    # Entries of files become their fields; dataclasses.asdict would copy the report of every tensor.
-    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True, default=vars) + "\n").encode()
 
 
 def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
