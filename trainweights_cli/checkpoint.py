@@ -157,7 +157,7 @@ def compress(
     Each file is whole at every moment, but no training may write there meanwhile.
     """
     from hf_trainweights.checkpoint.directory.rewriter import compress_directory
-    from hf_trainweights.checkpoint.policy import Policy
+    from hf_trainweights.checkpoint.planning.policy import Policy
     from hf_trainweights.errors import ConfigError
 
     try:

@@ -24,12 +24,12 @@ from torch import Tensor
 from benchmarks.checkpoints.protocol import INT8_RULES, PLAIN_WEIGHTS_NAME, Experiment, in_new_process, size_bytes
 from benchmarks.checkpoints.runs import RUNS
 from benchmarks.memory import Peak
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, write_encoded, write_weights
 from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 REPEATS = 3
 # Row of the report: the options of compress_directory, and whether there is an anchor.

@@ -22,12 +22,12 @@ from transformers.modeling_utils import unwrap_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
 from hf_trainweights.checkpoint.directory.rewriter import adopt_weights, compress_directory, write_weights_aside
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_state import parameter_names
 
 _logger = logging.get_logger(__name__)
@@ -41,7 +41,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     checkpoints are left as they are.
 
     Args:
-        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.policy.Policy`.
+        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
         rules: Exceptions from the mode, likewise.
         anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
 

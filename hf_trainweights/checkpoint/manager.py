@@ -15,10 +15,10 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step, latest
 from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, collect_garbage, remove_checkpoint
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_state import (
     build_checkpoint,
     load_checkpoint,

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, AnchorSource
+from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES, AnchorSource
 from hf_trainweights.checkpoint.directory.discovery import STATE_NAME
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact
 from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_dire
 from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.encoded.encoder import Plan
 from hf_trainweights.checkpoint.module_state import load_module_state, module_state
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 _FILES = {

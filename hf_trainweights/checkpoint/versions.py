@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.module_state import (
     state_sha256,
     transient_buffers,
 )
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 # Buffers that are not in the state dict, if there are any.

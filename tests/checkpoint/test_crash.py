@@ -13,7 +13,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
-from hf_trainweights.checkpoint.directory.anchoring import find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import find_anchor_source
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
 from hf_trainweights.checkpoint.directory.rewriter import (
@@ -25,7 +25,7 @@ from hf_trainweights.checkpoint.directory.rewriter import (
 from hf_trainweights.checkpoint.directory.writer import remove_checkpoint
 from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_state import load_checkpoint, save_checkpoint, write_checkpoint
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import atomic

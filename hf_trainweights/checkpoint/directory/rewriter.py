@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.directory.buffers import find_buffers
 from hf_trainweights.checkpoint.directory.discovery import STATE_NAME, zip_problem
 from hf_trainweights.checkpoint.directory.manifest import (
@@ -45,7 +45,7 @@ from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_dire
 from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.encoded.encoder import Plan, TensorPlan, encode_file
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files import atomic
 from hf_trainweights.files.atomic import create_file, move_file, replace_file

@@ -20,7 +20,7 @@ from typing import Any, BinaryIO, cast
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.directory.anchoring import (
+from hf_trainweights.checkpoint.directory.anchor_choice import (
     ANCHOR_EVERY_SAVES,
     AnchorSource,
     AnchorState,
@@ -36,7 +36,7 @@ from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.decoder import is_encoded, read_structure
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Plan, encode_file, save_encoded
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic
 from hf_trainweights.files.atomic import TEMPORARY_PREFIX, DigestedFile, create_directory, create_file

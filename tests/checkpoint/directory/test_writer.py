@@ -12,7 +12,7 @@ from hf_trainweights.checkpoint.directory.writer import (
 )
 from hf_trainweights.checkpoint.encoded.decoder import is_encoded
 from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, SaveError
 
 

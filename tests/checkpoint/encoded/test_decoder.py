@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.encoded import decoder as encoded
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file, open_anchor, read_structure
 from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
-from hf_trainweights.checkpoint.policy import MODES, Policy
+from hf_trainweights.checkpoint.planning.policy import MODES, Policy
 from hf_trainweights.errors import CorruptFileError
 
 

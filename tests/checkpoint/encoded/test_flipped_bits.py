@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
 from hf_trainweights.checkpoint.encoded.structure import padded_length
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 
 def outcomes_of_flips(data: bytes, expected, positions, load):

@@ -19,7 +19,7 @@ from hf_trainweights.checkpoint.encoded import anchor_files as anchors
 from hf_trainweights.checkpoint.encoded.decoder import decode_file, load_file, open_anchor, read_structure
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorPlan, encode_file
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
 

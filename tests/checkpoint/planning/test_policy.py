@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
+from hf_trainweights.checkpoint.planning.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
 
 LOSSY_MODES = [mode for mode in MODES if mode != "lossless"]
 W = torch.zeros(64, 64)

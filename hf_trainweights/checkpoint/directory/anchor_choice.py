@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, open_anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.checkpoint.policy import Policy, measure_delta_rms
+from hf_trainweights.checkpoint.planning.policy import Policy, measure_delta_rms
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import atomic
 from hf_trainweights.files.atomic import link_or_copy

@@ -6,10 +6,10 @@ import shutil
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.anchoring import AnchorState, expected_drift_rms, find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import AnchorState, expected_drift_rms, find_anchor_source
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_state import load_checkpoint, write_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import atomic
