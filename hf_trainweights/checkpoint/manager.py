@@ -123,7 +123,7 @@ class CheckpointManager:
             raise SystemExit(_SIGTERM_EXIT_STATUS)
 
     def log(self, **metrics: Any) -> None:
-        """Remembers values for the manifest of the next checkpoint; the last value of a name counts.
+        """Remember values for the manifest of the next checkpoint; the last value of a name counts.
 
         Args:
             **metrics: Numbers or tensors of one element. A tensor is read when the checkpoint is written, so logging
@@ -148,7 +148,7 @@ class CheckpointManager:
         scheduler: Any = None,
         scaler: Any = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Yields `(step, batch)` for one pass over a loader; the first call restores from the newest checkpoint.
+        """Yield `(step, batch)` for one pass over a loader; the first call restores from the newest checkpoint.
 
         Args:
             loader: A DataLoader or another iterable that gives the same batches for the same random numbers.
@@ -194,7 +194,7 @@ class CheckpointManager:
         progress.count_pass()
 
     def _at_boundary(self) -> None:
-        """Saves if that is due, between two steps and with no gradient half summed."""
+        """Save if that is due, between two steps and with no gradient half summed."""
         if self._terminated:
             self._save_if_new()
             raise SystemExit(_SIGTERM_EXIT_STATUS)
@@ -287,7 +287,7 @@ class _Progress:
         self.start = None
 
     def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of the present pass that are left."""
+        """Yield the batches of the present pass that are left."""
         rng, self.rng = self.rng, None
         generators = _generators(loader)
         if self.start is None:
@@ -310,7 +310,7 @@ class _Progress:
 
 
 def _generators(loader: Any) -> list[torch.Generator]:
-    """Returns the random number generators that a DataLoader was given for itself."""
+    """Return the random number generators that a DataLoader was given for itself."""
     owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     owners.append(getattr(owners[-1], "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
@@ -319,7 +319,7 @@ def _generators(loader: Any) -> list[torch.Generator]:
 
 @contextlib.contextmanager
 def _step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
-    """Calls `hook` after every `optimizer.step()`; yields whether the optimizer, or the one it wraps, can do that."""
+    """Call `hook` after every `optimizer.step()`; yields whether the optimizer, or the one it wraps, can do that."""
     register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
     handle = register(hook) if register else None
     try:

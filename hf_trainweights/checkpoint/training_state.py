@@ -56,7 +56,7 @@ def build_checkpoint(
     rng: bool = True,
     extra: Any = None,
 ) -> dict[str, Any]:
-    """Collects the state of training.
+    """Collect the state of training.
 
     Args:
         model: Any module.
@@ -103,7 +103,7 @@ def save_checkpoint(
     rules: Mapping[str, Any] | None = None,
     quantize_i8: bool | None = None,
 ) -> None:
-    """Writes a checkpoint directory; it appears whole or not at all, and needs no other directory.
+    """Write a checkpoint directory; it appears whole or not at all, and needs no other directory.
 
     Args:
         checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
@@ -140,7 +140,7 @@ def write_checkpoint(
     anchor_every: int = ANCHOR_EVERY_SAVES,
     metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Writes a checkpoint directory whose weights may be stored against an anchor.
+    """Write a checkpoint directory whose weights may be stored against an anchor.
 
     Args:
         checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
@@ -190,7 +190,7 @@ def write_checkpoint(
 
 
 def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint directory that `save_checkpoint` or `CheckpointManager` wrote.
+    """Read a checkpoint directory that `save_checkpoint` or `CheckpointManager` wrote.
 
     Args:
         path: The directory; it may have been moved.
@@ -235,7 +235,7 @@ def restore_checkpoint(
     *,
     rng: bool = True,
 ) -> tuple[float | None, int | None]:
-    """Puts the state of training back.
+    """Put the state of training back.
 
     Args:
         checkpoint: What `build_checkpoint` or `load_checkpoint` returned; it stays as it is and shares no memory with
@@ -279,13 +279,10 @@ def restore_checkpoint(
 
 
 def rng_state() -> dict[str, Any]:
-    """Returns the states of all random number generators as plain values and tensors.
+    """Return the states of all random number generators as plain values and tensors.
 
     Returns:
         Copies, for `set_rng_state`: python, torch, and numpy and cuda where they are in use.
-
-    Raises:
-        Nothing.
     """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
@@ -298,7 +295,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets the random number generators.
+    """Set the random number generators.
 
     Args:
         state: What `rng_state` returned.
@@ -318,7 +315,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """Returns the names of an optimizer's parameters by the index under which its state dict knows them.
+    """Return the names of an optimizer's parameters by the index under which its state dict knows them.
 
     Args:
         model: Whose names; parameters of other modules are left out.
@@ -326,9 +323,6 @@ def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
 
     Returns:
         Index to name: indices run through the groups in their order.
-
-    Raises:
-        Nothing.
 
     Example:
         >>> model = nn.Linear(2, 1)
@@ -342,7 +336,7 @@ def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
 
 
 def _restore_optimizer(optimizer: Any, model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
+    """Load an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
 
     An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
     """

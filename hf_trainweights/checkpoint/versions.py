@@ -58,7 +58,7 @@ class VersionedModelSaver:
         metrics: Mapping[str, Any] | None = None,
         description: str = "",
     ) -> dict[str, Any]:
-        """Writes a new version; it appears whole or not at all.
+        """Write a new version; it appears whole or not at all.
 
         Args:
             model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
@@ -101,7 +101,7 @@ class VersionedModelSaver:
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Reads a version.
+        """Read a version.
 
         Args:
             version: As it was saved.
@@ -139,7 +139,7 @@ class VersionedModelSaver:
         return model.to(device).eval(), metadata
 
     def list_versions(self) -> list[str]:
-        """Lists the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
+        """List the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
 
         Returns:
             Version strings as they were saved; what is not whole has none.
@@ -183,7 +183,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _string_keys(value: Any) -> Any:
-    """Returns `value` with the keys that JSON would give it."""
+    """Return `value` with the keys that JSON would give it."""
     if isinstance(value, Mapping):
         return {str(key) if type(key) is int else key: _string_keys(item) for key, item in value.items()}
     return value
@@ -197,7 +197,7 @@ def _build(model_class: Callable[..., nn.Module], config: Mapping[str, Any], kwa
 
 
 def _adopt_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
+    """Give parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(stored, torch.Tensor) and tensor.dtype != stored.dtype:

@@ -57,7 +57,7 @@ class AnchorState:
     interval_steps: int | None = None
 
     def is_spent(self, anchor_every: int) -> bool:
-        """Tells whether the next checkpoint should begin a new anchor.
+        """Tell whether the next checkpoint should begin a new anchor.
 
         Args:
             anchor_every: The most checkpoints one anchor serves.
@@ -69,12 +69,12 @@ class AnchorState:
         return self.saves >= anchor_every or aged
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON."""
+        """Return it as JSON."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorState:
-        """Reads what `to_dict` returned.
+        """Read what `to_dict` returned.
 
         Raises:
             CorruptFileError: A field is missing, unknown or of another type.
@@ -137,7 +137,7 @@ class EncodedWeights:
 
 
 def find_anchor_source(root: Path, weights_name: str, *, exclude: Path) -> AnchorSource | None:
-    """Looks through a run's checkpoints, newest first, for an anchor to continue with.
+    """Look through a run's checkpoints, newest first, for an anchor to continue with.
 
     Args:
         root: Where the `checkpoint-<step>` directories are.
@@ -177,7 +177,7 @@ def _interval_steps(newest_first: Sequence[Path], path: Path) -> int | None:
 
 
 def link_anchor(source: AnchorSource, directory: Path) -> Anchor | None:
-    """Links an anchor into a checkpoint directory under its digest's name and opens it there.
+    """Link an anchor into a checkpoint directory under its digest's name and opens it there.
 
     Args:
         source: The anchor.
@@ -211,7 +211,7 @@ def encode_against(
     anchor_link: Path,
     spool_directory: Path | None = None,
 ) -> EncodedWeights | None:
-    """Encodes weights as a difference against an anchor, tensor by tensor where that is smaller.
+    """Encode weights as a difference against an anchor, tensor by tensor where that is smaller.
 
     Args:
         weights: A flat state dict under module names.
@@ -259,7 +259,7 @@ def encode_full(
     drift_rms: Mapping[str, float],
     spool_directory: Path | None = None,
 ) -> EncodedWeights:
-    """Encodes weights without reference, so that the file can be the next anchor.
+    """Encode weights without reference, so that the file can be the next anchor.
 
     Where the policy is lossy, a weight is rounded to bfloat16 if that errs less than near-lossless errs at every save:
     as in training from scratch, and not in a fine-tune.
@@ -287,7 +287,7 @@ def encode_full(
 
 
 def expected_drift_rms(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, float]:
-    """Estimates from Adam's moments how far each weight moves between two saves: as far as since the start of the run.
+    """Estimate from Adam's moments how far each weight moves between two saves: as far as since the start of the run.
 
     The last update, sqrt(steps) times over: what independent steps add up to, and less than a trend does.
 
@@ -297,9 +297,6 @@ def expected_drift_rms(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -
 
     Returns:
         Root mean square by name; without parameters that have no name or no Adam state.
-
-    Raises:
-        Nothing: another optimizer gives an empty dict.
     """
     drift = {}
     for group in optimizer.get("param_groups", ()):

@@ -55,7 +55,7 @@ class FoundCheckpoint:
 
 
 def checkpoint_directories(root: str | Path) -> list[Path]:
-    """Lists the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
+    """List the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
 
     Args:
         root: Where a run keeps its checkpoints; it may be missing.
@@ -75,7 +75,7 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Returns the step in the name of a checkpoint directory.
+    """Return the step in the name of a checkpoint directory.
 
     Args:
         path: A path whose last part is `checkpoint-<step>`.
@@ -90,7 +90,7 @@ def checkpoint_step(path: Path) -> int:
 
 
 def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
-    """Checks the checkpoints in `root` one after the other, newest first; each is read when it is asked for.
+    """Check the checkpoints in `root` one after the other, newest first; each is read when it is asked for.
 
     Args:
         root: Where a run keeps its checkpoints.
@@ -106,7 +106,7 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
 
 
 def check_checkpoint(path: Path) -> FoundCheckpoint:
-    """Checks one checkpoint: against its manifest, or for completeness where it has none.
+    """Check one checkpoint: against its manifest, or for completeness where it has none.
 
     Args:
         path: A directory called `checkpoint-<step>`.
@@ -126,7 +126,7 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
 
 
 def latest(root: str | Path) -> str | None:
-    """Returns the newest checkpoint that is whole.
+    """Return the newest checkpoint that is whole.
 
     That is one whose manifest verifies, or a directory without a manifest, a Trainer's own for example, that has a
     `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`, a readable
@@ -178,16 +178,13 @@ def _trainer_state_problem(path: Path) -> str | None:
 
 
 def weights_problem(path: Path) -> str | None:
-    """Says why a weight file cannot be loaded, as far as a look at its structure shows.
+    """Say why a weight file cannot be loaded, as far as a look at its structure shows.
 
     Args:
         path: A file whose name is in `WEIGHT_FILES`.
 
     Returns:
         The reason, or None.
-
-    Raises:
-        Nothing: what cannot be read is a reason.
     """
     if path.suffix == ".bin":
         return zip_problem(path)
@@ -201,7 +198,7 @@ def weights_problem(path: Path) -> str | None:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Returns the shards that an index file lists.
+    """Return the shards that an index file lists.
 
     Args:
         index: A `*.index.json` file.
@@ -221,16 +218,13 @@ def shard_names(index: Path) -> list[str]:
 
 
 def zip_problem(path: Path) -> str | None:
-    """Says why a torch file cannot be loaded, as far as its zip structure and checksums show.
+    """Say why a torch file cannot be loaded, as far as its zip structure and checksums show.
 
     Args:
         path: A file that torch.save wrote.
 
     Returns:
         The reason, or None.
-
-    Raises:
-        Nothing: what cannot be read is a reason.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -68,7 +68,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
-        """Returns the entry for a file on disk.
+        """Return the entry for a file on disk.
 
         Args:
             path: A regular file; it is read once.
@@ -113,7 +113,7 @@ class Manifest:
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
 
     def to_bytes(self) -> bytes:
-        """Returns the text of the manifest file.
+        """Return the text of the manifest file.
 
         Raises:
             ConfigError: Metrics or metadata hold something that JSON cannot.
@@ -124,11 +124,7 @@ class Manifest:
 
 
 def package_version() -> str:
-    """Returns the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree.
-
-    Raises:
-        Nothing.
-    """
+    """Return the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree."""
     try:
         return package_metadata.version("hf_trainweights")
     except package_metadata.PackageNotFoundError:
@@ -136,7 +132,7 @@ def package_version() -> str:
 
 
 def require_json(value: object, where: str) -> None:
-    """Checks that JSON can hold a value and give it back unchanged.
+    """Check that JSON can hold a value and give it back unchanged.
 
     Args:
         value: Any object.
@@ -162,7 +158,7 @@ def require_json(value: object, where: str) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `trainweights.json`, durably and in one step; everything it lists must be durable already.
+    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already.
 
     Args:
         directory: The checkpoint directory.
@@ -178,7 +174,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Reads `trainweights.json` and checks it, but not the files it lists.
+    """Read `trainweights.json` and checks it, but not the files it lists.
 
     Args:
         directory: The checkpoint directory.
@@ -237,7 +233,7 @@ class CheckpointReport:
 
 
 def verify_checkpoint(path: str | Path) -> CheckpointReport:
-    """Reads every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
+    """Read every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
 
     Args:
         path: A checkpoint directory.
@@ -273,7 +269,7 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
 
 
 def require_intact(path: str | Path) -> Manifest:
-    """Verifies a checkpoint and returns its manifest.
+    """Verify a checkpoint and returns its manifest.
 
     Args:
         path: A checkpoint directory.
@@ -327,7 +323,7 @@ def _of_type(value: Any, kind: Any) -> Any:
 
 
 def is_safe_name(name: str) -> bool:
-    """Tells whether a file name from a manifest stays inside the checkpoint directory on every system.
+    """Tell whether a file name from a manifest stays inside the checkpoint directory on every system.
 
     Args:
         name: The name as it stands in the manifest.
@@ -343,7 +339,7 @@ def is_safe_name(name: str) -> bool:
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:
-    """Lists every file below a directory, without what is being written.
+    """List every file below a directory, without what is being written.
 
     Args:
         directory: The directory.

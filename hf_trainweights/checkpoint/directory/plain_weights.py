@@ -15,7 +15,7 @@ from hf_trainweights.errors import CorruptFileError
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards.
+    """List weight files of one family, the one that loaders open first at the head, indices before their shards.
 
     Args:
         path: A checkpoint directory.
@@ -36,7 +36,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_weights(first: Path) -> dict[str, Any]:
-    """Reads a weight file, or the shards an index lists.
+    """Read a weight file, or the shards an index lists.
 
     Args:
         first: The head of what `weight_files` returned.
@@ -56,7 +56,7 @@ def read_weights(first: Path) -> dict[str, Any]:
 
 
 def load_if_possible(path: Path) -> Any:
-    """Loads a torch file.
+    """Load a torch file.
 
     Args:
         path: The file.
@@ -76,7 +76,7 @@ def load_if_possible(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turns what a damaged weight file or index makes its reader raise into a CorruptFileError."""
+    """Turn what a damaged weight file or index makes its reader raise into a CorruptFileError."""
     try:
         yield
     except CorruptFileError:

@@ -74,7 +74,7 @@ def compress_directory(
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int = ANCHOR_EVERY_SAVES,
 ) -> Manifest:
-    """Turns a checkpoint directory of the Trainer, or of torch.save, into a small one.
+    """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
     Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; what cannot be
     encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
@@ -124,7 +124,7 @@ def compress_directory(
 
 
 def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
-    """Writes weights into a checkpoint directory under a temporary name, plain and as fast as torch.save.
+    """Write weights into a checkpoint directory under a temporary name, plain and as fast as torch.save.
 
     Args:
         path: The directory.
@@ -144,7 +144,7 @@ def write_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Path:
 
 
 def adopt_weights(path: str | Path, aside: Path) -> None:
-    """Puts weights that were written aside in the place of a checkpoint's weight files.
+    """Put weights that were written aside in the place of a checkpoint's weight files.
 
     For a Trainer's files that name weights otherwise than the modules do: from the module's names it resumes exactly.
 
@@ -167,7 +167,7 @@ def adopt_weights(path: str | Path, aside: Path) -> None:
 
 
 def restore_directory(path: str | Path) -> Manifest:
-    """Turns a small checkpoint directory back into plain files that torch.load reads without this package.
+    """Turn a small checkpoint directory back into plain files that torch.load reads without this package.
 
     Args:
         path: The directory. It may have been moved.
@@ -214,7 +214,7 @@ def _require_checkpoint(path: Path) -> None:
 
 
 def _optimizer_state(path: Path, policy: Policy, names: Mapping[Any, str]) -> dict[str, Any]:
-    """Returns the optimizer's state, empty if there is none, after checking that the policy can plan it."""
+    """Return the optimizer's state, empty if there is none, after checking that the policy can plan it."""
     state = load_if_possible(path / OPTIMIZER_NAME) if (path / OPTIMIZER_NAME).exists() else None
     state = state if isinstance(state, dict) else {}
     policy.plan_optimizer(state, names=names or None)  # a rule that needs names fails before anything changes
@@ -228,7 +228,7 @@ def _weights_to_store(
     optimizer: Mapping[str, Any],
     optimizer_names: Mapping[Any, str],
 ) -> Weights | None:
-    """Returns the weights that are to be written, or None where there are none, or none without a further loss."""
+    """Return the weights that are to be written, or None where there are none, or none without a further loss."""
     sources = weight_files(path)
     if not sources or _is_lossy(sources[0]):
         return None
@@ -240,7 +240,7 @@ def _weights_to_store(
 
 
 def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
-    """Returns the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
+    """Return the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
     if (path / STATE_NAME).is_file():
         return set(load_file(path / STATE_NAME).get("names", {}).get("buffers", ()))
     entry = previous.files.get(file_name) if previous else None
@@ -251,7 +251,7 @@ def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> 
 def _compress_weights(
     path: Path, previous: Manifest | None, policy: Policy, weights: Weights | None, anchor_every: int
 ) -> tuple[dict[str, FileEntry], Mapping[str, Any] | None]:
-    """Writes the weights and removes the files they replace; returns manifest entries and the anchor's state."""
+    """Write the weights and removes the files they replace; returns manifest entries and the anchor's state."""
     if weights is None:
         return {}, previous and previous.anchor
     replaced = _replaced_by(path / weights.file_name)
@@ -264,14 +264,14 @@ def _compress_weights(
 
 
 def _replaced_by(weights_file: Path) -> list[Path]:
-    """Lists the files that a new weights file makes wrong or idle."""
+    """List the files that a new weights file makes wrong or idle."""
     others = [file for file in weight_files(weights_file.parent) if file.name != weights_file.name]
     # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
     return others + digest_files(weights_file.parent)
 
 
 def _is_lossy(path: Path) -> bool:
-    """Tells whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
+    """Tell whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
     if path.suffix not in _TORCH_SUFFIXES or not is_encoded(path):
         return False
     # What is rounded and then stored losslessly has a bound, too.
@@ -284,7 +284,7 @@ def _torch_files(path: Path) -> list[Path]:
 
 
 def _compress_others(path: Path, policy: Policy, optimizer_names: Mapping[Any, str]) -> dict[str, FileEntry]:
-    """Writes what is no weight file anew, unless it is small or that would lose something."""
+    """Write what is no weight file anew, unless it is small or that would lose something."""
     entries = {}
     done = weight_files(path)
     for file in _torch_files(path):
@@ -307,7 +307,7 @@ def _compress_others(path: Path, policy: Policy, optimizer_names: Mapping[Any, s
 
 
 def _plan_tree(tree: Any, policy: Policy, optimizer_names: Mapping[Any, str] | None = None) -> Plan:
-    """Plans a file by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact."""
+    """Plan a file by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact."""
     if not isinstance(tree, dict):
         return {}
     if tree.keys() >= {"state", "param_groups"}:
@@ -324,7 +324,7 @@ def _plan_tree(tree: Any, policy: Policy, optimizer_names: Mapping[Any, str] | N
 
 @contextlib.contextmanager
 def _rewriting(path: Path) -> Iterator[None]:
-    """Takes the manifest away, and keeps the directory's times: rotation sorts by them."""
+    """Take the manifest away, and keeps the directory's times: rotation sorts by them."""
     times = path.stat()
     try:
         _remove([path / MANIFEST_NAME, *(file for file in abandoned_files(path) if file.is_file())])
@@ -334,7 +334,7 @@ def _rewriting(path: Path) -> Iterator[None]:
 
 
 def _remove(files: list[Path]) -> None:
-    """Removes what is there of `files`, for good and in this order: an index of shards before its shards."""
+    """Remove what is there of `files`, for good and in this order: an index of shards before its shards."""
     for file in files:
         if file.exists():
             atomic.file_system.unlink(file)
@@ -347,7 +347,7 @@ def _manifest_fields(
     metrics: Mapping[str, Any] | None = None,
     choices: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns what a manifest says beside the files: from the last one, or from the Trainer's own state."""
+    """Return what a manifest says beside the files: from the last one, or from the Trainer's own state."""
     fields: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if previous is not None:
@@ -363,7 +363,7 @@ def _manifest_fields(
 
 
 def _finish(path: Path, previous: Manifest | None, manifest: Manifest) -> Manifest:
-    """Removes what the files no longer need and writes the manifest over all that is there."""
+    """Remove what the files no longer need and writes the manifest over all that is there."""
     _remove(unused_anchors(path))
     files = dict(manifest.files)
     for name, status in list_files(path).items():
@@ -378,7 +378,7 @@ def _finish(path: Path, previous: Manifest | None, manifest: Manifest) -> Manife
 
 
 def _kept_report(path: Path, previous: Manifest | None) -> Mapping[str, Any] | None:
-    """Returns what is known about a file that was not written now, also where an interruption left no manifest."""
+    """Return what is known about a file that was not written now, also where an interruption left no manifest."""
     if previous is not None and path.name in previous.files:
         return previous.files[path.name].report
     return read_report(path) if path.suffix in _TORCH_SUFFIXES and is_encoded(path) else None

@@ -67,7 +67,7 @@ class Weights:
 
 @contextlib.contextmanager
 def saving(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses while `path` is written into a `SaveError`.
+    """Turn what the operating system refuses while `path` is written into a `SaveError`.
 
     Args:
         path: The checkpoint directory.
@@ -97,7 +97,7 @@ def save_directory(
     anchor_every: int = ANCHOR_EVERY_SAVES,
     **manifest_fields: Any,
 ) -> Manifest:
-    """Writes a checkpoint directory; it appears whole or not at all.
+    """Write a checkpoint directory; it appears whole or not at all.
 
     Args:
         path: A missing or an empty directory.
@@ -131,7 +131,7 @@ def save_directory(
 
 @contextlib.contextmanager
 def naming(part: str) -> Iterator[None]:
-    """Puts the name of a file or part before the key that an `UnstorableError` names.
+    """Put the name of a file or part before the key that an `UnstorableError` names.
 
     Args:
         part: The name.
@@ -158,7 +158,7 @@ def write_weights(
     final: Path,
     open_file: OpenFile,
 ) -> tuple[dict[str, FileEntry], AnchorState | None]:
-    """Writes a weights file, and beside it a link to the anchor if it needs one.
+    """Write a weights file, and beside it a link to the anchor if it needs one.
 
     Args:
         directory: Where to write.
@@ -216,7 +216,7 @@ def _encode_weights(
 
 
 def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> FileEntry:
-    """Writes an encoded file, durably.
+    """Write an encoded file, durably.
 
     Args:
         path: Its name.
@@ -240,7 +240,7 @@ def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> File
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint directory: it is gone in one step, its files follow.
+    """Remove a checkpoint directory: it is gone in one step, its files follow.
 
     Args:
         path: The directory. Other checkpoints keep their own links to anchors it holds.
@@ -255,7 +255,7 @@ def remove_checkpoint(path: Path) -> None:
 
 
 def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
-    """Removes what interrupted saves left behind in a run: temporary files, and anchors that no file refers to.
+    """Remove what interrupted saves left behind in a run: temporary files, and anchors that no file refers to.
 
     Args:
         root: Where the run keeps its `checkpoint-<step>` directories, or one of these.
@@ -285,7 +285,7 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def abandoned_files(directory: Path) -> list[Path]:
-    """Lists temporary files and directories whose writer no longer runs on this machine.
+    """List temporary files and directories whose writer no longer runs on this machine.
 
     Args:
         directory: It is looked in directly, not below.
@@ -313,7 +313,7 @@ def _is_being_written(path: Path) -> bool:
 
 
 def unused_anchors(directory: Path) -> list[Path]:
-    """Lists anchors that no encoded file beside them refers to.
+    """List anchors that no encoded file beside them refers to.
 
     Args:
         directory: A checkpoint directory.

@@ -34,7 +34,7 @@ class _Undecoded:
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
-    """Rebuilds the tree of an encoded file; `torch.load` calls it, people do not.
+    """Rebuild the tree of an encoded file; `torch.load` calls it, people do not.
 
     Any pickle may call it, so it believes nothing and checks sizes before it allocates memory for them.
 
@@ -64,7 +64,7 @@ def decode_file(payload: Tensor, structure: str) -> Any:
 
 
 def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False) -> Any:
-    """Loads a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
+    """Load a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
 
     Args:
         path: The file.
@@ -93,7 +93,7 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Says whether a file claims to be an encoded one; its content is not checked.
+    """Say whether a file claims to be an encoded one; its content is not checked.
 
     Args:
         path: Any file.
@@ -117,7 +117,7 @@ def is_encoded(path: str | Path) -> bool:
 
 
 def read_structure(path: str | Path) -> dict[str, Any]:
-    """Reads what an encoded file holds without decoding it, or needing its anchor.
+    """Read what an encoded file holds without decoding it, or needing its anchor.
 
     Args:
         path: An encoded file.
@@ -133,7 +133,7 @@ def read_structure(path: str | Path) -> dict[str, Any]:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """Reads from an encoded file what a manifest reports of it, where the manifest is lost.
+    """Read from an encoded file what a manifest reports of it, where the manifest is lost.
 
     Args:
         path: An encoded file.
@@ -189,7 +189,7 @@ class Anchor:
         return iter(self._views)
 
     def tensor(self, name: str) -> Tensor:
-        """Decodes one tensor.
+        """Decode one tensor.
 
         Args:
             name: The parameter's name in its module.
@@ -211,7 +211,7 @@ class Anchor:
 
 
 def open_anchor(path: str | Path) -> Anchor:
-    """Opens an anchor file after checking that its digest is the one in its name.
+    """Open an anchor file after checking that its digest is the one in its name.
 
     Args:
         path: A regular file called `anchor_file_name(sha256)`.
@@ -274,7 +274,7 @@ def _decode_storage(
 
 
 def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
-    """Returns the views of a flat state dict, every one of them checked by building it on "meta"."""
+    """Return the views of a flat state dict, every one of them checked by building it on "meta"."""
     tree = unflatten(structure, _empty_storages(structure))
     is_flat = isinstance(tree, dict) and all(isinstance(value, Tensor) for value in tree.values())
     if not is_flat or "anchor" in structure or any("exp_avg_sq" in each for each in structure["storages"]):

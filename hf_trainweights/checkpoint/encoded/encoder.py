@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.codecs.base import ByteBuffer, Codec, Encoded, Json, References
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.memory import ByteBuffer
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
 from hf_trainweights.checkpoint.encoded.storages import KeyPath, Storage, default_device_cpu, path_text
@@ -128,7 +129,7 @@ def encode_file(
     anchor_link: Path | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
-    """Encodes a tree of tensors and plain values.
+    """Encode a tree of tensors and plain values.
 
     Tensors are read one at a time, so memory beyond the tree is a few times the largest one.
 
@@ -171,7 +172,7 @@ def encode_file(
 
 
 def save_encoded(encoded: EncodedFile, file: BinaryIO) -> None:
-    """Writes an encoded file with `torch.save`; equal trees and plans give equal bytes.
+    """Write an encoded file with `torch.save`; equal trees and plans give equal bytes.
 
     Args:
         encoded: What `encode_file` returned.
@@ -204,7 +205,7 @@ def _anchor_reference(anchor: Anchor | None, link: Path | None) -> AnchorRef | N
 def _encode_storages(
     storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: _Spool
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
-    """Returns each storage's number in the file by its index, the entries in the file, and the report."""
+    """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
     owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
     moments = {i: owners.get(each.exp_avg_sq) for i, each in enumerate(plans) if each.exp_avg_sq is not None}
@@ -243,7 +244,7 @@ def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
 
 
 def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[int]:
-    """Yields every index once, a second moment right before the first user of it."""
+    """Yield every index once, a second moment right before the first user of it."""
     done: set[int] = set()
     for index in range(count):
         for each in (moments.get(index), index):
@@ -253,7 +254,7 @@ def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[in
 
 
 def _read(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | None]:
-    """Returns the tensor to encode and the error of rounding it, None if it is as it was."""
+    """Return the tensor to encode and the error of rounding it, None if it is as it was."""
     tensor = storage.read()
     if plan.round_to is None or not storage.exclusive:
         return tensor, None
@@ -272,8 +273,10 @@ def _anchor_tensor(anchor: Anchor | None, name: str | None, tensor: Tensor) -> d
     return {"anchor": reference.to(tensor.dtype)}
 
 
-def _encode_tensor(tensor: Tensor, storage: Storage, plan: TensorPlan, references: References) -> tuple[Codec, Encoded]:
-    """Returns the codec with the smallest result, and that result."""
+def _encode_tensor(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[Codec, EncodedTensor]:
+    """Return the codec with the smallest result, and that result."""
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
     missing |= {name for name, reference in references.items() if reference.shape != tensor.shape}
     usable = [
@@ -290,8 +293,8 @@ def _encode_tensor(tensor: Tensor, storage: Storage, plan: TensorPlan, reference
     return best
 
 
-def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, Encoded] | None:
-    best: tuple[Codec, Encoded] | None = None
+def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, EncodedTensor] | None:
+    best: tuple[Codec, EncodedTensor] | None = None
     for codec in codecs:
         try:
             encoded = codec.encode(tensor, references)
@@ -302,7 +305,7 @@ def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -
     return best
 
 
-def _decoded(codec: Codec, encoded: Encoded, tensor: Tensor, references: References) -> Tensor:
+def _decoded(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
     if codec.lossless:
         return tensor
     if encoded.decoded is not None:
@@ -310,7 +313,7 @@ def _decoded(codec: Codec, encoded: Encoded, tensor: Tensor, references: Referen
     return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
 
 
-def _entry(codec: Codec, encoded: Encoded, tensor: Tensor, spool: _Spool) -> dict[str, Json]:
+def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: _Spool) -> dict[str, Json]:
     for payload in encoded.payloads:
         spool.append(payload)
     entry: dict[str, Json] = {
@@ -326,7 +329,7 @@ def _entry(codec: Codec, encoded: Encoded, tensor: Tensor, spool: _Spool) -> dic
 
 
 def _report(
-    storage: Storage, plan: TensorPlan, codec: Codec, encoded: Encoded, rounding_error: float | None
+    storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor, rounding_error: float | None
 ) -> TensorReport:
     bounds = [bound for bound in (encoded.bound, rounding_error) if bound is not None]
     return TensorReport(

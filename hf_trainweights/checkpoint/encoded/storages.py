@@ -52,30 +52,30 @@ class Storage:
     exclusive: bool
 
     def read(self) -> Tensor:
-        """Returns the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
+        """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
         pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
 
 
 def path_text(path: KeyPath) -> str:
-    """Returns a key path as people write it, e.g. `state.0.exp_avg`."""
+    """Return a key path as people write it, e.g. `state.0.exp_avg`."""
     return ".".join(str(key) for key in path) or "the value itself"
 
 
 def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
-    """Returns the error to raise for a file whose content is not what this package writes."""
+    """Return the error to raise for a file whose content is not what this package writes."""
     next_step = "The file is damaged or was not written by hf_trainweights: restore it from a copy."
     return CorruptFileError(where, expected, str(found)[:200], next_step)
 
 
 def default_device_cpu() -> AbstractContextManager[object]:
-    """Returns a context in which new tensors are on the CPU, whatever default device the caller has set."""
+    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
     # As a context, torch.device costs a few microseconds at every call into torch.
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
-    """Finds out which tensors share memory, as torch.save does, and what each of them sees of it.
+    """Find out which tensors share memory, as torch.save does, and what each of them sees of it.
 
     Args:
         tensors: Distinct objects.
@@ -110,7 +110,7 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
 
 
 def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
-    """Builds the tensors that `find_storages` took apart.
+    """Build the tensors that `find_storages` took apart.
 
     Args:
         views: What it returned, or anything that pretends to be it.
@@ -128,7 +128,7 @@ def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
 
 
 def require_sizes(where: str, sizes: object) -> list[int]:
-    """Returns `sizes` if it can be a shape or strides.
+    """Return `sizes` if it can be a shape or strides.
 
     Raises:
         CorruptFileError: It is not a list of at most 64 integers from 0 to 2**62 - 1.
@@ -180,12 +180,12 @@ def _span(tensor: Tensor) -> tuple[int, int]:
 
 
 def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Returns the distance from the first to the last element of a tensor, both included."""
+    """Return the distance from the first to the last element of a tensor, both included."""
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
 
 
 def _offset(tensor: Tensor, spans: Iterable[tuple[int, int]]) -> int:
-    """Returns where a tensor starts in its storage once the gaps between the spans are closed."""
+    """Return where a tensor starts in its storage once the gaps between the spans are closed."""
     old, position = int(tensor.storage_offset()), 0
     for start, stop in spans:
         if start <= old < stop:

@@ -54,7 +54,7 @@ _FULL_STOP = "\u00b7"
 
 
 def seal_structure(content: Mapping[str, Any]) -> str:
-    """Writes a structure as text.
+    """Write a structure as text.
 
     Args:
         content: The JSON object of the module docstring.
@@ -71,7 +71,7 @@ def seal_structure(content: Mapping[str, Any]) -> str:
 
 
 def padded_length(length: int) -> int:
-    """Returns how long a payload must be so that no byte of its length is 46.
+    """Return how long a payload must be so that no byte of its length is 46.
 
     Args:
         length: Bytes in use, >= 0.
@@ -90,7 +90,7 @@ def padded_length(length: int) -> int:
 
 
 def open_structure(text: object) -> dict[str, Any]:
-    """Reads and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
+    """Read and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
 
     Args:
         text: What `seal_structure` returned, or anything that pretends to be it.
@@ -168,7 +168,7 @@ def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) ->
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
-    """Finds the pieces of each storage in the payload.
+    """Find the pieces of each storage in the payload.
 
     Args:
         structure: What `open_structure` returned.
@@ -197,7 +197,7 @@ def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tens
 
 
 def payload_crc32(pieces: Iterable[Tensor]) -> int:
-    """Returns the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
+    """Return the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
     value = 0
     for piece in pieces:
         value = zlib.crc32(piece.numpy().data, value)

@@ -58,7 +58,7 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
-    """Takes a tree apart.
+    """Take a tree apart.
 
     Args:
         tree: Any nesting of the types in this module's table. It is only read; the storages keep it alive.
@@ -82,7 +82,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
 
 
 def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
-    """Puts a tree together again.
+    """Put a tree together again.
 
     Args:
         structure: What `flatten` returned, or anything that pretends to be it.
@@ -103,7 +103,7 @@ def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
 
 
 def storage_name(structure: Mapping[str, Any], index: int) -> str:
-    """Returns what an error message calls a storage: the key path of the first tensor that views it.
+    """Return what an error message calls a storage: the key path of the first tensor that views it.
 
     Args:
         structure: What `flatten` returned; it need not be well-formed.
@@ -117,7 +117,7 @@ def storage_name(structure: Mapping[str, Any], index: int) -> str:
 
 
 def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
-    """Returns the key path of the first tensor that views a storage, by the storage's number.
+    """Return the key path of the first tensor that views a storage, by the storage's number.
 
     Args:
         structure: What `flatten` returned; it need not be well-formed.

@@ -101,12 +101,12 @@ class Policy:
             _parse_rule(selector, choice)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the policy as JSON; the order of the rules matters."""
+        """Return the policy as JSON; the order of the rules matters."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> Policy:
-        """Returns the policy that `to_dict` described.
+        """Return the policy that `to_dict` described.
 
         Raises:
             ConfigError: It describes none.
@@ -124,7 +124,7 @@ class Policy:
         anchor: Anchor | None = None,
         delta_rms: Mapping[str, float] | None = None,
     ) -> Plan:
-        """Plans the weights file of a checkpoint.
+        """Plan the weights file of a checkpoint.
 
         Args:
             weights: A flat state dict under module names.
@@ -147,7 +147,7 @@ class Policy:
         return plan
 
     def plan_anchor(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
-        """Plans a weights file that becomes an anchor and is rounded to bfloat16 where the policy is lossy.
+        """Plan a weights file that becomes an anchor and is rounded to bfloat16 where the policy is lossy.
 
         Args:
             weights: A flat state dict under module names.
@@ -165,7 +165,7 @@ class Policy:
         return plan
 
     def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:
-        """Plans the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
+        """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
 
         Args:
             state: The state dict.
@@ -213,7 +213,7 @@ class Policy:
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor) -> dict[str, float]:
-    """Measures how far weights have moved from their anchor; this fixes the steps of the lossy modes.
+    """Measure how far weights have moved from their anchor; this fixes the steps of the lossy modes.
 
     Args:
         weights: A flat state dict under module names.
@@ -306,7 +306,7 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
 def _weight_codecs(
     choice: str | Codec, role: str, tensor: Tensor, rms: float, reference: str | None
 ) -> tuple[Codec, ...]:
-    """Returns the candidates for a weight or buffer; an empty tuple means exact, without reference."""
+    """Return the candidates for a weight or buffer; an empty tuple means exact, without reference."""
     is_small = tensor.numel() < SIZE_FLOOR
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
@@ -323,7 +323,7 @@ def _weight_codecs(
 
 
 def _state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:
-    """Returns the candidates for a tensor of an optimizer's state; an empty tuple means exact."""
+    """Return the candidates for a tensor of an optimizer's state; an empty tuple means exact."""
     is_small = tensor.numel() < SIZE_FLOOR
     if isinstance(choice, Codec):
         return (choice,) if choice.lossless or not is_small else ()
@@ -336,7 +336,7 @@ def _state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec
 
 
 def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
-    """Returns the indices of parameters whose state is that of Adam or AdamW."""
+    """Return the indices of parameters whose state is that of Adam or AdamW."""
     found = set()
     for index in (index for group in groups if "betas" in group for index in group["params"]):
         values = _tensors(states.get(index))
