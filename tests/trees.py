@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file, save_encoded
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 
 
 def fingerprint(value: Any) -> Any:
@@ -34,9 +34,9 @@ def fingerprint(value: Any) -> Any:
 
 
 def encoded_bytes(encoded: EncodedFile) -> bytes:
-    """The file as `save_encoded` writes it."""
+    """The file as `torch.save` writes it."""
     file = io.BytesIO()
-    save_encoded(encoded, file)
+    torch.save(encoded, file)
     return file.getvalue()
 
 

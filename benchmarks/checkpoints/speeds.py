@@ -27,8 +27,8 @@ from benchmarks.memory import Peak
 from hf_trainweights.checkpoint.directory.anchor_choice import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, write_encoded, write_weights
-from hf_trainweights.checkpoint.encoded.decoder import load_file
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
 
 REPEATS = 3

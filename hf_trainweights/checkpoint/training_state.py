@@ -29,8 +29,8 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifes
 from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import load_file
-from hf_trainweights.checkpoint.encoded.encoder import Plan
+from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, CorruptFileError

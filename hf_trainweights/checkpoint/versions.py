@@ -14,7 +14,7 @@ from torch import nn
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
 from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.module_state import (
     load_module_state,
     load_transient_buffers,

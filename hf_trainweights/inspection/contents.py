@@ -15,8 +15,8 @@ from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_n
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file
-from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.directory.rewriter import (
     write_weights_aside,
 )
 from hf_trainweights.checkpoint.directory.writer import remove_checkpoint
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_state import load_checkpoint, save_checkpoint, write_checkpoint

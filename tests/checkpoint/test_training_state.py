@@ -8,7 +8,7 @@ from torch import nn
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.training_state import (
     build_checkpoint,
     load_checkpoint,

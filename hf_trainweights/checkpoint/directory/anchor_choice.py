@@ -19,8 +19,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, open_anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.planning.policy import Policy, measure_delta_rms
 from hf_trainweights.errors import CorruptFileError
@@ -193,7 +193,7 @@ def link_anchor(source: AnchorSource, directory: Path) -> Anchor | None:
     try:
         if not link.exists():
             link_or_copy(source.path, link)
-        return open_anchor(link)
+        return Anchor(link)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"The next checkpoint is stored without reference: {error}", stacklevel=2)
         if link.exists():
@@ -244,7 +244,7 @@ def encode_against(
         source = replace(source, state=state)
     plan = policy.plan_weights(weights, buffers=buffers, anchor=anchor, delta_rms=source.step_rms)
     encoded = encode_file(weights, plan, anchor=anchor, anchor_link=anchor_link, spool_directory=spool_directory)
-    if encoded.anchor is None:
+    if encoded.anchor_sha256 is None:
         return EncodedWeights(encoded, None)
     bits = _bits_per_weight(encoded, weights) + math.log2(source.fineness)
     first_bits = bits if state.first_bits is None else state.first_bits

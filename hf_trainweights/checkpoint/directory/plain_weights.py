@@ -10,7 +10,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_names
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.errors import CorruptFileError
 
 

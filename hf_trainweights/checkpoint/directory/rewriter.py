@@ -42,9 +42,10 @@ from hf_trainweights.checkpoint.directory.writer import (
     write_weights,
 )
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file, read_report, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import Plan, TensorPlan, encode_file
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files import atomic

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.anchor_choice import (
@@ -33,9 +34,10 @@ from hf_trainweights.checkpoint.directory.anchor_choice import (
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Plan, encode_file, save_encoded
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic
@@ -231,9 +233,9 @@ def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> File
     """
     with open_file(path) as file:
         digested = DigestedFile(file)
-        save_encoded(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
+        torch.save(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
     report = {
-        "anchor": encoded.anchor.sha256 if encoded.anchor else None,
+        "anchor": encoded.anchor_sha256,
         "tensors": [dict(vars(tensor)) for tensor in encoded.report],
     }
     return FileEntry(digested.size_bytes, digested.sha256(), report)

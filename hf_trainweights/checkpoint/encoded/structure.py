@@ -39,8 +39,10 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, require_sizes
-from hf_trainweights.checkpoint.encoded.tree import storage_name
+from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
+from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.views import require_sizes
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
@@ -50,6 +52,9 @@ ALIGNMENT_BYTES = 16
 # The best a codec makes of zeros is a factor of 19,000. What claims more lies about a size.
 _MAX_EXPANSION = 1 << 16
 _MIN_DECODED_BYTES = 1 << 16
+# How the pickle in an encoded file begins: the name of `decode_file`, which never changes.
+DECODE_CALL = b"\x80\x02chf_trainweights\ndecode_file\n"
+
 _FULL_STOP = "\u00b7"
 
 

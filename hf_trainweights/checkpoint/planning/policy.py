@@ -34,9 +34,9 @@ from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Key, KeyPath
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.directory.rewriter import (
     write_weights_aside,
 )
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 

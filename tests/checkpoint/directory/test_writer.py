@@ -10,8 +10,8 @@ from hf_trainweights.checkpoint.directory.writer import (
     remove_checkpoint,
     save_directory,
 )
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, SaveError
 

@@ -14,9 +14,11 @@ from trees import encoded_bytes, fingerprint, trained, write_anchor
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
 from hf_trainweights.checkpoint.encoded import decoder as encoded
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file, open_anchor, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
 from hf_trainweights.checkpoint.planning.policy import MODES, Policy
 from hf_trainweights.errors import CorruptFileError
 
@@ -45,7 +47,7 @@ def delta(tmp_path):
     new = {name: tensor + 1e-6 for name, tensor in old.items()}
     directory = tmp_path / "checkpoint-5"
     directory.mkdir()
-    anchor = open_anchor(write_anchor(directory, old))
+    anchor = Anchor(write_anchor(directory, old))
     plan = {(name,): TensorPlan("weight", name, (get_codec("planes-delta")(),), anchor=name) for name in new}
     return write(directory / "pytorch_model.bin", new, plan, anchor=anchor), anchor.path, new
 
@@ -142,9 +144,9 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
 def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_same_bytes(tmp_path, state):
     path, again = write(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
     script = (
-        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file, save_encoded\n"
+        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file\n"
         "state = torch.load(sys.argv[1], weights_only=True)\n"
-        "with open(sys.argv[2], 'wb') as file: save_encoded(encode_file(state, {}), file)"
+        "with open(sys.argv[2], 'wb') as file: torch.save(encode_file(state, {}), file)"
     )
     environment = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", script, path, again], check=True, env=environment, timeout=120)
@@ -182,7 +184,7 @@ def test_other_files_are_not_taken_for_encoded_ones(write_other, tmp_path):
 
 
 def test_missing_file_is_an_os_error(tmp_path):
-    for read in (is_encoded, read_structure, load_file, open_anchor):
+    for read in (is_encoded, read_structure, load_file, Anchor):
         with pytest.raises(FileNotFoundError, match="gone"):
             read(tmp_path / "gone")
 
@@ -190,7 +192,7 @@ def test_missing_file_is_an_os_error(tmp_path):
 def test_structure_is_read_without_anchor_or_decoding(delta, monkeypatch):
     path, anchor, _ = delta
     anchor.unlink()
-    monkeypatch.setattr(encoded, "_decode_storage", None)
+    monkeypatch.setattr(encoded, "decode_storage", None)
     structure = read_structure(path)
     assert is_encoded(path)
     assert structure["anchor"] == {"sha256": anchor.stem, "path": str(anchor)}
@@ -286,7 +288,7 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
     torch.manual_seed(0)
     tied = torch.randn(80, 64)
     weights = {"a": tied, "tied": tied, "view": tied[3:5].t(), "buffer": torch.arange(3)}
-    anchor = open_anchor(write_anchor(tmp_path, weights))
+    anchor = Anchor(write_anchor(tmp_path, weights))
     assert list(anchor) == list(weights)
     assert "a" in anchor
     assert "b" not in anchor
@@ -301,7 +303,7 @@ def test_anchor_that_needs_an_anchor_is_refused(delta, tmp_path):
     path, _, _ = delta
     path = path.rename(tmp_path / anchors.anchor_file_name(anchors.file_sha256(path)))
     with pytest.raises(CorruptFileError, match="expected an anchor: one flat state dict that refers to no other file"):
-        open_anchor(path)
+        Anchor(path)
 
 
 @pytest.mark.parametrize(
@@ -311,10 +313,10 @@ def test_anchor_that_needs_an_anchor_is_refused(delta, tmp_path):
 )
 def test_anchor_that_is_no_flat_state_dict_is_refused(tree, tmp_path):
     with pytest.raises(CorruptFileError, match="expected an anchor: one flat state dict"):
-        open_anchor(write_anchor(tmp_path, tree))
+        Anchor(write_anchor(tmp_path, tree))
 
 
 def test_anchor_under_a_wrong_name_is_refused(tmp_path):
     path = write_anchor(tmp_path, {"a": torch.ones(2)})
     with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
-        open_anchor(path.rename(tmp_path / f"{'0' * 64}.anchor"))
+        Anchor(path.rename(tmp_path / f"{'0' * 64}.anchor"))

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, storage_name, unflatten
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
+from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, unflatten
 from hf_trainweights.errors import CorruptFileError
 
 Point = namedtuple("Point", "x y")

@@ -11,7 +11,7 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.planning.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
 
@@ -37,7 +37,7 @@ def anchored(tmp_path):
     old["reshaped"], new["reshaped"] = torch.randn(80, 64), torch.randn(64, 80)
     new["added"] = torch.randn(80, 64)
     new["table"] = old["table"] = torch.arange(5000)
-    anchor = open_anchor(write_anchor(tmp_path, old))
+    anchor = Anchor(write_anchor(tmp_path, old))
     return new, anchor, measure_delta_rms(new, anchor)
 
 

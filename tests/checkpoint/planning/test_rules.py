@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.planning.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
 from hf_trainweights.errors import ConfigError
@@ -56,7 +56,7 @@ def test_plain_pattern_selects_weights_only():
 
 def test_mode_as_a_rule_stands_for_its_codecs(tmp_path):
     weights = {name: torch.randn(80, 64) for name in "ab"}
-    anchor = open_anchor(write_anchor(tmp_path, {name: tensor + 1e-3 for name, tensor in weights.items()}))
+    anchor = Anchor(write_anchor(tmp_path, {name: tensor + 1e-3 for name, tensor in weights.items()}))
     options = {"anchor": anchor, "delta_rms": measure_delta_rms(weights, anchor)}
     plan = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_weights(weights, **options)
     assert plan["a",].candidates == Policy("near-lossless").plan_weights(weights, **options)["a",].candidates
