@@ -1,4 +1,4 @@
-"""A module's state dict as plain tensors, and back: what a file can hold of any module, with no class in it.
+"""A module's state dict as plain tensors, and back, so that a file names no class.
 
 A parameter that is a tensor subclass (a quantized weight) is stored as the dict of its inner tensors, by the names that
 its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of a module that was built alike, so

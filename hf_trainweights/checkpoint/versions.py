@@ -1,4 +1,4 @@
-"""`VersionedModelSaver`: finished models under version numbers, with what they are, and proof that they are that."""
+"""`VersionedModelSaver`: finished models under version numbers, with metadata and a hash that proves them whole."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_json
+from hf_trainweights.checkpoint.directory.verification import require_intact
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.module_state import (
@@ -78,7 +80,7 @@ class VersionedModelSaver:
         config = _as_dict(config)
         require_json(config, "config")
         state, buffers = module_state(model), transient_buffers(model)
-        manifest = save_directory(
+        manifest = save_new_directory(
             self._path(version),
             Policy("lossless"),
             Weights(state),
@@ -142,7 +144,7 @@ class VersionedModelSaver:
         """List the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
 
         Returns:
-            Version strings as they were saved; what is not whole has none.
+            Version strings as they were saved; a directory without a manifest is left out.
 
         Raises:
             OSError: `base_dir` cannot be read.

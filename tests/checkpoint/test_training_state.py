@@ -7,17 +7,13 @@ import torch
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.training_state import (
-    build_checkpoint,
-    load_checkpoint,
-    parameter_names,
-    restore_checkpoint,
-    rng_state,
-    save_checkpoint,
-    set_rng_state,
-)
+from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
+from hf_trainweights.checkpoint.rng_state import rng_state, set_rng_state
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 
 OPTIMIZERS = {
@@ -343,8 +339,8 @@ def test_rules_by_name_reach_the_optimizer(tmp_path):
 def test_parameter_names_follow_the_optimizers_own_indices():
     model = Net()
     groups = [{"params": [model.unused, model.conv.bias]}, {"params": [model.embed.weight, torch.ones(2)]}]
-    assert parameter_names(model, torch.optim.SGD(groups)) == {0: "unused", 1: "conv.bias", 2: "embed.weight"}
-    assert parameter_names(model, None) == {}
+    assert optimizer_parameter_names(model, torch.optim.SGD(groups)) == {0: "unused", 1: "conv.bias", 2: "embed.weight"}
+    assert optimizer_parameter_names(model, None) == {}
 
 
 def test_a_missing_file_is_named(tmp_path):

@@ -3,10 +3,9 @@
 The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** A file written today is
 decoded for ever. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
 
-A codec knows neither names nor files. `encode` and `decode` check here what every codec needs checked, then
-call the subclass's `_encode` and `_decode`. What `decode` is given may be hostile: every codec checks its
-parameters and lengths before it allocates, and reports damage as `CorruptFileError`, never as an error of
-torch, numpy or zstd.
+A codec knows neither names nor files. `encode` and `decode` make the checks that every codec needs, then call the
+subclass's `_encode` and `_decode`. The input of `decode` may be hostile: every codec checks its parameters and lengths
+before it allocates, and reports damage as `CorruptFileError`, never as an error of torch, numpy or zstd.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 Json: TypeAlias = Union[str, int, float, bool, list["Json"], dict[str, "Json"], None]  # noqa: UP007 (recursive)
 References: TypeAlias = Mapping[str, Tensor]
 
-# Every dtype whose elements are whole bytes: what the lossless codecs take.
+# Every dtype whose elements are whole bytes; the lossless codecs take them all.
 _DTYPE_NAMES = (
     "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
     "complex32 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
@@ -34,9 +33,9 @@ ALL_DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in 
 ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
 """What a tensor of a checkpoint is: a parameter, one of Adam's moments, a module's buffer, or anything else."""
 
-# What torch can hold; products of sizes below stay exact in its 64-bit arithmetic.
+# The limits of torch; the product of smaller sizes stays exact in its 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
-# What the lossy codecs take: they compute in float32 and round once to the tensor's dtype.
+# The dtypes of the lossy codecs, which compute in float32 and round once to the tensor's dtype.
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
@@ -236,7 +235,7 @@ def _check_payload(codec: type[Codec], index: int, payload: Tensor) -> None:
 def _reference_problem(
     name: str, reference: Tensor, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Say what was expected and what was found, or None if `reference` fits the tensor it stands beside."""
+    """Return the expected and the found kind of tensor, or None if `reference` fits the tensor."""
     same_dtype = reference.dtype == dtype if name == "anchor" else reference.dtype in LOSSY_DTYPES
     if list(reference.shape) == list(shape) and same_dtype and reference.device.type == "cpu":
         return None

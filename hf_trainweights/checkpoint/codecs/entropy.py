@@ -1,7 +1,7 @@
 """Shared entropy coding: blocks of bytes through zstd's Huffman coder.
 
-A *block* is bytes whose number the reader knows beforehand, from the tensor's shape: no frame can make it allocate
-more. A payload is
+The reader knows the length of each *block* of bytes beforehand, from the tensor's shape, so no frame can make it
+allocate more. A payload is
 
 | part | content |
 |---|---|
@@ -88,7 +88,7 @@ class BlockWriter:
         self._sizes.append(len(stored))
 
     def payload(self) -> Tensor:
-        """Return what was written, as a uint8 tensor."""
+        """Return all blocks and the table of their sizes, 1-D uint8."""
         self._data.append(np.array(self._sizes, "<u4").view(np.uint8))
         return torch.from_numpy(self._data.view())
 

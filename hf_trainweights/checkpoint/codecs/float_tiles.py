@@ -1,6 +1,6 @@
 """Shared by the lossy codecs: arithmetic in float32 on one tile after the other, in the same memory.
 
-It is numpy's, whose calls take a third as long as torch's; both round every operation once.
+It uses numpy, whose calls take a third as long as torch's; both round every operation once.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.codecs.memory import scratch
 
 
 def work_in(out: Tensor, use: str) -> np.ndarray:
-    """Return float32 memory for what the tile `out` [r, c] is to hold: its own, or scratch if it has another dtype."""
+    """Return float32 memory in which the tile `out` [r, c] is computed: its own, or scratch if it has another dtype."""
     return out.numpy() if out.dtype == torch.float32 else scratch(use, out.shape)
 
 

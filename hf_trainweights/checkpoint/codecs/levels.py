@@ -48,7 +48,7 @@ from hf_trainweights.checkpoint.codecs.symbols import EXACT, SAME, decode_levels
 
 
 def clip_(levels: np.ndarray) -> None:
-    """Bring levels into the range that can be stored, in place; those that change decode wrong, so are exact."""
+    """Bring levels into the range that can be stored, in place; one that changes decodes wrong, so is exact."""
     np.clip(levels, np.float32(SAME + 1), np.float32(EXACT - 1), out=levels)
 
 
@@ -130,7 +130,7 @@ def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor
 def read_levels(
     codec: type[Codec], payloads: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Levels]]:
-    """Return what a `LevelWriter` collected, tile by tile in the order of `tiles`.
+    """Return the levels that a `LevelWriter` collected, tile by tile in the order of `tiles`.
 
     Args:
         codec: Whose payloads they are, for messages.

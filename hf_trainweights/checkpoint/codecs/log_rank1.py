@@ -187,7 +187,7 @@ def _mantissas() -> Tensor:
 
 
 def _split_misfits(ratios: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """As `split_misfits` for errors |log2(ratio)|; takes logarithms of two numbers if it can."""
+    """Do as `split_misfits` for errors |log2(ratio)|, with the logarithms of only two numbers where that is enough."""
     lowest, highest = float(ratios.min()), float(ratios.max())
     if lowest > 0:
         worst = max(-math.log2(lowest), math.log2(highest))

@@ -90,7 +90,7 @@ def words_of(tensor: Tensor) -> np.ndarray:
 
 
 def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rotate floats left by one bit; returns a copy of integers."""
+    """Return a copy of integers, those of floats rotated left by one bit."""
     if not _is_rotated(words, dtype):
         return words.copy()
     # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
@@ -109,7 +109,7 @@ def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
 
 
 def zigzag_(delta: np.ndarray) -> np.ndarray:
-    """Make small differences small numbers, in place; bytes stay as they are. Returns its argument.
+    """Make small differences small numbers, in place, but for single bytes, and return the argument.
 
     0, -1, 1, -2, ... become 0, 1, 2, 3, ...
     """
@@ -121,7 +121,7 @@ def zigzag_(delta: np.ndarray) -> np.ndarray:
 
 
 def unzigzag_(words: np.ndarray) -> np.ndarray:
-    """Undo `zigzag_` in place; returns its argument."""
+    """Undo `zigzag_` in place and return the argument."""
     if words.itemsize > 1:
         unsigned = words.view(f"u{words.itemsize}")
         sign = unsigned & 1

@@ -1,4 +1,4 @@
-"""`planes-rank1`: Adam's exp_avg_sq, lossless; as `planes`, but of the difference to what row and column predict.
+"""`planes-rank1`: Adam's exp_avg_sq, lossless; as `planes`, but of the difference to a prediction from row and column.
 
 The bit pattern of a positive float is nearly linear in its logarithm, so that a row's plus a column's mean of log2
 (see `rank1`) predict it, which saves most of the exponent. In whole numbers, wrapping:
@@ -113,7 +113,7 @@ class PlanesRank1(Codec):
 
 
 def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Return what rows, [R, 1], and columns, [C], add to the predicted bit pattern; words of the dtype's size."""
+    """Return the parts of rows, [R, 1], and of columns, [C], in a predicted bit pattern; words of the dtype's size."""
     mantissa_bits, bias = _LAYOUTS[dtype]
     unit = (1 << mantissa_bits) // MEAN_UNITS
     rows = (row_means * unit + (bias << mantissa_bits))[:, None]

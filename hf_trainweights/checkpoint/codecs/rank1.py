@@ -17,11 +17,11 @@ from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, 
 from hf_trainweights.checkpoint.codecs.matrix import tiles
 
 MEAN_UNITS = 128
-"""Means are whole multiples of one part in so many."""
+"""Means are whole multiples of 1 / MEAN_UNITS."""
 
 # The mean of fewer elements costs more than it saves.
 _FEWEST_PER_MEAN = 16
-# A mean is taken over a sample of so many, column means over rows that are not zero.
+# The mean of a column is taken over at most this many rows that are not zero, that of a row over this many columns.
 _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
 # Elements summed at a time: another number can change the last bit of a sum.

@@ -20,7 +20,7 @@ from hf_trainweights.checkpoint.codecs.memory import empty
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """Stores bytes unchanged: for small tensors and for what does not get smaller.
+    """Stores bytes unchanged, for small tensors and for those that no codec makes smaller.
 
     Example:
         >>> import torch

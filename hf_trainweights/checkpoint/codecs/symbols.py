@@ -143,7 +143,7 @@ def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]
     lowest, highest, offset = _range(width)
     smallest = levels.min()
     has_same = bool(smallest == SAME)
-    # The same, which is below every level, becomes 0; what the escapes become does not matter.
+    # The same, which is below every level, becomes 0; the escapes are overwritten below.
     fitting = np.clip(levels, np.int16(lowest - 1), np.int16(EXACT)) if has_same else levels
     symbols = fitting.astype(_symbol_dtype(width))
     symbols += symbols.dtype.type(offset)

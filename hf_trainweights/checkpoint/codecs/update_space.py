@@ -1,4 +1,4 @@
-"""`update-space`: Adam's exp_avg m in units of sqrt(exp_avg_sq), which is what an update divides it by.
+"""`update-space`: Adam's exp_avg m in units of sqrt(exp_avg_sq), by which Adam divides it in an update.
 
 With v the DECODED exp_avg_sq and t = sqrt(v) * step, all float32, each operation rounded once:
 

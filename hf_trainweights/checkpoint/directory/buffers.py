@@ -1,4 +1,4 @@
-"""Which tensors of a weight file are buffers, where only files are at hand and no module that knows."""
+"""Which tensors of a weight file are buffers, told from files alone where no module is at hand."""
 
 from __future__ import annotations
 

@@ -25,9 +25,7 @@ their parts are joined by `/`; there is no `..`, no absolute path, and no link i
 from __future__ import annotations
 
 import json
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -38,7 +36,7 @@ from typing import Any
 import torch
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.atomic import TEMPORARY_PREFIX, file_sha256, read_chunks, replace_file
+from hf_trainweights.files.atomic import file_sha256, read_chunks, replace_file
 from hf_trainweights.files.signed_json import is_signed, sign_json
 
 MANIFEST_NAME = "trainweights.json"
@@ -47,8 +45,6 @@ _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
 _MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
-_PREFERRED_BY_LOADERS = frozenset({"model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"})
 
 
 @dataclass(frozen=True)
@@ -205,90 +201,6 @@ def read_manifest(directory: str | Path) -> Manifest:
         raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
 
 
-@dataclass(frozen=True)
-class CheckpointReport:
-    """What checking a checkpoint directory against its manifest showed.
-
-    Args:
-        path: The directory.
-        manifest: What it should hold; None if the manifest is missing or damaged.
-        problems: File name to what is wrong with it.
-        foreign: Names of files that the manifest does not list; they are not used and do no harm.
-    """
-
-    path: Path
-    manifest: Manifest | None
-    problems: Mapping[str, str]
-    foreign: tuple[str, ...]
-
-    @property
-    def intact(self) -> bool:
-        """Whether every listed file is there, unchanged, and what a loader will open."""
-        return not self.problems
-
-    @property
-    def ok(self) -> bool:
-        """Whether the directory holds exactly what was written."""
-        return not self.problems and not self.foreign
-
-
-def verify_checkpoint(path: str | Path) -> CheckpointReport:
-    """Read every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
-
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        The report; `report.ok` if nothing is damaged, missing or foreign.
-
-    Raises:
-        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
-
-    Example:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> write_manifest(directory, Manifest({}, "lossless"))
-        >>> verify_checkpoint(directory).ok
-        True
-    """
-    directory = Path(path)
-    present = list_files(directory)
-    try:
-        manifest = read_manifest(directory)
-    except (CorruptFileError, OSError) as error:
-        return CheckpointReport(directory, None, {MANIFEST_NAME: str(error)}, ())
-    problems = {}
-    for name, entry in manifest.files.items():
-        problem = _file_problem(directory / name, entry, present.get(name))
-        if problem:
-            problems[name] = problem
-    foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
-    for name in _PREFERRED_BY_LOADERS.intersection(foreign):
-        problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
-    return CheckpointReport(directory, manifest, problems, tuple(foreign))
-
-
-def require_intact(path: str | Path) -> Manifest:
-    """Verify a checkpoint and returns its manifest.
-
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        CorruptFileError: Something is damaged or missing.
-        OSError: The directory cannot be read.
-    """
-    report = verify_checkpoint(path)
-    if report.manifest is None or not report.intact:
-        name, problem = next(iter(report.problems.items()))
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
-    return report.manifest
-
-
 def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
     return CorruptFileError(str(path), expected, found, "Use another checkpoint, or restore this one from a copy.")
 
@@ -336,44 +248,3 @@ def is_safe_name(name: str) -> bool:
     """
     parts = name.split("/")
     return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f]", part) for part in parts)
-
-
-def list_files(directory: Path) -> dict[str, os.stat_result]:
-    """List every file below a directory, without what is being written.
-
-    Args:
-        directory: The directory.
-
-    Returns:
-        Relative name to status. A link is listed with its own status and never followed.
-
-    Raises:
-        OSError: A directory cannot be read.
-    """
-    found = {}
-    for folder, subfolders, names in os.walk(directory, onerror=_raise):
-        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
-        for name in names + links:
-            path = Path(folder) / name
-            relative = path.relative_to(directory).as_posix()
-            if not relative.startswith(TEMPORARY_PREFIX):
-                found[relative] = path.lstat()
-    return found
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -> str | None:
-    if status is None:
-        return "is missing"
-    if not stat.S_ISREG(status.st_mode):
-        return "is a link or a special file"
-    if status.st_size != entry.size_bytes:
-        return f"has {status.st_size} bytes instead of {entry.size_bytes}"
-    try:
-        same = file_sha256(path) == entry.sha256
-    except OSError as error:
-        return f"cannot be read: {error}"
-    return None if same else "has other content than when it was saved"

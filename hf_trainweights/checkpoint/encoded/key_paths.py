@@ -18,6 +18,6 @@ def path_text(path: KeyPath) -> str:
 
 
 def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
-    """Return the error to raise for a file whose content is not what this package writes."""
+    """Return the error to raise for a file that this package did not write so."""
     next_step = "The file is damaged or was not written by hf_trainweights: restore it from a copy."
     return CorruptFileError(where, expected, str(found)[:200], next_step)

@@ -1,4 +1,4 @@
-"""Files on disk, plain or encoded: `load_file`, and what looks into an encoded one without decoding it."""
+"""Files on disk, plain or encoded: `load_file`, and functions that look into an encoded one without decoding it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
         raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
     except (OSError, MemoryError):
         raise
-    except Exception as error:  # damage surfaces as whatever torch's reader stumbles over
+    except Exception as error:  # torch's reader raises anything on damaged files
         found = f"{type(error).__name__}: {error}"[:300]
         next_step = "Restore it from a copy, unless it was never a torch file."
         raise CorruptFileError(str(path), "a file that torch.load reads", found, next_step) from error
@@ -86,12 +86,12 @@ def is_encoded(path: str | Path) -> bool:
                 return False
             with archive.open(pickles[0]) as pickle:
                 return pickle.read(len(DECODE_CALL)) == DECODE_CALL
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError):  # what damage looks like
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError):  # a damaged zip file
         return False
 
 
 def read_structure(path: str | Path) -> dict[str, Any]:
-    """Read what an encoded file holds without decoding it, or needing its anchor.
+    """Read the structure of an encoded file without decoding it, or needing its anchor.
 
     Args:
         path: An encoded file.
@@ -107,14 +107,14 @@ def read_structure(path: str | Path) -> dict[str, Any]:
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
-    """Read from an encoded file what a manifest reports of it, where the manifest is lost.
+    """Read from an encoded file the report that stands in a manifest, where the manifest is lost.
 
     Args:
         path: An encoded file.
 
     Returns:
-        The digest of its `anchor` or None, and `tensors`, one dict a storage as in `TensorReport`; what only the plan
-        knew is guessed: a name is the key path, and a role follows from that.
+        The digest of its `anchor` or None, and `tensors`, one dict a storage as in `TensorReport`; name and role, which
+        only the plan knew, are guessed from the key path.
 
     Raises:
         CorruptFileError: It is damaged, or not an encoded file.

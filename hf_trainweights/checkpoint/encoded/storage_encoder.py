@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Storage
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
-# Below the first number of elements a coder's headers always outweigh what it saves, above the second never.
+# With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
 _RAW_ELEMENTS = (64, 4096)
 
 
@@ -86,7 +86,7 @@ def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -
 
 
 def decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
-    """Return what decoding will give, without decoding where the codec or its result knows it already."""
+    """Return the tensor that decoding will give, without decoding where the codec or its result has it already."""
     if codec.lossless:
         return tensor
     if encoded.decoded is not None:

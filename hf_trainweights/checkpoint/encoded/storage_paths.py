@@ -1,4 +1,4 @@
-"""What a message calls a storage: the key path of the first tensor that views it."""
+"""The name of a storage in messages: the key path of the first tensor that views it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 
 
 def storage_name(structure: Mapping[str, Any], index: int) -> str:
-    """Return what an error message calls a storage: the key path of the first tensor that views it.
+    """Return the name of a storage in messages: the key path of the first tensor that views it.
 
     Args:
         structure: What `flatten` returned; it need not be well-formed.

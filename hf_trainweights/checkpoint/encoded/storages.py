@@ -1,4 +1,4 @@
-"""Tensors -> storages: which tensors share memory, what of it is in use, and how each of them views it.
+"""Tensors -> storages: which tensors share memory, which part of it is in use, and how each of them views it.
 
 A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset": 4, "requires_grad": true,
 "parameter": true}`; left out are the shape where it is the storage's, strides that are row-major, an offset
@@ -54,7 +54,7 @@ def default_device_cpu() -> AbstractContextManager[object]:
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
-    """Find out which tensors share memory, as torch.save does, and what each of them sees of it.
+    """Find out which tensors share memory, as torch.save does, and which part of it each of them views.
 
     Args:
         tensors: Distinct objects.

@@ -1,24 +1,22 @@
-"""Which codec for which tensor: three modes, and rules for what should be otherwise.
+"""Which codec for which tensor: three modes, and rules for exceptions.
 
 | role | what | `near-lossless` | `compact` |
 |---|---|---|---|
 | weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
 | exp_avg | Adam's first moment | update-space, step 1/4 | update-space, step 1/2 |
 | exp_avg_sq | Adam's second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
-| buffer | what a module registers as one | exact | exact |
-| other | all else: step counters, states of optimizers that are not Adam | exact | exact |
+| buffer | buffers of the module | exact | exact |
+| other | step counters, states of optimizers that are not Adam | exact | exact |
 
-In `lossless` everything is exact. `rms` is that of the first difference to the anchor; a weight without an
-anchor, or one that did not change, is exact. Below 4096 elements a tensor is exact whatever mode or rule:
-norms and biases weigh nothing and steer much.
+In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor; a weight
+without an anchor, or one that did not change, is exact. A tensor of fewer than 4096 elements is exact in every mode and
+under every rule: norms and biases take little space and steer much.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,50 +24,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
-from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
-from hf_trainweights.checkpoint.codecs.grouped import Grouped
-from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
-from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.planning.delta_plan import DeltaPlan, LossyDelta
+from hf_trainweights.checkpoint.planning.modes import (
+    MODES,
+    MOMENTS,
+    allowed_codecs,
+    exact_delta_codecs,
+    lossy_mode_of,
+    rounding_of,
+    state_codecs,
+)
+from hf_trainweights.checkpoint.planning.rules import Rule, parse_rule
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats import FORMATS
 
-# Tensors with fewer elements are exact always.
-SIZE_FLOOR = 4096
-
-
-@dataclass(frozen=True)
-class _LossyMode:
-    steps_per_rms: int
-    exp_avg: Codec
-    exp_avg_sq: Codec
-
-
-_LOSSY_MODES = {
-    "near-lossless": _LossyMode(4, UpdateSpace(step=0.25), LogRank1(step=1)),
-    "compact": _LossyMode(1, UpdateSpace(step=0.5), LogRank1(step=2)),
-}
-MODES = ("lossless", *_LOSSY_MODES)
-
-_OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
-
-# What Adam and AdamW keep per parameter, and apex without the step; a key more and it is another optimizer.
-_MOMENTS = {"exp_avg", "exp_avg_sq"}
-_ADAM_STATE = {"step", *_MOMENTS}
-
-# A mean change below this is none, and its step would not be a number that delta-uniform takes.
-_SMALLEST_RMS = 2.0**-100
+# What Adam and AdamW keep per parameter, and apex without the step; with another key it is another optimizer.
+_ADAM_STATE = MOMENTS | {"step"}
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Chooses codecs; a value that compares equal to its copy through JSON.
+    """Chooses a codec for each tensor; a value that compares equal to its copy through JSON.
 
     Args:
         mode: One of `MODES`, for everything that no rule selects.
@@ -98,7 +76,7 @@ class Policy:
             raise ConfigError("rules", "a dict from selector to choice", found, "See the class docstring.")
         object.__setattr__(self, "rules", dict(self.rules))
         for selector, choice in self.rules.items():
-            _parse_rule(selector, choice)
+            parse_rule(selector, choice)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the policy as JSON; the order of the rules matters."""
@@ -116,53 +94,60 @@ class Policy:
             raise ConfigError("policy", "mode and rules", found, "Pass what to_dict returned.")
         return cls(**value)
 
-    def plan_weights(
-        self,
-        weights: Mapping[str, Any],
-        *,
-        buffers: Collection[str] = (),
-        anchor: Anchor | None = None,
-        delta_rms: Mapping[str, float] | None = None,
-    ) -> Plan:
-        """Plan the weights file of a checkpoint.
-
-        Args:
-            weights: A flat state dict under module names.
-            buffers: Which of them are buffers.
-            anchor: What they are stored against.
-            delta_rms: What `measure_delta_rms` returned at the first difference to this anchor: the steps of
-                the lossy modes stay fixed from then on. A weight without an entry is exact.
-
-        Returns:
-            A plan for `encode_file(weights, plan, anchor=anchor)`.
-        """
-        plan: dict[KeyPath, TensorPlan] = {}
-        for name, tensor in _tensors(weights).items():
-            role = "buffer" if name in buffers else "weight"
-            choice = self._choice(role, name)
-            reference = name if anchor is not None and name in anchor else None
-            rms = (delta_rms or {}).get(name, 0.0) if reference else 0.0
-            codecs = _weight_codecs(choice, role, tensor, rms, reference)
-            plan[(name,)] = TensorPlan(role, name, codecs, anchor=reference)
-        return plan
-
-    def plan_anchor(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
-        """Plan a weights file that becomes an anchor and is rounded to bfloat16 where the policy is lossy.
+    def plan_weights(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
+        """Plan a weights file that stands alone and is exact but for rules that name a codec.
 
         Args:
             weights: A flat state dict under module names.
             buffers: Which of them are buffers.
 
         Returns:
-            A plan for `encode_file(weights, plan)`. An anchor that is to be exact takes `plan_weights`.
+            A plan for `encode_file(weights, plan)`.
         """
-        plan = dict(self.plan_weights(weights, buffers=buffers))
-        for path, each in plan.items():
-            tensor, choice = weights[each.name], self._choice(each.role, each.name)
-            is_lossy = each.role == "weight" and isinstance(choice, str) and choice in _LOSSY_MODES
-            if is_lossy and tensor.dtype == torch.float32 and tensor.numel() >= SIZE_FLOOR:
-                plan[path] = dataclasses.replace(each, round_to=torch.bfloat16)
-        return plan
+        return {
+            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor))
+            for name, tensor, role, choice in self._choices(weights, buffers)
+        }
+
+    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
+        """Plan a weights file that stands alone, becomes an anchor and may be rounded where the mode is lossy.
+
+        Args:
+            weights: A flat state dict under module names.
+            buffers: Which of them are buffers.
+
+        Returns:
+            A plan for `encode_file(weights, plan)`. Whether a weight that has a `round_to` moves enough to be rounded
+            is not known here.
+        """
+        return {
+            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor), round_to=rounding_of(choice, role, tensor))
+            for name, tensor, role, choice in self._choices(weights, buffers)
+        }
+
+    def plan_delta(
+        self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()
+    ) -> DeltaPlan:
+        """Plan a weights file that is stored against an anchor.
+
+        Args:
+            weights: A flat state dict under module names.
+            anchor: The names that are in the anchor; other weights are stored exactly.
+            buffers: Which of the weights are buffers.
+
+        Returns:
+            The plan, which lacks the steps of the lossy modes.
+        """
+        exact: dict[KeyPath, TensorPlan] = {}
+        lossy: dict[KeyPath, LossyDelta] = {}
+        for name, tensor, role, choice in self._choices(weights, buffers):
+            if name not in anchor:
+                exact[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
+                continue
+            exact[name,] = TensorPlan(role, name, exact_delta_codecs(choice, tensor), anchor=name)
+            if mode := lossy_mode_of(choice, role, tensor):
+                lossy[name,] = LossyDelta(mode.steps_per_rms, or_exact=tensor.dtype != torch.float32)
+        return DeltaPlan(exact, lossy)
 
     def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:
         """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
@@ -188,113 +173,33 @@ class Policy:
         for index, values in states.items():
             name = names.get(index, str(index))
             for key, tensor in _tensors(values).items():
-                role = key if index in adam and key in _MOMENTS else "other"
-                codecs = _state_codecs(self._choice(role, name), role, tensor)
+                role = key if index in adam and key in MOMENTS else "other"
+                codecs = state_codecs(self._choice(role, name), role, tensor)
                 moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
                 plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
         return plan
 
     @cached_property
-    def _parsed_rules(self) -> list[_Rule]:
-        return [_parse_rule(selector, choice) for selector, choice in self.rules.items()]
+    def _parsed_rules(self) -> list[Rule]:
+        return [parse_rule(selector, choice) for selector, choice in self.rules.items()]
 
     def _choice(self, role: str, name: str) -> str | Codec:
-        for rule in self._parsed_rules:
-            if role in rule.roles and (rule.pattern is None or rule.pattern.fullmatch(name)):
-                return rule.choice
-        return self.mode
+        return next((rule.choice for rule in self._parsed_rules if rule.selects(role, name)), self.mode)
+
+    def _choices(
+        self, weights: Mapping[str, Any], buffers: Collection[str]
+    ) -> Iterator[tuple[str, Tensor, str, str | Codec]]:
+        """Yield name, tensor, role and choice of each weight and buffer."""
+        for name, tensor in _tensors(weights).items():
+            role = "buffer" if name in buffers else "weight"
+            yield name, tensor, role, self._choice(role, name)
 
     def _require_names(self, states: Mapping[Any, Any], names: Mapping[Key, str]) -> None:
         for selector, rule in zip(self.rules, self._parsed_rules, strict=True):
-            if rule.pattern and rule.roles[0] in _OPTIMIZER_ROLES and not states.keys() <= names.keys():
+            if rule.needs_optimizer_names and not states.keys() <= names.keys():
                 next_step = "Make the optimizer from model.named_parameters(), or select by role alone."
                 found = "an optimizer state without names"
                 raise ConfigError(f"rules[{selector!r}]", "names of the optimizer's parameters", found, next_step)
-
-
-def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor) -> dict[str, float]:
-    """Measure how far weights have moved from their anchor; this fixes the steps of the lossy modes.
-
-    Args:
-        weights: A flat state dict under module names.
-        anchor: The anchor. One tensor of it is decoded at a time.
-
-    Returns:
-        Root mean square of the difference to the decoded anchor, by name, JSON; without small, shapeshifting and
-        non-finite weights. Keep it with the anchor and pass it to `plan_weights` as long as the anchor is used.
-
-    Raises:
-        CorruptFileError: The anchor is damaged.
-    """
-    measured = {}
-    for name, tensor in _tensors(weights).items():
-        if tensor.numel() < SIZE_FLOOR or tensor.dtype not in LOSSY_DTYPES or name not in anchor:
-            continue
-        reference = anchor.tensor(name)
-        if reference.shape != tensor.shape:
-            continue
-        rms = rms_difference(tensor.cpu(), reference)
-        if math.isfinite(rms):
-            measured[name] = rms
-    return measured
-
-
-@dataclass(frozen=True)
-class _Rule:
-    roles: tuple[str, ...]
-    pattern: re.Pattern[str] | None
-    choice: str | Codec
-
-
-def _parse_rule(selector: Any, choice: Any) -> _Rule:
-    where = f"rules[{selector!r}]"
-    role, slash, rest = selector.partition("/") if isinstance(selector, str) else ("", "", "")
-    if isinstance(selector, str) and selector.startswith("re:"):
-        role, slash, rest = "weight", "/", selector
-    roles = _OPTIMIZER_ROLES if role == "optimizer" else (role,)
-    if not set(roles) <= set(ROLES) or bool(slash) != rest.startswith("re:"):
-        allowed = f"{', '.join(ROLES)}, optimizer, re:pattern or role/re:pattern"
-        raise ConfigError(where, f"a selector: {allowed}", repr(selector), "Choose one of these.")
-    try:
-        pattern = re.compile(rest.removeprefix("re:")) if slash else None
-    except re.error as error:
-        raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
-    parsed = _parse_choice(where, choice)
-    for role in roles:
-        if isinstance(parsed, Codec) and role not in parsed.roles:
-            codecs = [codec_id for codec_id, codec in CODECS.items() if role in codec.roles]
-            allowed = f"for {role} one of {', '.join((*MODES, *codecs))}"
-            next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
-            raise ConfigError(
-                where, allowed, parsed.codec_id, next_step if role == "exp_avg_sq" else "Choose one of these."
-            )
-    return _Rule(roles, pattern, parsed)
-
-
-def _parse_choice(where: str, choice: Any) -> str | Codec:
-    if isinstance(choice, str) and choice in MODES:
-        return choice
-    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {}
-    if isinstance(choice, str):
-        options = {"format": choice} if choice in FORMATS else {"codec": choice}
-    name = options.get("format", options.get("codec"))
-    if not isinstance(name, str) or name not in (FORMATS if "format" in options else CODECS):
-        allowed = ", ".join((*MODES, *CODECS, *FORMATS))
-        next_step = 'Write one of these, or one with options, e.g. {"format": "int4", "group_size": 32}.'
-        raise ConfigError(where, f"one of {allowed}", repr(choice), next_step)
-    try:
-        return _make_codec(name, options)
-    except TypeError as error:
-        raise ConfigError(where, f"the options of {name}", repr(choice), f"{error}.") from error
-
-
-def _make_codec(name: str, options: dict[str, Any]) -> Codec:
-    if "format" in options:
-        return Grouped(options)
-    del options["codec"]
-    if name == DeltaUniform.codec_id and "bound" in options:
-        return DeltaUniform.within(**options)
-    return CODECS[name](**options)
 
 
 def _tensors(mapping: object) -> dict[Any, Tensor]:
@@ -303,44 +208,12 @@ def _tensors(mapping: object) -> dict[Any, Tensor]:
     return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
 
 
-def _weight_codecs(
-    choice: str | Codec, role: str, tensor: Tensor, rms: float, reference: str | None
-) -> tuple[Codec, ...]:
-    """Return the candidates for a weight or buffer; an empty tuple means exact, without reference."""
-    is_small = tensor.numel() < SIZE_FLOOR
-    if isinstance(choice, Codec):
-        return (choice,) if choice.lossless or not is_small else ()
-    if reference is None:
-        return ()
-    lossless = PlanesDelta()
-    if choice not in _LOSSY_MODES or role == "buffer" or is_small or tensor.dtype not in LOSSY_DTYPES:
-        return (lossless,)
-    if rms < _SMALLEST_RMS:
-        return (lossless,)
-    lossy = DeltaUniform(step=rms / _LOSSY_MODES[choice].steps_per_rms)
-    # Most bits of a half-precision weight do not change between saves: then exact can be smaller.
-    return (lossy,) if tensor.dtype == torch.float32 else (lossless, lossy)
-
-
-def _state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:
-    """Return the candidates for a tensor of an optimizer's state; an empty tuple means exact."""
-    is_small = tensor.numel() < SIZE_FLOOR
-    if isinstance(choice, Codec):
-        return (choice,) if choice.lossless or not is_small else ()
-    if role not in _MOMENTS or is_small:
-        return ()
-    if choice not in _LOSSY_MODES:
-        return (PlanesRank1(),) if role == "exp_avg_sq" else ()
-    mode = _LOSSY_MODES[choice]
-    return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
-
-
 def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
     """Return the indices of parameters whose state is that of Adam or AdamW."""
     found = set()
     for index in (index for group in groups if "betas" in group for index in group["params"]):
         values = _tensors(states.get(index))
-        if not values.keys() >= _MOMENTS or not states[index].keys() <= _ADAM_STATE:
+        if not values.keys() >= MOMENTS or not states[index].keys() <= _ADAM_STATE:
             continue
         exp_avg, exp_avg_sq = values["exp_avg"], values["exp_avg_sq"]
         if exp_avg.shape == exp_avg_sq.shape and {exp_avg.dtype, exp_avg_sq.dtype} <= LOSSY_DTYPES:

@@ -10,11 +10,10 @@ from hf_trainweights.checkpoint.directory.manifest import (
     Manifest,
     is_safe_name,
     read_manifest,
-    require_intact,
     require_json,
-    verify_checkpoint,
     write_manifest,
 )
+from hf_trainweights.checkpoint.directory.verification import require_intact, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 SHA256 = "0" * 64

@@ -3,13 +3,11 @@ import os
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.directory.writer import (
-    Weights,
-    collect_garbage,
-    remove_checkpoint,
-    save_directory,
-)
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.directory.weights_encoder import Weights
+from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -18,7 +16,7 @@ from hf_trainweights.errors import ConfigError, SaveError
 
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
-    return save_directory(path, Policy(), weights, trees or {}, **fields)
+    return save_new_directory(path, Policy(), weights, trees or {}, **fields)
 
 
 def a_dead_process():

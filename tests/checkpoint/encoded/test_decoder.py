@@ -19,7 +19,8 @@ from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, 
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.checkpoint.planning.policy import MODES, Policy
+from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError
 
 
