@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import struct
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,3 +85,20 @@ def write_anchor(directory: Path, tree: Any) -> Path:
     path = directory / anchor_file_name(hashlib.sha256(data).hexdigest())
     path.write_bytes(data)
     return path
+
+
+def write_encoded(path: Path, tree: Any, plan: Any = None, **options: Any) -> Path:
+    """Stores `tree` in a file and returns its path."""
+    path.write_bytes(encoded_bytes(encode_file(tree, plan or {}, **options)))
+    return path
+
+
+def each_flipped_bit(path: Path) -> Iterator[int]:
+    """Flips one bit of a file after the other, in place, and yields which."""
+    content = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for position in range(8 * len(content)):
+            byte = content[position // 8]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << position % 8]), position // 8)
+            yield position
+            os.pwrite(file.fileno(), bytes([byte]), position // 8)

@@ -8,7 +8,6 @@ import torch
 
 from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord, find_anchor_candidate
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -217,32 +216,6 @@ def test_buffers_are_exact_in_every_mode(tmp_path):
         model = {"w": moved(base_weight(), distance, step), "mean": moved(base_weight(7), distance, step)}
         save(tmp_path, step, model, policy=policy, optimizer=adam(lr=1e-2))
         assert torch.equal(load_checkpoint(tmp_path / f"checkpoint-{step}")["model"]["mean"], model["mean"])
-
-
-def test_drift_is_what_adam_would_move_in_independent_steps():
-    drift = expected_drift_rms(adam(lr=1e-3, steps=400), {0: "w"})
-    # The example's update is 0.1 everywhere, but for the correction of the moments' slow start.
-    correction = (1 - 0.999**400) ** 0.5 / (1 - 0.9**400)
-    assert drift == {"w": pytest.approx(1e-3 * 0.1 * correction * 20, rel=1e-3)}
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        {},
-        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-        {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-    ],
-)
-def test_without_adams_moments_there_is_no_drift_to_expect(optimizer):
-    assert expected_drift_rms(optimizer, {0: "w"}) == {}
-
-
-def test_moments_that_are_all_zero_mean_no_drift():
-    optimizer = adam(lr=1e-2)
-    optimizer["state"][0]["exp_avg"].zero_()
-    optimizer["state"][0]["exp_avg_sq"].zero_()
-    assert expected_drift_rms(optimizer, {0: "w"}) == {"w": 0.0}
 
 
 def test_the_record_of_an_anchor_survives_json():

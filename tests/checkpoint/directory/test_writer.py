@@ -3,7 +3,6 @@ import os
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights
@@ -17,14 +16,6 @@ from hf_trainweights.errors import ConfigError, SaveError
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
     return save_new_directory(path, Policy(), weights, trees or {}, **fields)
-
-
-def a_dead_process():
-    child = os.fork()
-    if child == 0:
-        os._exit(0)
-    os.waitpid(child, 0)
-    return child
 
 
 def test_a_saved_directory_verifies_and_is_what_the_manifest_says(tmp_path):
@@ -77,54 +68,3 @@ def test_a_directory_that_cannot_be_written_is_a_save_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaveError, match="file"):
         save(tmp_path / "file" / "a")
-
-
-def test_a_removed_checkpoint_leaves_nothing(tmp_path):
-    save(tmp_path / "checkpoint-1")
-    remove_checkpoint(tmp_path / "checkpoint-1")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_garbage_is_what_dead_processes_left_and_anchors_nobody_needs(tmp_path, dry_run):
-    save(tmp_path / "checkpoint-1")
-    before = sorted(tmp_path.rglob("*"))
-    pid = a_dead_process()
-    garbage = [
-        tmp_path / f"_trainweights-{pid}-aa",
-        tmp_path / "checkpoint-1" / f"_trainweights-{pid}-bb",
-        tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor"),
-        tmp_path / "_trainweights-of-nobody",
-    ]
-    garbage[0].mkdir()
-    for path in (garbage[0] / "file", *garbage[1:]):
-        path.write_bytes(b"x")
-    assert collect_garbage(tmp_path, dry_run=dry_run) == sorted(garbage)
-    assert garbage[0].exists() == dry_run
-    assert (sorted(tmp_path.rglob("*")) == before) != dry_run
-
-
-def test_what_a_living_process_writes_is_no_garbage(tmp_path):
-    for pid in (os.getpid(), 1):
-        (tmp_path / f"_trainweights-{pid}-aa").mkdir()
-    assert collect_garbage(tmp_path) == []
-
-
-def test_beside_a_file_of_a_newer_version_no_anchor_is_garbage(tmp_path, monkeypatch):
-    save(tmp_path / "checkpoint-1")
-    anchor = tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")
-    anchor.write_bytes(b"x")
-    monkeypatch.setattr("hf_trainweights.checkpoint.encoded.structure.VERSION", 99)
-    assert collect_garbage(tmp_path) == []
-    monkeypatch.undo()
-    assert collect_garbage(tmp_path) == [anchor]
-
-
-def test_garbage_that_is_a_link_goes_without_its_target(tmp_path):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "file").write_bytes(b"precious")
-    (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / f"_trainweights-{a_dead_process()}-aa"
-    link.symlink_to(tmp_path / "outside")
-    assert collect_garbage(tmp_path / "run") == [link]
-    assert (tmp_path / "outside" / "file").read_bytes() == b"precious"
