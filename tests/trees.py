@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import io
+import os
 import struct
 from collections import OrderedDict
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file, save_encoded
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 
 
 def fingerprint(value: Any) -> Any:
@@ -34,9 +36,9 @@ def fingerprint(value: Any) -> Any:
 
 
 def encoded_bytes(encoded: EncodedFile) -> bytes:
-    """The file as `save_encoded` writes it."""
+    """The file as `torch.save` writes it."""
     file = io.BytesIO()
-    save_encoded(encoded, file)
+    torch.save(encoded, file)
     return file.getvalue()
 
 
@@ -83,3 +85,20 @@ def write_anchor(directory: Path, tree: Any) -> Path:
     path = directory / anchor_file_name(hashlib.sha256(data).hexdigest())
     path.write_bytes(data)
     return path
+
+
+def write_encoded(path: Path, tree: Any, plan: Any = None, **options: Any) -> Path:
+    """Stores `tree` in a file and returns its path."""
+    path.write_bytes(encoded_bytes(encode_file(tree, plan or {}, **options)))
+    return path
+
+
+def each_flipped_bit(path: Path) -> Iterator[int]:
+    """Flips one bit of a file after the other, in place, and yields which."""
+    content = path.read_bytes()
+    with open(path, "r+b", buffering=0) as file:
+        for position in range(8 * len(content)):
+            byte = content[position // 8]
+            os.pwrite(file.fileno(), bytes([byte ^ 1 << position % 8]), position // 8)
+            yield position
+            os.pwrite(file.fileno(), bytes([byte]), position // 8)

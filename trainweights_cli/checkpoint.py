@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from trainweights_cli.checkpoint_rows import disk_bytes, print_manifest, summary_row, verification_row
 from trainweights_cli.console import (
     AsJson,
     Debug,
@@ -30,14 +31,13 @@ from trainweights_cli.console import (
 )
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.directory.manifest import Manifest
+    pass
 
 app = typer.Typer(no_args_is_help=True, help="Look into small training checkpoints, check, make and restore them.")
 
 _PATH_HELP = "A checkpoint directory, or a run: a directory of checkpoint-<step> directories."
 CheckpointOrRun = Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help=_PATH_HELP)]
 _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
-_ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
 
 
 @app.command("ls")
@@ -49,7 +49,7 @@ def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debu
     """
     seen: set[tuple[int, int]] = set()
     with errors_in_one_line(debug):
-        rows = [_summary(directory, seen) for directory in _checkpoints(path)]
+        rows = [summary_row(directory, seen) for directory in _checkpoints(path)]
     problems = [f"{row['path']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
         print_json(rows)
@@ -82,7 +82,7 @@ def inspect(
     if as_json:
         print_json(asdict(manifest))
     else:
-        _print_manifest(path, manifest, each_tensor=tensors)
+        print_manifest(path, manifest, each_tensor=tensors)
 
 
 @app.command()
@@ -92,7 +92,7 @@ def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False)
     A complete directory without a manifest is called unverified. Exits with 1 if anything is damaged or missing.
     """
     with errors_in_one_line(debug):
-        rows = [_verify(directory) for directory in with_progress("verifying", _checkpoints(path))]
+        rows = [verification_row(directory) for directory in with_progress("verifying", _checkpoints(path))]
     if as_json:
         print_json(rows)
     else:
@@ -133,7 +133,7 @@ def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False
 
     What was rounded stays rounded. Each file is whole at every moment, small or plain.
     """
-    from hf_trainweights.checkpoint.directory.rewriter import restore_directory
+    from hf_trainweights.checkpoint import restore_directory
 
     with errors_in_one_line(debug):
         rows = _rewrite("restoring", path, restore_directory)
@@ -156,8 +156,7 @@ def compress(
     Of a run the oldest comes first, and the following are stored as differences to it.
     Each file is whole at every moment, but no training may write there meanwhile.
     """
-    from hf_trainweights.checkpoint.directory.rewriter import compress_directory
-    from hf_trainweights.checkpoint.policy import Policy
+    from hf_trainweights.checkpoint import Policy, compress_directory
     from hf_trainweights.errors import ConfigError
 
     try:
@@ -181,7 +180,7 @@ def gc(
     debug: Debug = False,
 ) -> None:
     """Remove what interrupted saves left behind: temporary files, and anchors that no file needs."""
-    from hf_trainweights.checkpoint.directory.writer import collect_garbage
+    from hf_trainweights.checkpoint import collect_garbage
 
     with errors_in_one_line(debug):
         removed = collect_garbage(path, dry_run=dry_run)
@@ -204,66 +203,6 @@ def _checkpoints(path: Path) -> list[Path]:
         return directories or [path]
     expected = "a checkpoint, or a directory of checkpoint-<step> directories"
     raise ConfigError(str(path), expected, "neither", "Give the output directory of a training run.")
-
-
-def _summary(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
-    from hf_trainweights.checkpoint.directory.manifest import read_manifest
-    from hf_trainweights.errors import TrainWeightsError
-
-    disk_bytes = _disk_bytes(directory, seen)
-    manifest, problem = None, None
-    try:
-        manifest = read_manifest(directory)
-    except FileNotFoundError:
-        pass
-    except (TrainWeightsError, OSError) as error:
-        problem = str(error)
-    files = manifest.files.values() if manifest else ()
-    return {
-        "path": str(directory),
-        "mode": manifest and manifest.mode,
-        "step": manifest and manifest.step,
-        "created": manifest and manifest.created,
-        "disk_bytes": disk_bytes,
-        "plain_bytes": sum(_plain_bytes(manifest).values()) if manifest else disk_bytes,
-        "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
-        "problem": problem,
-    }
-
-
-def _disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
-    """Return the bytes of all files in a directory, each inode once, without those in `seen`; adds them to it."""
-    total = 0
-    for file in directory.rglob("*"):
-        status = file.lstat()
-        if file.is_file() and (inode := (status.st_dev, status.st_ino)) not in seen:
-            seen.add(inode)
-            total += status.st_size
-    return total
-
-
-def _plain_bytes(manifest: Manifest) -> dict[str, int]:
-    """Return how large each file would be without encoding; an anchor would not be there."""
-    sizes = {}
-    for name, entry in manifest.files.items():
-        tensors = entry.report.get("tensors")
-        plain = entry.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
-        sizes[name] = 0 if name.endswith(".anchor") else plain
-    return sizes
-
-
-def _verify(directory: Path) -> dict[str, Any]:
-    from hf_trainweights.checkpoint.directory.discovery import check_checkpoint, checkpoint_directories
-    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, verify_checkpoint
-
-    path = directory.resolve()
-    if not (path / MANIFEST_NAME).exists() and path in checkpoint_directories(path.parent):
-        problem = check_checkpoint(path).problem
-        state, problems, foreign = "unverified", {"": problem} if problem else {}, []
-    else:
-        report = verify_checkpoint(path)
-        state, problems, foreign = "intact", dict(report.problems), list(report.foreign)
-    return {"path": str(directory), "state": "damaged" if problems else state, "problems": problems, "foreign": foreign}
 
 
 def _parse_rule(text: str) -> tuple[str, Any]:
@@ -293,42 +232,15 @@ def _rewrite(what: str, path: Path, function: Callable[[Path], Any]) -> list[dic
     rows = []
     seen: set[tuple[int, int]] = set()
     for directory in with_progress(what, _checkpoints(path)):
-        before_bytes = _disk_bytes(directory, set())
+        before_bytes = disk_bytes(directory, set())
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             function(directory)
         for warning in caught:
             typer.echo(f"warning: {one_line(warning.message)}", err=True)
-        after_bytes = _disk_bytes(directory, seen)
+        after_bytes = disk_bytes(directory, seen)
         rows.append({"path": str(directory), "before_bytes": before_bytes, "after_bytes": after_bytes})
     return rows
-
-
-def _print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
-    typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
-    typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
-    typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
-    files = new_table("file", right=("plain", "on disk", "ratio"))
-    for name, plain_bytes in _plain_bytes(manifest).items():
-        shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
-        files.add_row(shown, *show_sizes(plain_bytes, manifest.files[name].size_bytes))
-    print_table(files)
-    tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
-    if not tensors:
-        return
-    head = ("name", "role", "codec") if each_tensor else ("role", "codec")
-    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
-    for tensor in tensors:
-        groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
-    table = new_table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
-    for key, members in groups.items():
-        plain, *stored = show_sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
-        bounds = [member["bound"] for member in members if member["bound"] is not None]
-        counts = () if each_tensor else (str(len(members)), plain)
-        table.add_row(*key, *counts, *stored, f"{max(bounds):.2g}" if bounds else "exact")
-    print_table(table)
-    if any(tensor["bound"] is not None for tensor in tensors):
-        typer.echo(_ERROR_UNITS)
 
 
 def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:

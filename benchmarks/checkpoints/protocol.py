@@ -26,8 +26,9 @@ from safetensors.torch import save_file as save_safetensors
 from benchmarks.checkpoints.runs import NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory.manifest import Manifest
-from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME, compress_directory
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory
+from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME
 
 PLAIN_WEIGHTS_NAME = "model.safetensors"
 MODES = ("lossless", "near-lossless", "compact")

@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from hf_trainweights.checkpoint.training_state import parameter_names
+from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
 from hf_trainweights.demo.model import read_corpus, train_tokenizer
 
 disable_progress_bar()
@@ -145,7 +145,9 @@ def train(
     trainer = _Trainer(run, model=model, args=args, train_dataset=train_data, callbacks=[recorder, *callbacks])
     trainer.remove_callback(PrinterCallback)
     trainer.train(resume_from_checkpoint=str(resume_from) if resume_from else None)
-    (directory / NAMES_FILE).write_text(json.dumps(parameter_names(model, trainer.optimizer)), encoding="utf-8")
+    (directory / NAMES_FILE).write_text(
+        json.dumps(optimizer_parameter_names(model, trainer.optimizer)), encoding="utf-8"
+    )
     return recorder.course
 
 

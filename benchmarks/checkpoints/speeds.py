@@ -24,12 +24,12 @@ from torch import Tensor
 from benchmarks.checkpoints.protocol import INT8_RULES, PLAIN_WEIGHTS_NAME, Experiment, in_new_process, size_bytes
 from benchmarks.checkpoints.runs import RUNS
 from benchmarks.memory import Peak
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
-from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, write_encoded, write_weights
-from hf_trainweights.checkpoint.encoded.decoder import load_file
-from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
+from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 REPEATS = 3
 # Row of the report: the options of compress_directory, and whether there is an anchor.
@@ -69,17 +69,14 @@ def _measure_ours(experiment: Experiment, options: dict[str, Any], has_anchor: b
     plain_bytes = size_bytes(path)
     state = load_safetensors(path / PLAIN_WEIGHTS_NAME)
     optimizer = torch.load(path / OPTIMIZER_NAME, weights_only=True)
-    policy, names = Policy(**options), experiment.parameter_names()
-    anchor = find_anchor_source(path.parent, WEIGHTS_NAME, exclude=path)
+    names = experiment.parameter_names()
+    job = SaveJob(path, path, Policy(**options), ANCHOR_EVERY_SAVES, _open)
     encode_seconds, decode_seconds = [], []
     for _ in range(REPEATS):
         with _timed(encode_seconds):
-            weights = Weights(state, optimizer=optimizer, optimizer_names=names)
-            write_weights(
-                path, policy, weights, anchor=anchor, anchor_every=ANCHOR_EVERY_SAVES, final=path, open_file=_open
-            )
-            encoded = encode_file(optimizer, policy.plan_optimizer(optimizer, names=names), spool_directory=path)
-            write_encoded(path / OPTIMIZER_NAME, encoded, _open)
+            save_weights(job, Weights(state, optimizer=optimizer, optimizer_names=names))
+            plan = job.policy.plan_optimizer(optimizer, names=names)
+            save_tree(job, OPTIMIZER_NAME, optimizer, plan)
         with _timed(decode_seconds):
             load_file(path / WEIGHTS_NAME)
             load_file(path / OPTIMIZER_NAME)

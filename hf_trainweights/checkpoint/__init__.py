@@ -1,23 +1,27 @@
-"""Training state at rest: the verbs for a plain PyTorch loop, and what reads their files back."""
+"""Training state at rest: what a plain PyTorch loop saves and loads, and existing directories made small in place."""
 
-from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
+from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.training_state import (
-    build_checkpoint,
-    load_checkpoint,
-    restore_checkpoint,
-    save_checkpoint,
-)
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 __all__ = [
     "CheckpointManager",
+    "Policy",
     "VersionedModelSaver",
     "build_checkpoint",
+    "collect_garbage",
+    "compress_directory",
+    "find_checkpoints",
     "latest",
     "load_checkpoint",
     "restore_checkpoint",
+    "restore_directory",
     "save_checkpoint",
     "verify_checkpoint",
 ]

@@ -2,34 +2,38 @@
 
 The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It is waited
 for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking
-who writes in them. The files are those that the Trainer wrote; where these name weights otherwise than the modules do,
-the weights are first written once more, plainly, while training waits.
+whether anyone writes in them. The thread reads the Trainer's own files; where these name weights otherwise than the
+modules do, the weights are first written once more, plainly, while training waits.
 """
 
 from __future__ import annotations
 
 import shutil
-import threading
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.modeling_utils import unwrap_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.compression import (
+    BackgroundCall,
+    Compression,
+    Savings,
+    drop_stale_manifest,
+    rewriting_bytes,
+    size_bytes,
+    stored_weight_names,
+)
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, verify_checkpoint
-from hf_trainweights.checkpoint.directory.rewriter import adopt_weights, compress_directory, write_weights_aside
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.directory.weights_aside import set_weights_aside
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.training_state import parameter_names
-from hf_trainweights.files.temporary import Claim
+from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 _logger = logging.get_logger(__name__)
 
@@ -42,7 +46,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     checkpoints are left as they are.
 
     Args:
-        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.policy.Policy`.
+        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
         rules: Exceptions from the mode, likewise.
         anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
 
@@ -62,12 +66,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     ):
         self.policy = Policy(mode, rules or {})
         self.anchor_every = anchor_every
-        self._job: _Job | None = None
-        self._savings = _Savings()
+        self._job: BackgroundCall | None = None
+        self._savings = Savings()
         self._said: set[str] = set()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Make the checkpoints of a run that was moved readable: they know their anchors by where these were.
+        """Make the checkpoints of a moved run readable: their files record where their anchors were.
 
         Args:
             args: The Trainer's arguments.
@@ -164,35 +168,31 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         if not self._has_room(directory):
             return
-        _drop_stale_manifest(directory)
-        before_bytes = _size_bytes(directory)
+        drop_stale_manifest(directory)
         module = unwrap_model(model) if model is not None else None
         weights = self._live_weights(module, directory) if not args.push_to_hub else None
-        # The next step changes them.
-        aside = write_weights_aside(directory, weights) if weights is not None else None
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
-        rules = {"weight": "lossless", **self.policy.rules} if best else self.policy.rules
-        options = {
-            "mode": self.policy.mode,
-            "rules": rules,
-            "keep_weights": bool(args.push_to_hub),
-            "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
-            "optimizer_names": parameter_names(module, optimizer) if module is not None else {},
-            "metrics": _metrics(state),
-            "anchor_every": self.anchor_every,
-        }
-        self._job = _Job(lambda: self._compress(directory, aside, before_bytes, options))
+        compression = Compression(
+            directory,
+            plain_bytes=size_bytes(directory),
+            # Written here, while training waits: the next step changes them.
+            aside=set_weights_aside(directory, weights) if weights is not None else None,
+            options={
+                "mode": self.policy.mode,
+                "rules": {"weight": "lossless", **self.policy.rules} if best else self.policy.rules,
+                "keep_weights": bool(args.push_to_hub),
+                "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
+                "optimizer_names": optimizer_parameter_names(module, optimizer) if module is not None else {},
+                "metrics": _metrics(state),
+                "anchor_every": self.anchor_every,
+            },
+        )
+        self._job = BackgroundCall(lambda: compression.run(self._savings))
         if foreground:
             self._job.run()
             self._wait()
         else:
             self._job.start()
-
-    def _compress(self, directory: Path, aside: Claim | None, before_bytes: int, options: dict[str, Any]) -> None:
-        if aside is not None:
-            adopt_weights(directory, aside)
-        manifest = compress_directory(directory, **options)
-        self._savings.add(before_bytes, _size_bytes(directory), manifest)
 
     def _wait(self) -> None:
         job, self._job = self._job, None
@@ -207,7 +207,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     def _has_room(self, directory: Path) -> bool:
         """Return whether the files can be written anew beside themselves; a checkpoint that cannot stays plain."""
-        needed = _needed_bytes(directory)
+        needed = rewriting_bytes(directory)
         free = shutil.disk_usage(directory).free
         if free < needed:
             _logger.warning(
@@ -220,7 +220,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
         """Return the model's weights under its own names if the file has others, else None: the file serves."""
-        stored = _stored_names(directory)
+        stored = stored_weight_names(directory)
         if module is None or stored is None or not isinstance(module, PreTrainedModel):
             return None
         if getattr(module, "hf_quantizer", None) is not None:
@@ -241,91 +241,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             _logger.warning("%s", message)
 
 
-class _Job:
-    """One call in a thread of its own, whose exception is raised by `result`."""
-
-    def __init__(self, function: Callable[[], None]):
-        self._function = function
-        self._error: BaseException | None = None
-        # Not a daemon: the interpreter waits for a checkpoint that is being written.
-        self._thread = threading.Thread(target=self.run, name="trainweights-checkpoint", daemon=False)
-
-    def start(self) -> None:
-        self._thread.start()
-
-    def run(self) -> None:
-        try:
-            self._function()
-        except BaseException as error:  # raised again by result, in the thread that asks
-            self._error = error
-
-    def result(self) -> None:
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-
-
-@dataclass
-class _Savings:
-    checkpoints: int = 0
-    before_bytes: int = 0
-    after_bytes: int = 0
-    largest_weight_error: float = 0.0
-
-    def add(self, before_bytes: int, after_bytes: int, manifest: Manifest) -> None:
-        # A checkpoint that was small already, after a push or a resume, shows no difference and counts once.
-        if before_bytes == after_bytes:
-            return
-        self.checkpoints += 1
-        self.before_bytes += before_bytes
-        self.after_bytes += after_bytes
-        tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
-        bounds = [tensor["bound"] or 0.0 for tensor in tensors if tensor["role"] == "weight"]
-        self.largest_weight_error = max([self.largest_weight_error, *bounds])
-
-    def __str__(self) -> str:
-        ratio = self.before_bytes / max(1, self.after_bytes)
-        error = (
-            f"weights off by at most {self.largest_weight_error:.3g}" if self.largest_weight_error else "weights exact"
-        )
-        sizes = f"{self.before_bytes / 1e6:.1f} MB -> {self.after_bytes / 1e6:.1f} MB ({ratio:.2f}x)"
-        return f"{self.checkpoints} checkpoints made small: {sizes}, {error}"
-
-
-def _drop_stale_manifest(directory: Path) -> None:
-    """Remove the manifest of an earlier run whose checkpoint of this step the Trainer has just written over."""
-    manifest = directory / MANIFEST_NAME
-    if manifest.exists() and not verify_checkpoint(directory).intact:
-        manifest.unlink()
-
-
 def _metrics(state: TrainerState) -> dict[str, float]:
     """Return the newest number of every name that the Trainer logged."""
     merged: dict[str, Any] = {}
     for entry in state.log_history:
         merged |= entry
     return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
-
-
-def _size_bytes(directory: Path) -> int:
-    # An anchor is a second link to a file that another checkpoint holds.
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
-
-
-def _needed_bytes(directory: Path) -> int:
-    """Return how much may lie beside what is there: one file at a time, encoded, and its payload that waits for it."""
-    sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
-    # Shards become one file, and are set aside in one where their names are not the module's.
-    shards = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
-    return 2 * max([shards, *sizes])
-
-
-def _stored_names(directory: Path) -> set[str] | None:
-    """Return the names in a directory's model*.safetensors files, None if there are none."""
-    files = sorted(directory.glob("model*.safetensors"))
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            names |= set(shard.keys())
-    return names if files else None

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import signal
 import threading
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -15,18 +13,14 @@ from typing import Any, Self
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, find_anchor_source
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step, latest
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, collect_garbage, remove_checkpoint
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.training_state import (
-    build_checkpoint,
-    load_checkpoint,
-    restore_checkpoint,
-    rng_state,
-    set_rng_state,
-    write_checkpoint,
-)
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.progress import Progress
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_training_state
+from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import make_directories
 
@@ -92,7 +86,7 @@ class CheckpointManager:
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
         self._pass: Generator[tuple[int, Any], None, None] | None = None
-        self._progress = _Progress()
+        self._progress = Progress()
         self._saved_step: int | None = None
         self._optimizer_stepped = False
         self._entered = False
@@ -123,7 +117,7 @@ class CheckpointManager:
             raise SystemExit(_SIGTERM_EXIT_STATUS)
 
     def log(self, **metrics: Any) -> None:
-        """Remembers values for the manifest of the next checkpoint; the last value of a name counts.
+        """Remember values for the manifest of the next checkpoint; the last value of a name counts.
 
         Args:
             **metrics: Numbers or tensors of one element. A tensor is read when the checkpoint is written, so logging
@@ -148,7 +142,7 @@ class CheckpointManager:
         scheduler: Any = None,
         scaler: Any = None,
     ) -> Iterator[tuple[int, Any]]:
-        """Yields `(step, batch)` for one pass over a loader; the first call restores from the newest checkpoint.
+        """Yield `(step, batch)` for one pass over a loader; the first call restores from the newest checkpoint.
 
         Args:
             loader: A DataLoader or another iterable that gives the same batches for the same random numbers.
@@ -179,7 +173,7 @@ class CheckpointManager:
         if progress.passes_to_skip:
             progress.passes_to_skip -= 1
             return
-        with _step_hook(self._parts[1], self._on_optimizer_step) as is_watched:
+        with optimizer_step_hook(self._parts[1], self._on_optimizer_step) as is_watched:
             for batch in progress.batches(loader):
                 self._optimizer_stepped = not is_watched
                 try:
@@ -194,7 +188,7 @@ class CheckpointManager:
         progress.count_pass()
 
     def _at_boundary(self) -> None:
-        """Saves if that is due, between two steps and with no gradient half summed."""
+        """Save if that is due, between two steps and with no gradient half summed."""
         if self._terminated:
             self._save_if_new()
             raise SystemExit(_SIGTERM_EXIT_STATUS)
@@ -212,7 +206,7 @@ class CheckpointManager:
             raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
         model, *others = self._parts
         restore_checkpoint(checkpoint, model, *others)
-        self._progress = _Progress.resumed(checkpoint["step"], position, checkpoint["rng"])
+        self._progress = Progress.resumed(checkpoint["step"], position, checkpoint["rng"])
         self._saved_step = checkpoint["step"]
 
     def _save_if_new(self) -> None:
@@ -223,11 +217,10 @@ class CheckpointManager:
         path = self._root / f"checkpoint-{step}"
         if path.exists():  # `latest` passed it over: it is broken
             remove_checkpoint(path)
-        write_checkpoint(
+        save_training_state(
             checkpoint,
             path,
             self._policy,
-            anchor=find_anchor_source(self._root, WEIGHTS_NAME, exclude=path),
             anchor_every=self._anchor_every,
             metrics={name: value if isinstance(value, int) else float(value) for name, value in self._metrics.items()},
         )
@@ -248,82 +241,3 @@ class CheckpointManager:
 
     def _on_sigterm(self, *_: Any) -> None:
         self._terminated = True
-
-
-@dataclass
-class _Progress:
-    """How far training has come.
-
-    Args:
-        step: Batches consumed in all passes.
-        passes: Passes over the loader that are complete.
-        consumed: Batches consumed in the present pass.
-        start: The random number generators when it began; None between two passes.
-        passes_to_skip: After a resume, how many passes the loop has yet to ask for that are complete already.
-        rng: After a resume, the generators as they were at the save, until they are set.
-    """
-
-    step: int = 0
-    passes: int = 0
-    consumed: int = 0
-    start: dict[str, Any] | None = None
-    passes_to_skip: int = 0
-    rng: Mapping[str, Any] | None = None
-
-    @classmethod
-    def resumed(cls, step: int, position: Mapping[str, Any], rng: Mapping[str, Any]) -> _Progress:
-        return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
-
-    def position(self) -> dict[str, Any]:
-        return {"passes": self.passes, "consumed": self.consumed, "start": self.start}
-
-    def count_batch(self) -> None:
-        self.step += 1
-        self.consumed += 1
-
-    def count_pass(self) -> None:
-        self.passes += 1
-        self.consumed = 0
-        self.start = None
-
-    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
-        """Yields the batches of the present pass that are left."""
-        rng, self.rng = self.rng, None
-        generators = _generators(loader)
-        if self.start is None:
-            if rng is not None:
-                set_rng_state(rng)
-            self.start = {"rng": rng_state(), "loader": [generator.get_state() for generator in generators]}
-            yield from loader
-            return
-        # An iterator that this process has begun stands where it should; anything else starts over.
-        to_skip = 0 if rng is None and isinstance(loader, Iterator) else self.consumed
-        rng = rng or rng_state()
-        set_rng_state(self.start["rng"])
-        for generator, state in zip(generators, self.start["loader"], strict=True):
-            generator.set_state(state)
-        batches = iter(loader)
-        for _ in range(to_skip):
-            next(batches, None)
-        set_rng_state(rng)
-        yield from batches
-
-
-def _generators(loader: Any) -> list[torch.Generator]:
-    """Returns the random number generators that a DataLoader was given for itself."""
-    owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    owners.append(getattr(owners[-1], "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
-
-
-@contextlib.contextmanager
-def _step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
-    """Calls `hook` after every `optimizer.step()`; yields whether the optimizer, or the one it wraps, can do that."""
-    register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
-    handle = register(hook) if register else None
-    try:
-        yield handle is not None
-    finally:
-        if handle is not None:
-            handle.remove()

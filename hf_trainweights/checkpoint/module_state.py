@@ -1,4 +1,4 @@
-"""A module's state dict as plain tensors, and back: what a file can hold of any module, with no class in it.
+"""A module's state dict as plain tensors, and back, so that a file names no class.
 
 A parameter that is a tensor subclass (a quantized weight) is stored as the dict of its inner tensors, by the names that
 its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of a module that was built alike, so
@@ -20,7 +20,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
-    """Returns `module.state_dict()` with every tensor subclass replaced by a dict of plain tensors.
+    """Return `module.state_dict()` with every tensor subclass replaced by a dict of plain tensors.
 
     Args:
         module: Any module.
@@ -39,7 +39,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copies a state into a module of the same architecture.
+    """Copy a state into a module of the same architecture.
 
     Args:
         module: Its parameters and buffers take the values; their dtypes and devices stay.
@@ -66,7 +66,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def transient_buffers(module: nn.Module) -> dict[str, Any]:
-    """Returns the buffers that a state dict leaves out, such as the frequencies of rotary embeddings.
+    """Return the buffers that a state dict leaves out, such as the frequencies of rotary embeddings.
 
     Args:
         module: Any module.
@@ -83,7 +83,7 @@ def transient_buffers(module: nn.Module) -> dict[str, Any]:
 
 
 def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
-    """Gives a module the buffers of another one, dtypes included.
+    """Give a module the buffers of another one, dtypes included.
 
     Args:
         module: Built alike; devices stay.
@@ -104,16 +104,13 @@ def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> Non
 
 
 def state_sha256(state: Mapping[str, Any]) -> str:
-    """Returns one digest over the names, dtypes, shapes and bytes of all tensors of a state.
+    """Return one digest over the names, dtypes, shapes and bytes of all tensors of a state.
 
     Args:
         state: What `module_state` returned. Its order does not matter, nor where its tensors are.
 
     Returns:
         64 hexadecimal digits.
-
-    Raises:
-        Nothing.
 
     Example:
         >>> state_sha256({"w": torch.zeros(2)}) == state_sha256({"w": torch.zeros(1, 2)})

@@ -1,48 +1,28 @@
-"""Four verbs for a plain PyTorch loop: build, save, load and restore a checkpoint of everything training needs.
+"""The state of training as a dict: collected from a loop's objects, and put back into them.
 
-A checkpoint in memory is a dict; what is not there is left out:
+| key | value |
+|---|---|
+| `model` | the module's state, see module_state.py |
+| `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives |
+| `rng` | states of the random number generators |
+| `epoch`, `step`, `extra` | progress, and what the caller adds |
+| `names` | which names are buffers, and the names of the optimizer's parameters |
 
-| key | value | file |
-|---|---|---|
-| `model` | the module's state, see module_state.py | `pytorch_model.bin` |
-| `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives | `optimizer.pt`, `scheduler.pt`, `scaler.pt` |
-| `rng` | states of the random number generators | `rng_state.pth` |
-| `epoch`, `step`, `extra`, `names` | progress, the caller's own, buffer names | `trainweights_state.pt` |
+A key is left out where there is no value. training_files.py says which file holds what.
 """
 
 from __future__ import annotations
 
 import copy
-import random
-import sys
 import warnings
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.anchoring import ANCHOR_EVERY_SAVES, AnchorSource
-from hf_trainweights.checkpoint.directory.discovery import STATE_NAME
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact
-from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
-from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import load_file
-from hf_trainweights.checkpoint.encoded.encoder import Plan
 from hf_trainweights.checkpoint.module_state import load_module_state, module_state
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.errors import ConfigError, CorruptFileError
-
-_FILES = {
-    "model": WEIGHTS_NAME,
-    "optimizer": OPTIMIZER_NAME,
-    "scheduler": "scheduler.pt",
-    "scaler": "scaler.pt",
-    "rng": "rng_state.pth",
-}
-_SMALL_PARTS = ("epoch", "step", "extra", "names")
+from hf_trainweights.checkpoint.optimizer_state import load_optimizer_state, optimizer_parameter_names
+from hf_trainweights.checkpoint.rng_state import rng_state, set_rng_state
 
 
 def build_checkpoint(
@@ -56,7 +36,7 @@ def build_checkpoint(
     rng: bool = True,
     extra: Any = None,
 ) -> dict[str, Any]:
-    """Collects the state of training.
+    """Collect the state of training.
 
     Args:
         model: Any module.
@@ -90,140 +70,9 @@ def build_checkpoint(
         "epoch": epoch,
         "step": step,
         "extra": extra,
-        "names": {"buffers": buffers, "optimizer": parameter_names(model, optimizer)},
+        "names": {"buffers": buffers, "optimizer": optimizer_parameter_names(model, optimizer)},
     }
     return {key: value for key, value in parts.items() if value is not None}
-
-
-def save_checkpoint(
-    checkpoint: Mapping[str, Any],
-    path: str | Path,
-    *,
-    mode: str = "lossless",
-    rules: Mapping[str, Any] | None = None,
-    quantize_i8: bool | None = None,
-) -> None:
-    """Writes a checkpoint directory; it appears whole or not at all, and needs no other directory.
-
-    Args:
-        checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
-        path: A missing or an existing empty directory.
-        mode: A mode of `Policy`: "lossless", "near-lossless" or "compact".
-        rules: Rules of `Policy`, for what should be stored otherwise.
-        quantize_i8: True stores weights as int8 groups and everything else exactly; your rules go first.
-
-    Raises:
-        ConfigError: An option is wrong, `quantize_i8` meets a lossy mode, or the checkpoint has an unknown key.
-        UnstorableError: A value cannot be stored; the error names file and key.
-        SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
-
-    Example:
-        >>> import tempfile
-        >>> path = tempfile.mkdtemp()
-        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), step=7), path)
-        >>> load_checkpoint(path)["step"]
-        7
-    """
-    if quantize_i8 and mode != "lossless":
-        next_step = "Leave one of them out, or write rules={'weight': 'int8'} to mix them."
-        raise ConfigError("mode", "lossless together with quantize_i8", repr(mode), next_step)
-    int8_rule = {"weight": "int8"} if quantize_i8 else {}
-    write_checkpoint(checkpoint, Path(path), Policy(mode, {**(rules or {}), **int8_rule}))
-
-
-def write_checkpoint(
-    checkpoint: Mapping[str, Any],
-    path: Path,
-    policy: Policy,
-    *,
-    anchor: AnchorSource | None = None,
-    anchor_every: int = ANCHOR_EVERY_SAVES,
-    metrics: Mapping[str, Any] | None = None,
-) -> Manifest:
-    """Writes a checkpoint directory whose weights may be stored against an anchor.
-
-    Args:
-        checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
-        path: A missing or an existing empty directory.
-        policy: Which codec for which tensor.
-        anchor: What the weights may be stored against.
-        anchor_every: The most checkpoints one anchor serves.
-        metrics: For the manifest.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        ConfigError: The checkpoint has no model or an unknown key, or metrics are no JSON.
-        UnstorableError: A value cannot be stored; the error names file and key.
-        SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
-    """
-    unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_PARTS))
-    if unknown or "model" not in checkpoint:
-        expected = f"a model and any of {', '.join([*_FILES, *_SMALL_PARTS])}"
-        found = f"the keys {', '.join(map(str, checkpoint))}"
-        raise ConfigError("checkpoint", expected, found, "Put what is your own under `extra`.")
-    names = checkpoint.get("names", {})
-    optimizer = checkpoint.get("optimizer", {})
-    weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
-    small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
-    small["parts"] = [part for part in _FILES if part in checkpoint]
-    trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}
-    for part in small["parts"]:
-        if part != "model":
-            trees[_FILES[part]] = (checkpoint[part], {})
-    if "optimizer" in checkpoint:
-        plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None)
-        trees[OPTIMIZER_NAME] = (optimizer, plan)
-    return save_directory(
-        path,
-        policy,
-        weights,
-        trees,
-        anchor=anchor,
-        anchor_every=anchor_every,
-        step=checkpoint.get("step"),
-        epoch=checkpoint.get("epoch"),
-        metrics=dict(metrics or {}),
-        metadata={"policy": policy.to_dict()},
-    )
-
-
-def load_checkpoint(path: str | Path) -> dict[str, Any]:
-    """Reads a checkpoint directory that `save_checkpoint` or `CheckpointManager` wrote.
-
-    Args:
-        path: The directory; it may have been moved.
-
-    Returns:
-        The dict that was saved, its tensors on the CPU: bit for bit, but for what the mode rounds.
-
-    Raises:
-        CorruptFileError: Something in it is damaged or missing, or it was not written by `save_checkpoint`.
-        OSError: It cannot be read.
-
-    Example:
-        >>> import tempfile
-        >>> path = tempfile.mkdtemp()
-        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), extra={"note": [1, 2.5]}), path)
-        >>> load_checkpoint(path)["extra"]
-        {'note': [1, 2.5]}
-    """
-    path = Path(path)
-    if not (path / STATE_NAME).is_file():
-        next_step = "Resume a Trainer's checkpoint with Trainer.train(resume_from_checkpoint=...)."
-        raise CorruptFileError(str(path), f"a directory with {STATE_NAME}", "none", next_step)
-    if (path / MANIFEST_NAME).exists():
-        require_intact(path)
-    register_anchor_directory(path)
-    checkpoint = load_file(path / STATE_NAME)
-    for part in checkpoint.pop("parts"):
-        try:
-            checkpoint[part] = load_file(path / _FILES[part])
-        except FileNotFoundError as error:
-            next_step = "Use another checkpoint, or restore this one from a copy."
-            raise CorruptFileError(str(path), f"the file {_FILES[part]}", "none", next_step) from error
-    return checkpoint
 
 
 def restore_checkpoint(
@@ -235,7 +84,7 @@ def restore_checkpoint(
     *,
     rng: bool = True,
 ) -> tuple[float | None, int | None]:
-    """Puts the state of training back.
+    """Put the state of training back.
 
     Args:
         checkpoint: What `build_checkpoint` or `load_checkpoint` returned; it stays as it is and shares no memory with
@@ -268,7 +117,7 @@ def restore_checkpoint(
             warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=2)
             parts[part] = None
     if parts["optimizer"] is not None:
-        _restore_optimizer(optimizer, model, checkpoint)
+        load_optimizer_state(optimizer, model, checkpoint)
     if parts["scheduler"] is not None:
         scheduler.load_state_dict(copy.deepcopy(checkpoint["scheduler"]))
     if parts["scaler"] is not None and checkpoint["scaler"]:  # {} is what a disabled GradScaler gives, and refuses
@@ -276,86 +125,3 @@ def restore_checkpoint(
     if rng and "rng" in checkpoint:
         set_rng_state(checkpoint["rng"])
     return checkpoint.get("epoch"), checkpoint.get("step")
-
-
-def rng_state() -> dict[str, Any]:
-    """Returns the states of all random number generators as plain values and tensors.
-
-    Returns:
-        Copies, for `set_rng_state`: python, torch, and numpy and cuda where they are in use.
-
-    Raises:
-        Nothing.
-    """
-    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        name, keys, *rest = numpy.random.get_state()
-        state["numpy"] = (name, torch.from_numpy(keys.copy()), *rest)
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state_all()
-    return state
-
-
-def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Sets the random number generators.
-
-    Args:
-        state: What `rng_state` returned.
-
-    Raises:
-        ValueError: It holds something else.
-    """
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "numpy" in state:
-        import numpy as np  # only here: torch works without numpy, and then no state of it was stored
-
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, keys.numpy(), *rest))
-    if "cuda" in state and torch.cuda.is_available() and len(state["cuda"]) == torch.cuda.device_count():
-        torch.cuda.set_rng_state_all(state["cuda"])
-
-
-def parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
-    """Returns the names of an optimizer's parameters by the index under which its state dict knows them.
-
-    Args:
-        model: Whose names; parameters of other modules are left out.
-        optimizer: An optimizer with `param_groups`, or None.
-
-    Returns:
-        Index to name: indices run through the groups in their order.
-
-    Raises:
-        Nothing.
-
-    Example:
-        >>> model = nn.Linear(2, 1)
-        >>> parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
-        {0: 'bias', 1: 'weight'}
-    """
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    groups = getattr(optimizer, "param_groups", [])
-    parameters = dict.fromkeys(id(parameter) for group in groups for parameter in group["params"])
-    return {index: names[key] for index, key in enumerate(parameters) if key in names}
-
-
-def _restore_optimizer(optimizer: Any, model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
-    """Loads an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
-
-    An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
-    """
-    saved = checkpoint["optimizer"]
-    optimizer.load_state_dict(copy.deepcopy(saved))
-    own = dict(model.named_parameters())
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, name in checkpoint.get("names", {}).get("optimizer", {}).items():
-        weight = checkpoint["model"].get(name)
-        if name not in own or not isinstance(weight, torch.Tensor) or weight.dtype != own[name].dtype:
-            continue  # the model has another dtype now: torch's cast is what is wanted
-        state = optimizer.state.get(parameters[index], {})
-        for key, value in saved["state"].get(index, {}).items():
-            current = state.get(key)
-            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.dtype != value.dtype:
-                state[key] = value.to(current.device, copy=True)

@@ -1,4 +1,4 @@
-"""`VersionedModelSaver`: finished models under version numbers, with what they are, and proof that they are that."""
+"""`VersionedModelSaver`: finished models under version numbers, with metadata and a hash that proves them whole."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_intact, require_json
-from hf_trainweights.checkpoint.directory.writer import WEIGHTS_NAME, Weights, save_directory
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_json
+from hf_trainweights.checkpoint.directory.verification import require_intact
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.module_state import (
     load_module_state,
     load_transient_buffers,
@@ -22,7 +24,7 @@ from hf_trainweights.checkpoint.module_state import (
     state_sha256,
     transient_buffers,
 )
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 # Buffers that are not in the state dict, if there are any.
@@ -58,7 +60,7 @@ class VersionedModelSaver:
         metrics: Mapping[str, Any] | None = None,
         description: str = "",
     ) -> dict[str, Any]:
-        """Writes a new version; it appears whole or not at all.
+        """Write a new version; it appears whole or not at all.
 
         Args:
             model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
@@ -78,7 +80,7 @@ class VersionedModelSaver:
         config = _as_dict(config)
         require_json(config, "config")
         state, buffers = module_state(model), transient_buffers(model)
-        manifest = save_directory(
+        manifest = save_new_directory(
             self._path(version),
             Policy("lossless"),
             Weights(state),
@@ -101,7 +103,7 @@ class VersionedModelSaver:
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> tuple[nn.Module, dict[str, Any]]:
-        """Reads a version.
+        """Read a version.
 
         Args:
             version: As it was saved.
@@ -139,10 +141,10 @@ class VersionedModelSaver:
         return model.to(device).eval(), metadata
 
     def list_versions(self) -> list[str]:
-        """Lists the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
+        """List the versions that are there, in semantic order: "1.2.0" before "1.10.0-rc.1" before "1.10.0".
 
         Returns:
-            Version strings as they were saved; what is not whole has none.
+            Version strings as they were saved; a directory without a manifest is left out.
 
         Raises:
             OSError: `base_dir` cannot be read.
@@ -183,7 +185,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def _string_keys(value: Any) -> Any:
-    """Returns `value` with the keys that JSON would give it."""
+    """Return `value` with the keys that JSON would give it."""
     if isinstance(value, Mapping):
         return {str(key) if type(key) is int else key: _string_keys(item) for key, item in value.items()}
     return value
@@ -197,7 +199,7 @@ def _build(model_class: Callable[..., nn.Module], config: Mapping[str, Any], kwa
 
 
 def _adopt_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
-    """Gives parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
+    """Give parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(stored, torch.Tensor) and tensor.dtype != stored.dtype:

@@ -1,6 +1,6 @@
 """`trainweights_files.json`: size and SHA-256 of each weight file of a saved model, and the versions that wrote them.
 
-One JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the end:
+One JSON object that carries its own digest, as in signed_json.py:
 
     {
       "files": {"model.safetensors": {"sha256": "...", "size_bytes": 123}},
@@ -10,9 +10,7 @@ One JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the
       "versions": {"hf_trainweights": "...", "safetensors": "...", "torch": "...", "transformers": "..."}
     }
 
-`sha256` is the digest of this very text with an empty string in its place. Reading accepts exactly the bytes that
-writing gives, so a flipped bit in this file is found as well. Files of a variant have one of their own,
-`trainweights_files.<variant>.json`. Digests find damage, not forgery: nothing is signed.
+Files of a variant have one of their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -29,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.signed_json import sign_json
 
 _STEM = "trainweights_files"
 _FORMAT = "trainweights-files"
@@ -207,12 +206,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _signed(content: Mapping[str, Any]) -> bytes:
     fields = {"files": content["files"], "versions": content["versions"]}
-    unsigned = {**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION, "sha256": ""}
-    return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
-
-
-def _text(content: Mapping[str, Any]) -> bytes:
-    return (json.dumps(content, sort_keys=True, indent=2) + "\n").encode()
+    return sign_json({**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION})
 
 
 def _is_valid(content: Mapping[str, Any]) -> bool:

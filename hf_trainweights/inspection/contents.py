@@ -11,12 +11,13 @@ from typing import Any
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
-from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_names, weights_problem
+from hf_trainweights.checkpoint.directory.completeness import weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.directory.rewriter import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.directory.plain_weights import WEIGHT_FILES, shard_names
+from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file
-from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 

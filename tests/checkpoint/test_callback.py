@@ -17,9 +17,11 @@ from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import callback as callback_module
+from hf_trainweights.checkpoint import compression
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.errors import ConfigError, SaveError
 
 STEPS = 8
@@ -188,7 +190,7 @@ def test_models_whose_files_have_other_names_resume_exactly(
         first.train()
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
     else:
-        monkeypatch.setattr(callback_module, "compress_directory", fail)
+        monkeypatch.setattr(compression, "compress_directory", fail)
         with pytest.raises(SaveError, match="Free space"):
             first.train()
     assert verify_checkpoint(tmp_path / "run" / "checkpoint-4").ok == encoded
@@ -296,7 +298,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     seen: list[tuple[str, bool, int]] = []
-    original = callback_module.compress_directory
+    original = compression.compress_directory
 
     def watched(path: Path, **options: Any) -> Any:
         thread = threading.current_thread()
@@ -304,7 +306,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
         seen.append((thread.name, thread.daemon, len(jobs)))
         return original(path, **options)
 
-    monkeypatch.setattr(callback_module, "compress_directory", watched)
+    monkeypatch.setattr(compression, "compress_directory", watched)
     trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build(name))[0].train()
     assert [thread for thread, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
     assert all(not daemon for _, daemon, _ in seen)
@@ -314,7 +316,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
 def test_an_error_in_the_background_surfaces_and_leaves_the_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(callback_module, "compress_directory", fail)
+    monkeypatch.setattr(compression, "compress_directory", fail)
     with pytest.raises(SaveError, match="Free space"):
         trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()

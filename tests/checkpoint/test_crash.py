@@ -13,20 +13,15 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
-from hf_trainweights.checkpoint.directory.anchoring import find_anchor_source
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.manifest import verify_checkpoint
-from hf_trainweights.checkpoint.directory.rewriter import (
-    adopt_weights,
-    compress_directory,
-    restore_directory,
-    write_weights_aside,
-)
-from hf_trainweights.checkpoint.directory.writer import remove_checkpoint
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.directory.garbage import remove_checkpoint
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.training_state import load_checkpoint, save_checkpoint, write_checkpoint
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint, save_training_state
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import atomic, disk
 from hf_trainweights.files.temporary import claim_directory
@@ -73,8 +68,7 @@ def is_example(checkpoint, step):
 
 def write_example(root, step, *, anchor_every=8):
     path = root / f"checkpoint-{step}"
-    source = find_anchor_source(root, "pytorch_model.bin", exclude=path)
-    write_checkpoint(example(step), path, Policy("lossless"), anchor=source, anchor_every=anchor_every)
+    save_training_state(example(step), path, Policy("lossless"), anchor_every=anchor_every)
 
 
 @pytest.fixture
@@ -181,7 +175,7 @@ def test_weights_under_other_names_take_the_place_of_a_trainers_at_every_moment(
     stored = loaded_by_transformers(path)
 
     def action():
-        adopt_weights(path, write_weights_aside(path, renamed(stored)))
+        adopt_weights(path, set_weights_aside(path, renamed(stored)))
         compress_directory(path)
 
     found = []
@@ -256,7 +250,7 @@ def compress(path):
 
 
 def adopt_and_compress(path):
-    adopt_weights(path, write_weights_aside(path, loaded_by_transformers(path)))
+    adopt_weights(path, set_weights_aside(path, loaded_by_transformers(path)))
     compress_directory(path)
 
 

@@ -14,7 +14,9 @@ from trees import fingerprint
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, latest
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.manager import CheckpointManager
-from hf_trainweights.checkpoint.training_state import build_checkpoint, load_checkpoint, rng_state, save_checkpoint
+from hf_trainweights.checkpoint.rng_state import rng_state
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint
 from hf_trainweights.errors import ConfigError, SaveError
 
 BATCHES = 6  # in one pass

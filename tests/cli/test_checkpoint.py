@@ -15,11 +15,12 @@ from transformers import BertConfig, BertModel
 from trees import trained
 from typer.testing import CliRunner
 
-from hf_trainweights.checkpoint.directory import rewriter as inplace
+from hf_trainweights import checkpoint
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
-from hf_trainweights.checkpoint.training_state import build_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.training_files import save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.temporary import claim_file
 from trainweights_cli.checkpoint import app
@@ -299,7 +300,7 @@ def test_an_error_of_the_disk_is_one_line_and_debug_shows_the_traceback(
     def refuse(path: Path) -> None:
         raise CorruptFileError(str(path), "a file", "two\nlines", "Look.")
 
-    monkeypatch.setattr(inplace, "restore_directory", refuse)
+    monkeypatch.setattr(checkpoint, "restore_directory", refuse)
     result = run("restore", small_run)
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr == f"error: {small_run / 'checkpoint-100'}: expected a file, found two lines. Look.\n"

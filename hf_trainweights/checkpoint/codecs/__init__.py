@@ -18,7 +18,7 @@ CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
 def get_codec(codec_id: str) -> type[Codec]:
-    """Returns the codec class of that name.
+    """Return the codec class of that name.
 
     Args:
         codec_id: A key of `CODECS`, e.g. `"planes"`.

@@ -3,10 +3,9 @@
 The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** A file written today is
 decoded for ever. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
 
-A codec knows neither names nor files. `encode` and `decode` check here what every codec needs checked, then
-call the subclass's `_encode` and `_decode`. What `decode` is given may be hostile: every codec checks its
-parameters and lengths before it allocates, and reports damage as `CorruptFileError`, never as an error of
-torch, numpy or zstd.
+A codec knows neither names nor files. `encode` and `decode` make the checks that every codec needs, then call the
+subclass's `_encode` and `_decode`. The input of `decode` may be hostile: every codec checks its parameters and lengths
+before it allocates, and reports damage as `CorruptFileError`, never as an error of torch, numpy or zstd.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias, Union
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,43 +24,23 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedErr
 Json: TypeAlias = Union[str, int, float, bool, list["Json"], dict[str, "Json"], None]  # noqa: UP007 (recursive)
 References: TypeAlias = Mapping[str, Tensor]
 
-# Every dtype whose elements are whole bytes: what the lossless codecs take.
-ALL_DTYPES = frozenset(
-    {
-        torch.float64,
-        torch.float32,
-        torch.float16,
-        torch.bfloat16,
-        torch.float8_e4m3fn,
-        torch.float8_e4m3fnuz,
-        torch.float8_e5m2,
-        torch.float8_e5m2fnuz,
-        torch.float8_e8m0fnu,
-        torch.complex32,
-        torch.complex64,
-        torch.complex128,
-        torch.bool,
-        torch.uint8,
-        torch.uint16,
-        torch.uint32,
-        torch.uint64,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-    }
+# Every dtype whose elements are whole bytes; the lossless codecs take them all.
+_DTYPE_NAMES = (
+    "float64 float32 float16 bfloat16 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu "
+    "complex32 complex64 complex128 bool uint8 uint16 uint32 uint64 int8 int16 int32 int64"
 )
+ALL_DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
 ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
 """What a tensor of a checkpoint is: a parameter, one of Adam's moments, a module's buffer, or anything else."""
 
-# What torch can hold; products of sizes below stay exact in its 64-bit arithmetic.
+# The limits of torch; the product of smaller sizes stays exact in its 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
-# What the lossy codecs take: they compute in float32 and round once to the tensor's dtype.
+# The dtypes of the lossy codecs, which compute in float32 and round once to the tensor's dtype.
 LOSSY_DTYPES = frozenset({torch.float32, torch.float16, torch.bfloat16})
 
 
 @dataclass(frozen=True)
-class Encoded:
+class EncodedTensor:
     """One tensor, encoded.
 
     Args:
@@ -103,8 +81,8 @@ class Codec(ABC):
     references: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = ALL_DTYPES
 
-    def encode(self, tensor: Tensor, references: References | None = None) -> Encoded:
-        """Encodes `tensor`; the same input gives the same bytes.
+    def encode(self, tensor: Tensor, references: References | None = None) -> EncodedTensor:
+        """Encode `tensor`; the same input gives the same bytes.
 
         Args:
             tensor: Any shape, strides and device, of one of `dtypes`. It is only read.
@@ -141,11 +119,11 @@ class Codec(ABC):
         dtype: torch.dtype,
         references: References | None = None,
     ) -> Tensor:
-        """Decodes what `encode` returned.
+        """Decode what `encode` returned.
 
         Args:
-            payloads: As in `Encoded`; only read.
-            params: As in `Encoded`.
+            payloads: As in `EncodedTensor`; only read.
+            params: As in `EncodedTensor`.
             shape: Shape of the encoded tensor.
             dtype: Dtype of the encoded tensor.
             references: The same decoded tensors that `encode` was given.
@@ -179,8 +157,8 @@ class Codec(ABC):
         return decoded
 
     @abstractmethod
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
-        """Encodes a checked, contiguous CPU tensor."""
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
+        """Encode a checked, contiguous CPU tensor."""
 
     @classmethod
     @abstractmethod
@@ -192,11 +170,11 @@ class Codec(ABC):
         dtype: torch.dtype,
         references: References,
     ) -> Tensor:
-        """Decodes; payloads, shape, dtype and references are checked one by one, not against each other."""
+        """Decode; payloads, shape, dtype and references are checked one by one, not against each other."""
 
     @classmethod
     def corrupt(cls, part: str, expected: str, found: str) -> CorruptFileError:
-        """Returns the error to raise when `part` of an encoded tensor is not as `encode` leaves it."""
+        """Return the error to raise when `part` of an encoded tensor is not as `encode` leaves it."""
         return CorruptFileError(
             f"codec {cls.codec_id}, {part}",
             expected,
@@ -206,7 +184,7 @@ class Codec(ABC):
 
     @classmethod
     def check_count(cls, payloads: Sequence[Tensor], expected: int) -> None:
-        """Checks how many payloads there are.
+        """Check how many payloads there are.
 
         Raises:
             CorruptFileError: Not `expected` ones.
@@ -216,7 +194,7 @@ class Codec(ABC):
 
     @classmethod
     def param(cls, params: Mapping[str, Json], name: str, kind: type) -> Any:
-        """Returns `params[name]`; a float is finite.
+        """Return `params[name]`; a float is finite.
 
         Raises:
             CorruptFileError: It is missing, not exactly of type `kind`, or NaN or infinite.
@@ -228,7 +206,7 @@ class Codec(ABC):
 
     @classmethod
     def needed(cls, references: References, name: str) -> Tensor:
-        """Returns the reference that the encoded tensor needs.
+        """Return the reference that the encoded tensor needs.
 
         Raises:
             CorruptFileError: It is missing.
@@ -238,48 +216,8 @@ class Codec(ABC):
         return references[name]
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Returns an uninitialised contiguous CPU tensor to decode into.
-
-    It is allocated by numpy, which asks Linux for huge pages: the first touch of a large tensor of small pages can
-    take as long as decoding it.
-    """
-    buffer = np.empty(math.prod(shape) * dtype.itemsize, np.uint8)
-    if not len(buffer):
-        return torch.empty(shape, dtype=dtype)
-    return torch.from_numpy(buffer).view(dtype).view(shape)
-
-
-class ByteBuffer:
-    """Bytes that others are appended to.
-
-    Args:
-        expected_bytes: Memory is set aside for so many, and more as it is needed; none of it is touched before.
-    """
-
-    def __init__(self, expected_bytes: int = 0):
-        self._memory = np.empty(expected_bytes, np.uint8)
-        self._length = 0
-
-    def __len__(self) -> int:
-        return self._length
-
-    def append(self, data: np.ndarray) -> None:
-        """Appends a copy of a 1-D uint8 array."""
-        start, self._length = self._length, self._length + len(data)
-        if self._length > len(self._memory):
-            grown = np.empty(max(2 * start, self._length), np.uint8)
-            grown[:start] = self._memory[:start]
-            self._memory = grown
-        self._memory[start : self._length] = data
-
-    def view(self) -> np.ndarray:
-        """Returns all that was appended, uint8; a view."""
-        return self._memory[: self._length]
-
-
 def _plain(tensor: Tensor) -> Tensor:
-    """Returns a contiguous CPU tensor without gradient or lazy conjugation; a view where possible."""
+    """Return a contiguous CPU tensor without gradient or lazy conjugation; a view where possible."""
     plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
     # An empty tensor counts as contiguous whatever its strides, but some strides keep it from being viewed as bytes.
     return plain if plain.numel() else torch.empty(plain.shape, dtype=plain.dtype)
@@ -297,7 +235,7 @@ def _check_payload(codec: type[Codec], index: int, payload: Tensor) -> None:
 def _reference_problem(
     name: str, reference: Tensor, shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[str, str] | None:
-    """Says what was expected and what was found, or None if `reference` fits the tensor it stands beside."""
+    """Return the expected and the found kind of tensor, or None if `reference` fits the tensor."""
     same_dtype = reference.dtype == dtype if name == "anchor" else reference.dtype in LOSSY_DTYPES
     if list(reference.shape) == list(shape) and same_dtype and reference.device.type == "cpu":
         return None

@@ -37,19 +37,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
 from hf_trainweights.checkpoint.codecs.float_tiles import (
-    TILE,
     moved_from,
     round_to_,
-    scratch,
     split_misfits,
     to_float32,
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, Tile, clip_, matrix_shape, put, read_levels, tiles
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
+from hf_trainweights.checkpoint.codecs.matrix import TILE, Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
@@ -94,7 +94,7 @@ class DeltaUniform(Codec):
 
     @classmethod
     def within(cls, bound: float) -> DeltaUniform:
-        """Returns the codec whose decoded elements are off by at most `bound`, in the unit of the weights.
+        """Return the codec whose decoded elements are off by at most `bound`, in the unit of the weights.
 
         Raises:
             ConfigError: `bound` is not a positive finite number.
@@ -103,7 +103,7 @@ class DeltaUniform(Codec):
         return cls(step=bound * (2 - 2**-5), limit=bound)
 
     @np.errstate(all="ignore")
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         step = float(np.float32(self.step))
         # Errors are compared in float32, which may round them down.
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
@@ -129,7 +129,7 @@ class DeltaUniform(Codec):
             bound = max(bound, worst)
             writer.write(tile, levels, elements, misfit, same)
         params: dict[str, Json] = {"step": step, "anchor": anchor is not None, "shift": shift}
-        return Encoded(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
+        return EncodedTensor(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
 
     @classmethod
     @np.errstate(all="ignore")
@@ -163,7 +163,7 @@ class DeltaUniform(Codec):
 
 
 def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
-    """Returns the root mean square of `tensor - anchor`: the natural unit for the step of its checkpoints.
+    """Return the root mean square of `tensor - anchor`: the natural unit for the step of its checkpoints.
 
     Args:
         tensor: Any shape, floating point.
@@ -203,7 +203,7 @@ def _reconstruct(
     step: float,
     out: np.ndarray,
 ) -> None:
-    """Decodes a tile; the arithmetic and its order are part of the format."""
+    """Decode a tile; the arithmetic and its order are part of the format."""
     np.subtract(levels, dither, out=out)
     out *= np.float32(step)
     if same is not None:
@@ -212,13 +212,13 @@ def _reconstruct(
 
 
 def _shift(tensor: Tensor) -> int:
-    """Returns where the table of dither begins: another place for every other tensor, the same for an equal one."""
+    """Return where the table of dither begins: another place for every other tensor, the same for an equal one."""
     bits = tensor.view(torch.int32 if tensor.element_size() == 4 else torch.int16)
     return int(bits.numpy().sum(dtype=np.int64)) % _PRIME
 
 
 def _dither(tile: Tile, C: int, shift: int) -> np.ndarray:
-    """Returns the dither of a tile of a matrix of C columns."""
+    """Return the dither of a tile of a matrix of C columns."""
     rows, columns = tile
     shape = rows.stop - rows.start, columns.stop - columns.start
     first = (rows.start * C + columns.start + shift) % _PRIME
@@ -227,7 +227,7 @@ def _dither(tile: Tile, C: int, shift: int) -> np.ndarray:
 
 @cache
 def _dither_table() -> np.ndarray:
-    """Returns DITHER repeated: float32, multiples of 1/4096 within +-1/2, each once in 4093.
+    """Return DITHER repeated: float32, multiples of 1/4096 within +-1/2, each once in 4093.
 
     DITHER[k] = (k**-1 mod 4093 - 2046) / 4096, with 0**-1 = 0: the inverse modulo a prime is a permutation
     without visible order (Eichenauer and Lehn 1986), exact on every machine.

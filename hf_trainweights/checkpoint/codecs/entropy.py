@@ -1,7 +1,7 @@
 """Shared entropy coding: blocks of bytes through zstd's Huffman coder.
 
-A *block* is bytes whose number the reader knows beforehand, from the tensor's shape: no frame can make it allocate
-more. A payload is
+The reader knows the length of each *block* of bytes beforehand, from the tensor's shape, so no frame can make it
+allocate more. A payload is
 
 | part | content |
 |---|---|
@@ -23,7 +23,8 @@ import torch
 import zstandard
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ByteBuffer, Codec
+from hf_trainweights.checkpoint.codecs.base import Codec
+from hf_trainweights.checkpoint.codecs.memory import ByteBuffer
 
 CHUNK = 1 << 18
 """Elements coded together: large enough for good statistics, small enough for the processor's cache."""
@@ -56,13 +57,13 @@ _coders = _Coders()
 
 
 def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
-    """Yields the slices of `size` elements, the last one shorter, that make up `count` elements."""
+    """Yield the slices of `size` elements, the last one shorter, that make up `count` elements."""
     for start in range(0, count, size):
         yield slice(start, min(start + size, count))
 
 
 def chunk_count(count: int) -> int:
-    """Returns how many slices `chunk_ranges` yields."""
+    """Return how many slices `chunk_ranges` yields."""
     return -(-count // CHUNK)
 
 
@@ -78,7 +79,7 @@ class BlockWriter:
         self._sizes: list[int] = []
 
     def write(self, block: np.ndarray) -> None:
-        """Appends a 1-D contiguous uint8 array."""
+        """Append a 1-D contiguous uint8 array."""
         stored = block
         if len(block) >= _SMALLEST_FRAME:
             coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `read`)
@@ -87,7 +88,7 @@ class BlockWriter:
         self._sizes.append(len(stored))
 
     def payload(self) -> Tensor:
-        """Returns what was written, as a uint8 tensor."""
+        """Return all blocks and the table of their sizes, 1-D uint8."""
         self._data.append(np.array(self._sizes, "<u4").view(np.uint8))
         return torch.from_numpy(self._data.view())
 
@@ -118,7 +119,7 @@ class BlockReader:
             raise codec.corrupt("payload", f"{self._edges[-1]} bytes of blocks", f"{data_bytes} bytes")
 
     def read(self, index: int, size: int) -> np.ndarray:
-        """Returns block `index`, uint8 [size], not to be written to.
+        """Return block `index`, uint8 [size], not to be written to.
 
         Raises:
             CorruptFileError: The block is damaged or has another size.
@@ -141,18 +142,18 @@ class BlockReader:
 
 
 def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:
-    """Returns the low bytes of int16 numbers, then the high ones, uint8."""
+    """Return the low bytes of int16 numbers, then the high ones, uint8."""
     return np.concatenate([numbers.astype(np.uint8), (numbers >> 8).astype(np.uint8)])
 
 
 def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
-    """Undoes `int16_to_bytes`."""
+    """Undo `int16_to_bytes`."""
     low, high = planes.reshape(2, -1)
     return high.astype(np.int16) * np.int16(256) + low
 
 
 def _frame_bytes(frame: memoryview) -> int:
-    """Returns the size that a zstd frame says it decodes to, or -1 if it says none or is no frame."""
+    """Return the size that a zstd frame says it decodes to, or -1 if it says none or is no frame."""
     try:
         return zstandard.frame_content_size(frame)
     except zstandard.ZstdError:

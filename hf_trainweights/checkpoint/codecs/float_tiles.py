@@ -1,53 +1,24 @@
 """Shared by the lossy codecs: arithmetic in float32 on one tile after the other, in the same memory.
 
-It is numpy's, whose calls take a third as long as torch's; both round every operation once.
+It uses numpy, whose calls take a third as long as torch's; both round every operation once.
 """
 
 from __future__ import annotations
-
-import math
-import threading
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-TILE = 1 << 17
-"""Most elements of a tile for arithmetic: fewer are slower for the number of calls, more for the cache."""
-
-
-class _Scratch(threading.local):
-    def __init__(self) -> None:
-        self.buffers: dict[str, np.ndarray] = {}
-
-
-_scratch = _Scratch()
-
-
-def scratch(use: str, shape: Sequence[int]) -> np.ndarray:
-    """Returns memory to compute one tile after the other in: fresh memory is paid for page by page.
-
-    Args:
-        use: What for.
-        shape: [r, c], at most `TILE` elements.
-
-    Returns:
-        Uninitialised float32 [r, c], valid until the next call for the same use in this thread.
-    """
-    buffer = _scratch.buffers.get(use)
-    if buffer is None:
-        buffer = _scratch.buffers[use] = np.empty(TILE, np.float32)
-    return buffer[: math.prod(shape)].reshape(shape)
+from hf_trainweights.checkpoint.codecs.memory import scratch
 
 
 def work_in(out: Tensor, use: str) -> np.ndarray:
-    """Returns float32 memory for what the tile `out` [r, c] is to hold: its own, or scratch if it has another dtype."""
+    """Return float32 memory in which the tile `out` [r, c] is computed: its own, or scratch if it has another dtype."""
     return out.numpy() if out.dtype == torch.float32 else scratch(use, out.shape)
 
 
 def to_float32(elements: Tensor, use: str) -> np.ndarray:
-    """Returns the elements of a tile as float32 [r, c]: a view, or scratch if they have another dtype."""
+    """Return the elements of a tile as float32 [r, c]: a view, or scratch if they have another dtype."""
     values = work_in(elements, use)
     if elements.dtype != torch.float32:
         torch.from_numpy(values).copy_(elements)
@@ -55,20 +26,20 @@ def to_float32(elements: Tensor, use: str) -> np.ndarray:
 
 
 def round_to_(values: np.ndarray, dtype: torch.dtype) -> None:
-    """Rounds float32 values to what `dtype` can hold, in place."""
+    """Round float32 values to what `dtype` can hold, in place."""
     if dtype != torch.float32:
         tensor = torch.from_numpy(values)
         tensor.copy_(tensor.to(dtype))
 
 
 def zeros_in(values: np.ndarray) -> np.ndarray | None:
-    """Returns bool, true where the value is zero; None if no value is zero."""
+    """Return bool, true where the value is zero; None if no value is zero."""
     zeros = values == 0
     return zeros if zeros.any() else None
 
 
 def moved_from(same: np.ndarray) -> np.ndarray:
-    """Returns float32 scratch, 0 where `same` is true, else 1.
+    """Return float32 scratch, 0 where `same` is true, else 1.
 
     To multiply by it takes 25 us for 2**17 elements; `np.copyto(..., where=same)` 700 us if `same` is random.
     """
@@ -78,7 +49,7 @@ def moved_from(same: np.ndarray) -> np.ndarray:
 
 
 def split_misfits(errors: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """Finds the elements of a tile that a lossy codec must store exactly.
+    """Find the elements of a tile that a lossy codec must store exactly.
 
     Args:
         errors: float32, any shape, of either sign or NaN.

@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.errors import ConfigError
@@ -58,7 +58,7 @@ class Grouped(Codec):
     def __post_init__(self) -> None:
         get_format(self.config)
 
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         weight = tensor.view(_weight_shape(tensor.shape))
         chosen = get_format(self.config).fallback(weight.shape)
         stored = chosen.quantize(weight)
@@ -70,7 +70,7 @@ class Grouped(Codec):
             bound = max(bound, errors.abs_().amax().item())
         payloads = [Planes().encode(stored[name]).payloads[0] for name in chosen.tensor_names]
         # The errors are rounded to float32.
-        return Encoded(payloads, {"format": chosen.get_config()}, bound * (1 + 2**-23))
+        return EncodedTensor(payloads, {"format": chosen.get_config()}, bound * (1 + 2**-23))
 
     @classmethod
     def _decode(

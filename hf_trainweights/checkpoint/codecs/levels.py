@@ -42,50 +42,14 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.float_tiles import TILE, moved_from
-
-Tile = tuple[slice, slice]
-"""Rows and columns of a matrix that are contiguous in memory."""
-
-# Most elements of a tile as it is stored.
-_CODED_TILE = 1 << 16
-
-_SAME, _EXACT = -(2**15), 2**15 - 1
-# A row's class costs at most 3 bits and saves about 1/12 bit an element.
-_SHORTEST_CLASSED_ROW = 128
-_CLASSES = 8
-# An escape costs 3 to 16 bits, a narrower symbol saves 1/8 bit or more; best on weights and moments of two models.
-_ESCAPES_PER_TILE = 1 / 64
-_WIDTH_SAMPLE = 4096
-_WIDTHS = (2, 4, 8, 10, 12, 14, 16)
-
-
-def matrix_shape(shape: torch.Size) -> tuple[int, int]:
-    """Returns the shape [R, C] of the matrix that a tensor is viewed as; [0, 1] for an empty one."""
-    count = shape.numel()
-    if count == 0:
-        return 0, 1
-    splits = [shape[:dims].numel() for dims in range(1, len(shape))] or [1]
-    return min(((rows, count // rows) for rows in splits), key=max)
-
-
-def tiles(R: int, C: int, size: int = TILE) -> Iterator[Tile]:
-    """Yields tiles of at most `size` elements that make up a matrix, in row-major order."""
-    height = max(size // C, 1)
-    for row in range(0, R, height):
-        for column in range(0, C, size):
-            yield slice(row, min(row + height, R)), slice(column, min(column + size, C))
-
-
-def tile_count(R: int, C: int, size: int) -> int:
-    """Returns how many tiles `tiles` yields."""
-    return -(-R // max(size // C, 1)) * -(-C // size)
+from hf_trainweights.checkpoint.codecs.float_tiles import moved_from
+from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.symbols import EXACT, SAME, decode_levels, encode_levels
 
 
 def clip_(levels: np.ndarray) -> None:
-    """Brings levels into the range that can be stored, in place; those that change decode wrong, so are exact."""
-    np.clip(levels, np.float32(_SAME + 1), np.float32(_EXACT - 1), out=levels)
+    """Bring levels into the range that can be stored, in place; one that changes decodes wrong, so is exact."""
+    np.clip(levels, np.float32(SAME + 1), np.float32(EXACT - 1), out=levels)
 
 
 class LevelWriter:
@@ -104,7 +68,7 @@ class LevelWriter:
         exact: Tensor | None,
         same: np.ndarray | None = None,
     ) -> None:
-        """Adds one tile.
+        """Add one tile.
 
         Args:
             tile: Which one.
@@ -117,18 +81,18 @@ class LevelWriter:
         np.copyto(stored, levels, casting="unsafe")
         if same is not None:
             # One more than the largest wraps around to the smallest.
-            np.minimum(stored, np.add(same, np.int16(_EXACT), dtype=np.int16), out=stored)
+            np.minimum(stored, np.add(same, np.int16(EXACT), dtype=np.int16), out=stored)
         if exact is not None:
             positions = exact.numpy()
             levels.reshape(-1)[positions] = 0
-            stored.reshape(-1)[positions] = _EXACT
+            stored.reshape(-1)[positions] = EXACT
             self._exact.append(elements.reshape(-1)[exact])
         self._row_sizes[tile[0]] += torch.from_numpy(np.abs(levels, out=levels)).sum(1)
 
     def payloads(self, dtype: torch.dtype) -> list[Tensor]:
-        """Returns the two payloads, given the tensor's dtype."""
+        """Return the two payloads, given the tensor's dtype."""
         exact = torch.cat([torch.empty(0, dtype=dtype), *self._exact])
-        return [_encode_levels(self._levels, self._row_sizes), exact.view(torch.uint8)]
+        return [encode_levels(self._levels, self._row_sizes), exact.view(torch.uint8)]
 
 
 @dataclass(frozen=True)
@@ -148,7 +112,7 @@ class Levels:
     elements: Tensor
 
     def write_to(self, out: np.ndarray) -> None:
-        """Writes the levels to `out`, float32 [r, c], 0 where the element equals its prediction."""
+        """Write the levels to `out`, float32 [r, c], 0 where the element equals its prediction."""
         if self.same is None:
             np.copyto(out, self.stored)
         else:
@@ -156,7 +120,7 @@ class Levels:
 
 
 def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor | None) -> None:
-    """Completes the tile `out` [r, c], contiguous, that was decoded in `work_in(out)`."""
+    """Complete the tile `out` [r, c], contiguous, that was decoded in `work_in(out)`."""
     if out.dtype != torch.float32:
         out.copy_(torch.from_numpy(decoded))
     if exact is not None and elements is not None:
@@ -166,7 +130,7 @@ def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor
 def read_levels(
     codec: type[Codec], payloads: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Levels]]:
-    """Returns what a `LevelWriter` collected, tile by tile in the order of `tiles`.
+    """Return the levels that a `LevelWriter` collected, tile by tile in the order of `tiles`.
 
     Args:
         codec: Whose payloads they are, for messages.
@@ -178,7 +142,7 @@ def read_levels(
         CorruptFileError: The payloads are damaged or do not fit the shape; all levels are decoded by then, so it
             is safe to allocate the tensor.
     """
-    levels, exact_count = _decode_levels(codec, payloads[0], *matrix_shape(shape))
+    levels, exact_count = decode_levels(codec, payloads[0], *matrix_shape(shape))
     if payloads[1].numel() % dtype.itemsize:
         raise codec.corrupt("payload 1", f"elements of {dtype.itemsize} bytes", f"{payloads[1].numel()} bytes")
     elements = payloads[1].clone().view(dtype)
@@ -190,159 +154,10 @@ def read_levels(
 def _split_levels(levels: np.ndarray, elements: Tensor) -> Iterator[tuple[Tile, Levels]]:
     for tile in tiles(*levels.shape):
         stored, same, exact = levels[tile], None, None
-        if stored.min() == _SAME:
-            same = stored == _SAME
-        if len(elements) and stored.max() == _EXACT:
-            exact = torch.from_numpy(np.flatnonzero(stored == _EXACT))
+        if stored.min() == SAME:
+            same = stored == SAME
+        if len(elements) and stored.max() == EXACT:
+            exact = torch.from_numpy(np.flatnonzero(stored == EXACT))
         count = 0 if exact is None else len(exact)
         yield tile, Levels(stored, same, exact, elements[:count])
         elements = elements[count:]
-
-
-def _encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
-    R, C = levels.shape
-    classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
-    blocks = BlockWriter()
-    widths: list[int] = []
-    for index, _ in _coded_tiles(classes, R, C):
-        tile = levels[index].reshape(-1)
-        widths.append(_choose_width(tile))
-        symbols, escapes = _to_symbols(tile, widths[-1])
-        for block in (*_pack(symbols, widths[-1]), int16_to_bytes(escapes)):
-            blocks.write(block)
-    blocks.write(np.array(widths, np.uint8))
-    blocks.write(classes)
-    return blocks.payload()
-
-
-def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[np.ndarray, int]:
-    """Returns int16 [R, C], and how many elements are exact."""
-    count = tile_count(R, C, _CODED_TILE)
-    blocks = BlockReader(codec, payload, 3 * count + 2)
-    widths = blocks.read(3 * count, count).tolist()
-    if not set(widths) <= set(_WIDTHS):
-        raise codec.corrupt("widths of symbols", ", ".join(map(str, _WIDTHS)), str(sorted(set(widths)))[:80])
-    classes = blocks.read(3 * count + 1, R if _has_classes(R, C) else 0)
-    levels = np.empty((R, C), np.int16)
-    exact_count = 0
-    for number, (index, shape) in enumerate(_coded_tiles(classes, R, C)):
-        width, elements = widths[number], shape[0] * shape[1]
-        high = blocks.read(3 * number, _packed_bytes(elements, width))
-        low = blocks.read(3 * number + 1, elements if width > 8 else 0)
-        symbols = _unpack(high, low, width, elements)
-        tile = _to_levels(symbols, width)
-        escape = (1 << width) - 1
-        escaped = np.flatnonzero(symbols == escape) if symbols.max() == escape else symbols[:0]
-        escapes = blocks.read(3 * number + 2, 2 * len(escaped))
-        if len(escaped):
-            tile[escaped] = bytes_to_int16(escapes)
-            exact_count += int(np.count_nonzero(tile[escaped] == _EXACT))
-        levels[index] = tile.reshape(shape)
-    return levels, exact_count
-
-
-def _coded_tiles(
-    classes: np.ndarray, R: int, C: int
-) -> Iterator[tuple[tuple[slice | np.ndarray, slice], tuple[int, int]]]:
-    """Yields numpy index and shape of each tile in the order they are coded."""
-    order = classes.argsort(kind="stable") if len(classes) else None
-    for rows, columns in tiles(R, C, _CODED_TILE):
-        shape = rows.stop - rows.start, columns.stop - columns.start
-        yield (rows if order is None else order[rows], columns), shape
-
-
-def _has_classes(R: int, C: int) -> bool:
-    return C >= _SHORTEST_CLASSED_ROW and R * C > _CODED_TILE
-
-
-def _row_classes(sizes: Tensor) -> np.ndarray:
-    """Returns uint8 [R]: 0 for rows of zeros and the same, 1 to 7 for equal numbers of the others."""
-    numbers = sizes.numpy()
-    positive = np.sort(numbers[numbers > 0])
-    lowest = positive[np.arange(_CLASSES - 1) * len(positive) // (_CLASSES - 1)] if len(positive) else positive
-    return np.searchsorted(lowest, numbers, side="right").astype(np.uint8)
-
-
-def _choose_width(levels: np.ndarray) -> int:
-    """Returns the narrowest width that fits nearly all levels of a sample."""
-    sample = levels[:: len(levels) // _WIDTH_SAMPLE + 1].copy()
-    has_same = sample.min() == _SAME
-    for width in _WIDTHS[:-1]:
-        if np.count_nonzero(_escaped(sample, width, has_same)) <= _ESCAPES_PER_TILE * len(sample):
-            return width
-    return _WIDTHS[-1]
-
-
-def _range(width: int) -> tuple[int, int, int]:
-    """Returns the lowest and the highest level that a width holds, and by how much its symbols are larger."""
-    offset = 1 if width == 2 else 1 << (width - 1)
-    return (-1 if width == 2 else 1 - offset), (1 << width) - 2 - offset, offset
-
-
-def _escaped(levels: np.ndarray, width: int, has_same: bool) -> np.ndarray:
-    """Returns bool, true where a level has no symbol; `has_same` says whether one is the same."""
-    lowest, highest, _ = _range(width)
-    # What is below the lowest wraps around.
-    outside = levels.view(np.uint16) - np.uint16(lowest & 0xFFFF) > np.uint16(highest - lowest)
-    if has_same and width > 2:
-        outside &= levels != _SAME
-    return outside
-
-
-def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the symbols, uint8 or of more than 8 bits uint16, and the levels of the escapes."""
-    lowest, highest, offset = _range(width)
-    smallest = levels.min()
-    has_same = bool(smallest == _SAME)
-    # The same, which is below every level, becomes 0; what the escapes become does not matter.
-    fitting = np.clip(levels, np.int16(lowest - 1), np.int16(_EXACT)) if has_same else levels
-    symbols = fitting.astype(_symbol_dtype(width))
-    symbols += symbols.dtype.type(offset)
-    if smallest >= lowest and levels.max() <= highest:
-        return symbols, levels[:0]
-    escaped = np.flatnonzero(_escaped(levels, width, has_same))
-    symbols[escaped] = (1 << width) - 1
-    return symbols, levels[escaped]
-
-
-def _symbol_dtype(width: int) -> type[np.uint8] | type[np.uint16]:
-    return np.uint8 if width <= 8 else np.uint16
-
-
-def _to_levels(symbols: np.ndarray, width: int) -> np.ndarray:
-    """Undoes `_to_symbols`, but for the escapes."""
-    offset = _range(width)[2]
-    levels = np.subtract(symbols, np.uint16(offset), dtype=np.uint16).view(np.int16)
-    if width > 2 and symbols.min() == 0:
-        levels += (symbols == 0) * np.int16(_SAME + offset)
-    return levels
-
-
-def _pack(symbols: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the first two blocks of a tile."""
-    if width > 8:
-        low = symbols & np.uint16((1 << (width - 8)) - 1)
-        return (symbols >> (width - 8)).astype(np.uint8), low.astype(np.uint8)
-    size = _packed_bytes(len(symbols), width)
-    packed = symbols[:size]
-    for part in range(1, 8 // width):
-        later = symbols[part * size : (part + 1) * size]
-        packed[: len(later)] += later * np.uint8(1 << (part * width))  # in numpy 2.4 six times as fast as a shift
-    return packed, symbols[:0]
-
-
-def _unpack(high: np.ndarray, low: np.ndarray, width: int, count: int) -> np.ndarray:
-    """Undoes `_pack`."""
-    if width > 8:
-        return high.astype(np.uint16) * np.uint16(1 << (width - 8)) + low
-    if width == 8:
-        return high
-    symbols = np.empty((8 // width, len(high)), np.uint8)
-    for part, row in enumerate(symbols):
-        np.right_shift(high, np.uint8(part * width), out=row)
-    symbols &= np.uint8((1 << width) - 1)
-    return symbols.reshape(-1)[:count]
-
-
-def _packed_bytes(count: int, width: int) -> int:
-    return -(-count // (8 // width)) if width < 8 else count

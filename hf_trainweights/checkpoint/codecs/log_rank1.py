@@ -38,17 +38,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.float_tiles import (
     moved_from,
     round_to_,
-    scratch,
     split_misfits,
     to_float32,
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, Tile, clip_, matrix_shape, put, read_levels, tiles
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
+from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
@@ -89,7 +90,7 @@ class LogRank1(Codec):
             raise ConfigError("log-rank1, step", allowed, repr(self.step), "Usual are 1 and 2.")
 
     @np.errstate(all="ignore")
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         means = log_means(original)
@@ -124,7 +125,7 @@ class LogRank1(Codec):
             writer.write(tile, levels, elements, misfit, same)
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
-        return Encoded(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
+        return EncodedTensor(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
 
     @classmethod
     @np.errstate(all="ignore")
@@ -153,7 +154,7 @@ class LogRank1(Codec):
 
 
 def _reconstruct(levels: np.ndarray, tile: Tile, factors: tuple[Tensor, Tensor], step: int, out: np.ndarray) -> None:
-    """Decodes a tile; the arithmetic and its order are part of the format.
+    """Decode a tile; the arithmetic and its order are part of the format.
 
     A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
     and its element was stored exactly.
@@ -165,7 +166,7 @@ def _reconstruct(levels: np.ndarray, tile: Tile, factors: tuple[Tensor, Tensor],
 
 
 def _factors(row_means: Tensor, column_means: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns 2**(mean / 128), float32 cut to 24 bits: [R, 1] and [C]."""
+    """Return 2**(mean / 128), float32 cut to 24 bits: [R, 1] and [C]."""
     rows, columns = (
         ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32)
         for means in (row_means, column_means)
@@ -175,7 +176,7 @@ def _factors(row_means: Tensor, column_means: Tensor) -> tuple[Tensor, Tensor]:
 
 @cache
 def _mantissas() -> Tensor:
-    """Returns 2**(k/128) for k = 0 ... 127, float32 [128], cut to 23 bits: integer arithmetic is exact."""
+    """Return 2**(k/128) for k = 0 ... 127, float32 [128], cut to 23 bits: integer arithmetic is exact."""
     table = []
     for k in range(128):
         power = 1 << (23 * 128 + k)
@@ -186,7 +187,7 @@ def _mantissas() -> Tensor:
 
 
 def _split_misfits(ratios: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """As `split_misfits` for errors |log2(ratio)|; takes logarithms of two numbers if it can."""
+    """Do as `split_misfits` for errors |log2(ratio)|, with the logarithms of only two numbers where that is enough."""
     lowest, highest = float(ratios.min()), float(ratios.max())
     if lowest > 0:
         worst = max(-math.log2(lowest), math.log2(highest))

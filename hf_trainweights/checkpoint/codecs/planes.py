@@ -12,7 +12,6 @@ stay as they are; exponents are coded.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -21,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
+from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 
 CACHED = 1 << 16
 """Words that are worked on at once: with all that is made of them they stay in the processor's cache."""
@@ -50,12 +50,12 @@ class Planes(Codec):
     lossless: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ROLES
 
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         words = words_of(tensor)
         writer = BlockWriter(tensor.nbytes)
         for chunk in chunk_ranges(len(words)):
             write_plain(writer, words[chunk], tensor.dtype)
-        return Encoded([writer.payload()], {})
+        return EncodedTensor([writer.payload()], {})
 
     @classmethod
     def _decode(
@@ -78,35 +78,19 @@ class Planes(Codec):
         return decoded.view(dtype).view(shape)
 
 
-class _Scratch(threading.local):
-    """Where a chunk's planes are put together: touching fresh memory takes as long as splitting the chunk."""
-
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
-
-    def planes(self, itemsize: int, count: int) -> np.ndarray:
-        """Returns uninitialised uint8 [itemsize, count], valid until the next call in this thread."""
-        if len(self._memory) < itemsize * count:
-            self._memory = np.empty(itemsize * count, np.uint8)
-        return self._memory[: itemsize * count].reshape(itemsize, count)
-
-
-_scratch = _Scratch()
-
-
 def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
-    """Returns bytes per component and the number of components of a tensor."""
+    """Return bytes per component and the number of components of a tensor."""
     itemsize = dtype.to_real().itemsize if dtype.is_complex else dtype.itemsize
     return itemsize, shape.numel() * dtype.itemsize // itemsize
 
 
 def words_of(tensor: Tensor) -> np.ndarray:
-    """Returns the components of a contiguous tensor as integers, 1-D, a view."""
+    """Return the components of a contiguous tensor as integers, 1-D, a view."""
     return tensor.reshape(-1).view(WORDS[word_layout(tensor.shape, tensor.dtype)[0]]).numpy()
 
 
 def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Rotates floats left by one bit; returns a copy of integers."""
+    """Return a copy of integers, those of floats rotated left by one bit."""
     if not _is_rotated(words, dtype):
         return words.copy()
     # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
@@ -116,7 +100,7 @@ def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
 
 
 def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
-    """Undoes `fold`, in place."""
+    """Undo `fold`, in place."""
     if _is_rotated(words, dtype):
         unsigned = words.view(f"u{words.itemsize}")
         sign = unsigned << (8 * words.itemsize - 1)
@@ -125,7 +109,7 @@ def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
 
 
 def zigzag_(delta: np.ndarray) -> np.ndarray:
-    """Makes small differences small numbers, in place; bytes stay as they are. Returns its argument.
+    """Make small differences small numbers, in place, but for single bytes, and return the argument.
 
     0, -1, 1, -2, ... become 0, 1, 2, 3, ...
     """
@@ -137,7 +121,7 @@ def zigzag_(delta: np.ndarray) -> np.ndarray:
 
 
 def unzigzag_(words: np.ndarray) -> np.ndarray:
-    """Undoes `zigzag_` in place; returns its argument."""
+    """Undo `zigzag_` in place and return the argument."""
     if words.itemsize > 1:
         unsigned = words.view(f"u{words.itemsize}")
         sign = unsigned & 1
@@ -148,12 +132,12 @@ def unzigzag_(words: np.ndarray) -> np.ndarray:
 
 
 def sample_step(count: int) -> int:
-    """Returns the distance of words in a sample of at most 4096: enough to tell which of two codings is smaller."""
+    """Return the distance of words in a sample of at most 4096: enough to tell which of two codings is smaller."""
     return count // _SAMPLE + 1
 
 
 def plane_bits(words: np.ndarray) -> float:
-    """Returns the order-0 entropy of the byte planes, in bits per word."""
+    """Return the order-0 entropy of the byte planes, in bits per word."""
     planes = np.ascontiguousarray(words).view(np.uint8).reshape(-1, words.itemsize)
     # One count for all planes: 256 numbers for each.
     numbers = planes + np.arange(words.itemsize, dtype=np.uint16) * np.uint16(256)
@@ -163,13 +147,13 @@ def plane_bits(words: np.ndarray) -> float:
 
 
 def write_plain(writer: BlockWriter, words: np.ndarray, dtype: torch.dtype) -> None:
-    """Writes the planes of a chunk that is no difference to anything."""
+    """Write the planes of a chunk that is no difference to anything."""
     parts = (fold(words[part], dtype) for part in chunk_ranges(len(words), CACHED))
     write_planes(writer, words.itemsize, len(words), parts)
 
 
 def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray]) -> None:
-    """Writes one block per byte of significance, lowest first.
+    """Write one block per byte of significance, lowest first.
 
     Args:
         writer: Where to.
@@ -177,7 +161,7 @@ def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable
         count: Number of words.
         parts: The words, in 1-D arrays of any length; they are overwritten.
     """
-    planes = _scratch.planes(itemsize, count)
+    planes = scratch("planes", [itemsize, count], np.uint8)
     start = 0
     for part in parts:
         _split(part.view(f"u{itemsize}"), planes[:, start : start + len(part)])
@@ -187,7 +171,7 @@ def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable
 
 
 def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: int = CACHED) -> Iterator[slice]:
-    """Fills `out` with the words whose planes start at block `first_block`.
+    """Fill `out` with the words whose planes start at block `first_block`.
 
     Yields:
         The slices of `size` words as they are filled: what else is done to them should be done at once.
@@ -204,7 +188,7 @@ def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: in
 
 
 def _split(words: np.ndarray, planes: np.ndarray) -> None:
-    """Fills `planes`, [itemsize, len(words)], with the bytes of unsigned words, which are overwritten."""
+    """Fill `planes`, [itemsize, len(words)], with the bytes of unsigned words, which are overwritten."""
     if words.itemsize == 1:
         planes[0] = words
         return

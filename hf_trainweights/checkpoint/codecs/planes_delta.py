@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
+from hf_trainweights.checkpoint.codecs.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
     WORDS,
@@ -59,7 +60,7 @@ class PlanesDelta(Codec):
     roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
 
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         words = words_of(tensor)
         anchor = words_of(references["anchor"]) if "anchor" in references else None
         writer = BlockWriter(tensor.nbytes)
@@ -72,7 +73,7 @@ class PlanesDelta(Codec):
             else:
                 write_plain(writer, words[chunk], tensor.dtype)
         writer.write(np.array(is_delta, np.uint8))
-        return Encoded([writer.payload()], {})
+        return EncodedTensor([writer.payload()], {})
 
     @classmethod
     def _decode(

@@ -1,4 +1,4 @@
-"""`planes-rank1`: Adam's exp_avg_sq, lossless; as `planes`, but of the difference to what row and column predict.
+"""`planes-rank1`: Adam's exp_avg_sq, lossless; as `planes`, but of the difference to a prediction from row and column.
 
 The bit pattern of a positive float is nearly linear in its logarithm, so that a row's plus a column's mean of log2
 (see `rank1`) predict it, which saves most of the exponent. In whole numbers, wrapping:
@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import CHUNK, BlockReader, BlockWriter
-from hf_trainweights.checkpoint.codecs.levels import matrix_shape, tile_count, tiles
+from hf_trainweights.checkpoint.codecs.matrix import matrix_shape, tile_count, tiles
+from hf_trainweights.checkpoint.codecs.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
     WORDS,
@@ -65,7 +66,7 @@ class PlanesRank1(Codec):
     roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         shape = matrix_shape(tensor.shape)
         means = log_means(tensor.view(shape))
         words = words_of(tensor).reshape(shape)
@@ -80,7 +81,7 @@ class PlanesRank1(Codec):
             else:
                 write_plain(writer, tile[0].reshape(-1), tensor.dtype)
         writer.write(np.array(is_difference, np.uint8))
-        return Encoded([writer.payload(), encode_means(*means)], {})
+        return EncodedTensor([writer.payload(), encode_means(*means)], {})
 
     @classmethod
     def _decode(
@@ -112,7 +113,7 @@ class PlanesRank1(Codec):
 
 
 def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) -> tuple[np.ndarray, np.ndarray]:
-    """Returns what rows, [R, 1], and columns, [C], add to the predicted bit pattern; words of the dtype's size."""
+    """Return the parts of rows, [R, 1], and of columns, [C], in a predicted bit pattern; words of the dtype's size."""
     mantissa_bits, bias = _LAYOUTS[dtype]
     unit = (1 << mantissa_bits) // MEAN_UNITS
     rows = (row_means * unit + (bias << mantissa_bits))[:, None]
@@ -120,7 +121,7 @@ def _predictions(row_means: Tensor, column_means: Tensor, dtype: torch.dtype) ->
 
 
 def _cached_rows(width: int) -> int:
-    """Returns how many rows are worked on at once."""
+    """Return how many rows are worked on at once."""
     return max(CACHED // width, 1)
 
 
@@ -132,7 +133,7 @@ def _difference_is_smaller(words: np.ndarray, rows: np.ndarray, columns: np.ndar
 
 
 def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
-    """Tells that no number's code wraps around to 0: that of the one number 2**31 below its prediction does."""
+    """Tell that no number's code wraps around to 0: that of the one number 2**31 below its prediction does."""
     lowest, highest = int(rows.min()) + int(columns.min()), int(rows.max()) + int(columns.max())
     if words.min() >= 0 and lowest >= 0 and highest <= np.iinfo(words.dtype).max:
         return True
@@ -140,7 +141,7 @@ def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
 
 
 def _codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Iterator[np.ndarray]:
-    """Yields the codes of a tile, 1-D, a few rows at a time."""
+    """Yield the codes of a tile, 1-D, a few rows at a time."""
     height = _cached_rows(words.shape[1])
     for row in range(0, len(words), height):
         part = slice(row, row + height)
@@ -159,7 +160,7 @@ def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
 
 
 def _undo_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Turns codes into words, in place."""
+    """Turn codes into words, in place."""
     nonzero = codes != 0
     codes -= 1
     unzigzag_(codes)

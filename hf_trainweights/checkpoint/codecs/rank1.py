@@ -14,14 +14,14 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.levels import tiles
+from hf_trainweights.checkpoint.codecs.matrix import tiles
 
 MEAN_UNITS = 128
-"""Means are whole multiples of one part in so many."""
+"""Means are whole multiples of 1 / MEAN_UNITS."""
 
 # The mean of fewer elements costs more than it saves.
 _FEWEST_PER_MEAN = 16
-# A mean is taken over a sample of so many, column means over rows that are not zero.
+# The mean of a column is taken over at most this many rows that are not zero, that of a row over this many columns.
 _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
 # Elements summed at a time: another number can change the last bit of a sum.
@@ -29,7 +29,7 @@ _SUMMED_TILE = 1 << 17
 
 
 def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
-    """Measures a matrix.
+    """Measure a matrix.
 
     Args:
         original: Floating point [R, C].
@@ -57,7 +57,7 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
-    """Returns the payload of what `log_means` measured."""
+    """Return the payload of what `log_means` measured."""
     R, C = len(row_means), len(column_means)
     stored = torch.cat([row_means[: _stored(R, C)], column_means[: _stored(C, R)]])
     writer = BlockWriter()
@@ -66,7 +66,7 @@ def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
 
 
 def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
-    """Returns int32 [R] and [C], zeros where they are not stored.
+    """Return int32 [R] and [C], zeros where they are not stored.
 
     Raises:
         CorruptFileError: The payload is damaged or does not fit the shape.
@@ -81,7 +81,7 @@ def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[T
 
 
 def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Returns log2 to within .09, read from the bits, less the means, 0 where the value is not positive.
+    """Return log2 to within .09, read from the bits, less the means, 0 where the value is not positive.
 
     The second tensor is, along `dim`, how many values are positive.
     """
@@ -101,5 +101,5 @@ def _fixed_point(sums: Tensor, counts: Tensor) -> Tensor:
 
 
 def _stored(means: int, elements_per_mean: int) -> int:
-    """Returns how many of these means are stored: all or none."""
+    """Return how many of these means are stored: all or none."""
     return means if elements_per_mean >= _FEWEST_PER_MEAN else 0

@@ -14,12 +14,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, Encoded, Json, References, empty
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.memory import empty
 
 
 @dataclass(frozen=True)
 class Raw(Codec):
-    """Stores bytes unchanged: for small tensors and for what does not get smaller.
+    """Stores bytes unchanged, for small tensors and for those that no codec makes smaller.
 
     Example:
         >>> import torch
@@ -32,8 +33,8 @@ class Raw(Codec):
     lossless: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ROLES
 
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
-        return Encoded([tensor.reshape(-1).view(torch.uint8).clone()], {})
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
+        return EncodedTensor([tensor.reshape(-1).view(torch.uint8).clone()], {})
 
     @classmethod
     def _decode(

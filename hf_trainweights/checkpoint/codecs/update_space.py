@@ -1,4 +1,4 @@
-"""`update-space`: Adam's exp_avg m in units of sqrt(exp_avg_sq), which is what an update divides it by.
+"""`update-space`: Adam's exp_avg m in units of sqrt(exp_avg_sq), by which Adam divides it in an update.
 
 With v the DECODED exp_avg_sq and t = sqrt(v) * step, all float32, each operation rounded once:
 
@@ -28,9 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, Encoded, Json, References, empty
-from hf_trainweights.checkpoint.codecs.float_tiles import round_to_, scratch, split_misfits, to_float32, work_in
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, matrix_shape, put, read_levels, tiles
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.float_tiles import round_to_, split_misfits, to_float32, work_in
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
+from hf_trainweights.checkpoint.codecs.matrix import matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
@@ -70,7 +72,7 @@ class UpdateSpace(Codec):
             raise ConfigError("update-space, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
 
     @np.errstate(all="ignore")
-    def _encode(self, tensor: Tensor, references: References) -> Encoded:
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         if "exp_avg_sq" not in references:
             next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
             raise ConfigError("codec update-space, references", "exp_avg_sq", "nothing", next_step)
@@ -99,7 +101,7 @@ class UpdateSpace(Codec):
             writer.write(tile, levels, elements, misfit)
         # The quotients are rounded to float32, some of them to denormals or zero.
         bound = (bound + _TINY) * step * (1 + 2**-20)
-        return Encoded(writer.payloads(tensor.dtype), {"step": step}, bound)
+        return EncodedTensor(writer.payloads(tensor.dtype), {"step": step}, bound)
 
     @classmethod
     @np.errstate(all="ignore")
@@ -127,7 +129,7 @@ class UpdateSpace(Codec):
 
 
 def _unit(squares: Tensor, step: float) -> np.ndarray:
-    """Returns the float32 distance of two levels; the arithmetic is part of the format.
+    """Return the float32 distance of two levels; the arithmetic is part of the format.
 
     numpy's square root is the processor's, correctly rounded; torch's (2.13, MKL) is not, in one case of six, and
     ten times slower on zeros.

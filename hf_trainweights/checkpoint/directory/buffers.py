@@ -1,4 +1,4 @@
-"""Which tensors of a weight file are buffers, where only files are at hand and no module that knows."""
+"""Which tensors of a weight file are buffers, told from files alone where no module is at hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> set[str]:
-    """Returns the names of all tensors that an optimizer's state does not show to be trained.
+    """Return the names of all tensors that an optimizer's state does not show to be trained.
 
     By the names that an optimizer made from `model.named_parameters()` records. Else by shape: as many states as
     tensors of a shape are there if none of these is a buffer. Without states of the parameters' shapes (plain SGD,
@@ -24,9 +24,6 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
 
     Returns:
         Names in `weights`: every buffer, unless there are no states; perhaps more.
-
-    Raises:
-        Nothing.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
@@ -49,7 +46,7 @@ def _recorded_names(optimizer: Mapping[str, Any]) -> set[str]:
 
 
 def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:
-    """Counts the parameters by shape; None if a state does not show its parameter's."""
+    """Count the parameters by shape; None if a state does not show its parameter's."""
     shapes: Counter[torch.Size] = Counter()
     for state in optimizer.get("state", {}).values():
         of_parameter = {value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()}

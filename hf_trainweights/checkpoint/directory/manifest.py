@@ -1,6 +1,6 @@
 """`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
 
-The manifest is one JSON object, UTF-8, keys sorted, two spaces of indentation, a newline at the end:
+The manifest is one JSON object that carries its own digest, as in files/signed_json.py:
 
     {
       "anchor": null,
@@ -18,19 +18,14 @@ The manifest is one JSON object, UTF-8, keys sorted, two spaces of indentation, 
       "torch_version": "..."
     }
 
-`sha256` is the digest of this very text with an empty string in its place. Reading accepts exactly the bytes
-that writing gives and nothing else, so a flipped bit in the manifest itself is found as well. Numbers that are
-not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative, their parts are
-joined by `/`; there is no `..`, no absolute path, and no link is followed.
+Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative,
+their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import re
-import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -44,7 +39,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.paths import is_safe_name
 from hf_trainweights.files.sha256 import file_sha256, read_chunks
-from hf_trainweights.files.temporary import TEMPORARY_PREFIX
+from hf_trainweights.files.signed_json import is_signed, sign_json
 
 MANIFEST_NAME = "trainweights.json"
 
@@ -52,8 +47,6 @@ _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
 _MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
-_PREFERRED_BY_LOADERS = frozenset({"model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"})
 
 
 @dataclass(frozen=True)
@@ -73,7 +66,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
-        """Returns the entry for a file on disk.
+        """Return the entry for a file on disk.
 
         Args:
             path: A regular file; it is read once.
@@ -118,23 +111,18 @@ class Manifest:
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
 
     def to_bytes(self) -> bytes:
-        """Returns the text of the manifest file.
+        """Return the text of the manifest file.
 
         Raises:
             ConfigError: Metrics or metadata hold something that JSON cannot.
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        unsigned = {"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self), "sha256": ""}
-        return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
+        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self)})
 
 
 def package_version() -> str:
-    """Returns the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree.
-
-    Raises:
-        Nothing.
-    """
+    """Return the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree."""
     try:
         return package_metadata.version("hf_trainweights")
     except package_metadata.PackageNotFoundError:
@@ -142,7 +130,7 @@ def package_version() -> str:
 
 
 def require_json(value: object, where: str) -> None:
-    """Checks that JSON can hold a value and give it back unchanged.
+    """Check that JSON can hold a value and give it back unchanged.
 
     Args:
         value: Any object.
@@ -168,7 +156,7 @@ def require_json(value: object, where: str) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Writes `trainweights.json`, durably and in one step; everything it lists must be durable already.
+    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already.
 
     Args:
         directory: The checkpoint directory.
@@ -184,7 +172,7 @@ def write_manifest(directory: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Reads `trainweights.json` and checks it, but not the files it lists.
+    """Read `trainweights.json` and checks it, but not the files it lists.
 
     Args:
         directory: The checkpoint directory.
@@ -203,9 +191,7 @@ def read_manifest(directory: str | Path) -> Manifest:
     content = b"".join(read_chunks(path))
     try:
         value = json.loads(content)
-        digest = value["sha256"]
-        unsigned = {**value, "sha256": ""}
-        if _text(value) != content or hashlib.sha256(_text(unsigned)).hexdigest() != digest:
+        if not is_signed(content, value):
             raise _corrupt(path, "the text and digest that were written", "something else")
         if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
             found = f"{value['format']!r} version {value['format_version']!r}"
@@ -215,95 +201,6 @@ def read_manifest(directory: str | Path) -> Manifest:
         if isinstance(error, CorruptFileError):
             raise
         raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
-
-
-@dataclass(frozen=True)
-class CheckpointReport:
-    """What checking a checkpoint directory against its manifest showed.
-
-    Args:
-        path: The directory.
-        manifest: What it should hold; None if the manifest is missing or damaged.
-        problems: File name to what is wrong with it.
-        foreign: Names of files that the manifest does not list; they are not used and do no harm.
-    """
-
-    path: Path
-    manifest: Manifest | None
-    problems: Mapping[str, str]
-    foreign: tuple[str, ...]
-
-    @property
-    def intact(self) -> bool:
-        """Whether every listed file is there, unchanged, and what a loader will open."""
-        return not self.problems
-
-    @property
-    def ok(self) -> bool:
-        """Whether the directory holds exactly what was written."""
-        return not self.problems and not self.foreign
-
-
-def verify_checkpoint(path: str | Path) -> CheckpointReport:
-    """Reads every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
-
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        The report; `report.ok` if nothing is damaged, missing or foreign.
-
-    Raises:
-        OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
-
-    Example:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> write_manifest(directory, Manifest({}, "lossless"))
-        >>> verify_checkpoint(directory).ok
-        True
-    """
-    directory = Path(path)
-    present = list_files(directory)
-    try:
-        manifest = read_manifest(directory)
-    except (CorruptFileError, OSError) as error:
-        return CheckpointReport(directory, None, {MANIFEST_NAME: str(error)}, ())
-    problems = {}
-    for name, entry in manifest.files.items():
-        problem = _file_problem(directory / name, entry, present.get(name))
-        if problem:
-            problems[name] = problem
-    foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
-    for name in _PREFERRED_BY_LOADERS.intersection(foreign):
-        problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
-    return CheckpointReport(directory, manifest, problems, tuple(foreign))
-
-
-def require_intact(path: str | Path) -> Manifest:
-    """Verifies a checkpoint and returns its manifest.
-
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        CorruptFileError: Something is damaged or missing.
-        OSError: The directory cannot be read.
-    """
-    report = verify_checkpoint(path)
-    if report.manifest is None or not report.intact:
-        name, problem = next(iter(report.problems.items()))
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(Path(path) / name), "what was saved", problem, next_step)
-    return report.manifest
-
-
-def _text(value: Mapping[str, Any]) -> bytes:
-    # Entries of files become their fields; dataclasses.asdict would copy the report of every tensor.
-    return (json.dumps(value, sort_keys=True, indent=2, ensure_ascii=True, default=vars) + "\n").encode()
 
 
 def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
@@ -337,44 +234,3 @@ def _of_type(value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         raise TypeError(f"{value!r} is not {kind}")
     return value
-
-
-def list_files(directory: Path) -> dict[str, os.stat_result]:
-    """Lists every file below a directory, without what is being written.
-
-    Args:
-        directory: The directory.
-
-    Returns:
-        Relative name to status. A link is listed with its own status and never followed.
-
-    Raises:
-        OSError: A directory cannot be read.
-    """
-    found = {}
-    for folder, subfolders, names in os.walk(directory, onerror=_raise):
-        links = [name for name in subfolders if (Path(folder) / name).is_symlink()]
-        for name in names + links:
-            path = Path(folder) / name
-            relative = path.relative_to(directory).as_posix()
-            if not relative.startswith(TEMPORARY_PREFIX):
-                found[relative] = path.lstat()
-    return found
-
-
-def _raise(error: OSError) -> None:
-    raise error
-
-
-def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -> str | None:
-    if status is None:
-        return "is missing"
-    if not stat.S_ISREG(status.st_mode):
-        return "is a link or a special file"
-    if status.st_size != entry.size_bytes:
-        return f"has {status.st_size} bytes instead of {entry.size_bytes}"
-    try:
-        same = file_sha256(path) == entry.sha256
-    except OSError as error:
-        return f"cannot be read: {error}"
-    return None if same else "has other content than when it was saved"

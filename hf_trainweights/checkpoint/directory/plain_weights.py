@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.directory.discovery import WEIGHT_FILES, shard_names
-from hf_trainweights.checkpoint.encoded.decoder import load_file
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.errors import CorruptFileError
+
+# In the order in which transformers and peft look for them.
+WEIGHT_FILES = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+    "adapter_model.safetensors",
+    "adapter_model.bin",
+)
 
 
 def weight_files(path: Path) -> list[Path]:
-    """Lists weight files of one family, the one that loaders open first at the head, indices before their shards.
+    """List weight files of one family, the one that loaders open first at the head, indices before their shards.
 
     Args:
         path: A checkpoint directory.
@@ -35,8 +45,28 @@ def weight_files(path: Path) -> list[Path]:
     return files
 
 
+def shard_names(index: Path) -> list[str]:
+    """Return the shards that an index file lists.
+
+    Args:
+        index: A `*.index.json` file.
+
+    Returns:
+        File names in the index's directory, each once, sorted.
+
+    Raises:
+        ValueError: It is no JSON, or names something that is no plain `.safetensors` or `.bin` file name.
+        OSError: It cannot be read.
+    """
+    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    for name in names:
+        if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
+            raise ValueError(f"{name!r} is not the name of a shard")
+    return names
+
+
 def read_weights(first: Path) -> dict[str, Any]:
-    """Reads a weight file, or the shards an index lists.
+    """Read a weight file, or the shards an index lists.
 
     Args:
         first: The head of what `weight_files` returned.
@@ -56,7 +86,7 @@ def read_weights(first: Path) -> dict[str, Any]:
 
 
 def load_if_possible(path: Path) -> Any:
-    """Loads a torch file.
+    """Load a torch file.
 
     Args:
         path: The file.
@@ -76,7 +106,7 @@ def load_if_possible(path: Path) -> Any:
 
 @contextlib.contextmanager
 def _readable(path: Path) -> Iterator[None]:
-    """Turns what a damaged weight file or index makes its reader raise into a CorruptFileError."""
+    """Turn the errors that a damaged weight file or index causes into a CorruptFileError."""
     try:
         yield
     except CorruptFileError:
@@ -94,5 +124,5 @@ def _read_weight_file(path: Path) -> dict[str, Any]:
 
 
 def _load_mapped(path: Path) -> Any:
-    # torch.save records the device: what was saved on a GPU would go back there, or fail where there is none.
+    # torch.save records the device: a tensor saved on a GPU would go back there, or fail where there is none.
     return load_file(path, map_location="cpu", mmap=True)

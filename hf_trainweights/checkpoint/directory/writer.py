@@ -1,4 +1,4 @@
-"""A checkpoint directory as a whole: written aside and renamed into place, removed in one step, cleaned up after.
+"""A new checkpoint directory: written aside and renamed into place, so that it appears whole or not at all.
 
 | file | what |
 |---|---|
@@ -10,104 +10,41 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from torch import Tensor
+import torch
 
-from hf_trainweights.checkpoint.directory.anchoring import (
-    ANCHOR_EVERY_SAVES,
-    AnchorSource,
-    AnchorState,
-    EncodedWeights,
-    encode_against,
-    encode_full,
-    expected_drift_rms,
-    link_anchor,
-)
-from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors, os_errors_as_save_errors
+from hf_trainweights.checkpoint.directory.weights_encoder import Weights, encode_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, Plan, encode_file, save_encoded
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.errors import CorruptFileError, SaveError
-from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_directory, create_file, remove_tree
-from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.files.atomic import create_directory
 from hf_trainweights.files.sha256 import DigestedFile
-from hf_trainweights.files.temporary import move_aside
-
-WEIGHTS_NAME = "pytorch_model.bin"
-
-OpenFile = Callable[[Path], AbstractContextManager[BinaryIO]]
 
 
-@dataclass(frozen=True)
-class Weights:
-    """The weights of a checkpoint and what is known about them.
-
-    Args:
-        state: A flat state dict under module names.
-        buffers: Names in it that are buffers; they are exact in every mode.
-        optimizer: The optimizer's state dict, from which the drift of the weights is estimated.
-        optimizer_names: Its parameters' names by their index in it.
-        file_name: The file they go to.
-    """
-
-    state: Mapping[str, Any]
-    buffers: Collection[str] = ()
-    optimizer: Mapping[str, Any] = field(default_factory=dict)
-    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
-    file_name: str = WEIGHTS_NAME
-
-
-@contextlib.contextmanager
-def saving(path: Path) -> Iterator[None]:
-    """Turns what the operating system refuses while `path` is written into a `SaveError`.
-
-    Args:
-        path: The checkpoint directory.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        SaveError: The block raised an OSError.
-    """
-    try:
-        yield
-    except SaveError:
-        raise
-    except OSError as error:
-        next_step = "Free space or mend the disk and save again; earlier checkpoints are untouched."
-        raise SaveError(str(path), "a disk that takes the checkpoint", str(error), next_step) from error
-
-
-def save_directory(
+def save_new_directory(
     path: Path,
     policy: Policy,
     weights: Weights,
     trees: Mapping[str, tuple[Any, Plan]],
     *,
-    anchor: AnchorSource | None = None,
-    anchor_every: int = ANCHOR_EVERY_SAVES,
+    anchor_every: int | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
-    """Writes a checkpoint directory; it appears whole or not at all.
+    """Save a checkpoint directory; it appears whole or not at all.
 
     Args:
-        path: A missing or an empty directory.
+        path: A missing or an empty directory. Others called `checkpoint-<step>` beside it may hold the anchor.
         policy: Which codec for which tensor.
         weights: The weights.
         trees: File name to what else is to be stored, and how.
-        anchor: What the weights may be stored against. Default: they stand alone.
-        anchor_every: The most checkpoints one anchor serves.
+        anchor_every: The most checkpoints one anchor serves. Default: the checkpoint needs no other.
         **manifest_fields: Fields of `Manifest`: step, epoch, metrics, metadata.
 
     Returns:
@@ -118,192 +55,65 @@ def save_directory(
         ConfigError: The manifest's fields hold something that JSON cannot.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
-    with saving(path), create_directory(path) as temporary:
-        files, state = write_weights(
-            temporary, policy, weights, anchor=anchor, anchor_every=anchor_every, final=path, open_file=create_file
-        )
+    with os_errors_as_save_errors(path), create_directory(path) as temporary:
+        job = SaveJob.aside(path, temporary, policy, anchor_every)
+        files, anchor = save_weights(job, weights)
         for name, (tree, plan) in trees.items():
-            with naming(name):
-                encoded = encode_file(tree, plan, spool_directory=temporary)
-            files[name] = write_encoded(temporary / name, encoded, create_file)
-        manifest = Manifest(files, policy.mode, anchor=state and state.to_dict(), **manifest_fields)
+            with file_named_in_errors(name):
+                files[name] = save_tree(job, name, tree, plan)
+        manifest = Manifest(files, policy.mode, anchor=anchor and anchor.to_dict(), **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
 
 
-@contextlib.contextmanager
-def naming(part: str) -> Iterator[None]:
-    """Puts the name of a file or part before the key that an `UnstorableError` names.
+def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], AnchorRecord | None]:
+    """Save the weights file of a checkpoint, and beside it a link to the anchor if it needs one.
 
     Args:
-        part: The name.
-
-    Yields:
-        Nothing.
-
-    Raises:
-        UnstorableError: The block raised one.
-    """
-    try:
-        yield
-    except UnstorableError as error:
-        raise UnstorableError(f"{part}: {error.where}", error.expected, error.found, error.next_step) from error
-
-
-def write_weights(
-    directory: Path,
-    policy: Policy,
-    weights: Weights,
-    *,
-    anchor: AnchorSource | None,
-    anchor_every: int,
-    final: Path,
-    open_file: OpenFile,
-) -> tuple[dict[str, FileEntry], AnchorState | None]:
-    """Writes a weights file, and beside it a link to the anchor if it needs one.
-
-    Args:
-        directory: Where to write.
-        policy: Which codec for which tensor.
+        job: The checkpoint.
         weights: The weights.
-        anchor: What they may be stored against.
-        anchor_every: The most checkpoints one anchor serves.
-        final: Where `directory` will be when the checkpoint is complete.
-        open_file: `create_file` or `replace_file`.
 
     Returns:
-        Manifest entries of the files written, and the state of the anchor that the next checkpoint may use.
+        Manifest entries of the files written, and what the manifest records about the anchor that the next checkpoint
+        may use.
 
     Raises:
         UnstorableError: A value cannot be stored; the error names file and key.
         OSError: The disk is full or refuses.
     """
-    with naming(weights.file_name):
-        result = _encode_weights(directory, policy, weights, anchor, anchor_every, final)
-    entry = write_encoded(directory / weights.file_name, result.encoded, open_file)
-    if result.anchor is not None:
-        link = directory / anchor_file_name(result.anchor.sha256)
-        link_entry = FileEntry(link.stat().st_size, result.anchor.sha256)  # verified when it was opened
-        return {weights.file_name: entry, link.name: link_entry}, result.anchor
-    can_be_anchor = all(isinstance(value, Tensor) for value in weights.state.values())
-    return {weights.file_name: entry}, AnchorState(entry.sha256) if can_be_anchor else None
+    with file_named_in_errors(weights.file_name):
+        encoded = encode_weights(job, weights)
+    entry = _save_file(job, weights.file_name, encoded.file)
+    if encoded.anchor is not None:
+        link = job.directory / anchor_file_name(encoded.anchor.sha256)
+        link_entry = FileEntry(link.stat().st_size, encoded.anchor.sha256)  # verified when it was opened
+        return {weights.file_name: entry, link.name: link_entry}, encoded.anchor
+    return {weights.file_name: entry}, AnchorRecord(entry.sha256) if weights.can_be_anchor else None
 
 
-def _encode_weights(
-    directory: Path, policy: Policy, weights: Weights, source: AnchorSource | None, anchor_every: int, final: Path
-) -> EncodedWeights:
-    result = None
-    if source is not None and not source.state.is_spent(anchor_every):
-        anchor = link_anchor(source, directory)
-        if anchor is not None:
-            link = final / anchor.path.name
-            result = encode_against(
-                weights.state,
-                policy,
-                anchor,
-                source,
-                buffers=weights.buffers,
-                anchor_link=link,
-                spool_directory=directory,
-            )
-            if result is None or result.anchor is None:
-                disk.file_system.unlink(anchor.path)
-    if result is not None:
-        return result
-    drift_rms = source.step_rms if source else {}
-    plan = policy.plan_anchor(weights.state, buffers=weights.buffers)
-    if not drift_rms and any(each.round_to for each in plan.values()):
-        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names)
-    return encode_full(weights.state, policy, buffers=weights.buffers, drift_rms=drift_rms, spool_directory=directory)
-
-
-def write_encoded(path: Path, encoded: EncodedFile, open_file: OpenFile) -> FileEntry:
-    """Writes an encoded file, durably.
+def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
+    """Save another file of a checkpoint, encoded.
 
     Args:
-        path: Its name.
-        encoded: Its content.
-        open_file: `create_file` or `replace_file`.
+        job: The checkpoint.
+        name: The file's name in its directory.
+        tree: What it holds.
+        plan: How to encode it.
 
     Returns:
         Its manifest entry.
 
     Raises:
+        UnstorableError: A value cannot be stored; the error names its key. Nothing was written.
         OSError: The disk is full or refuses.
     """
-    with open_file(path) as file:
+    return _save_file(job, name, encode_file(tree, plan, spool_directory=job.directory))
+
+
+def _save_file(job: SaveJob, name: str, encoded: EncodedFile) -> FileEntry:
+    with job.open_file(job.directory / name) as file:
         digested = DigestedFile(file)
-        save_encoded(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
-    report = {
-        "anchor": encoded.anchor.sha256 if encoded.anchor else None,
-        "tensors": [dict(vars(tensor)) for tensor in encoded.report],
-    }
+        torch.save(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
+    tensors = [dict(vars(tensor)) for tensor in encoded.report]
+    report = {"anchor": encoded.anchor_sha256, "tensors": tensors}
     return FileEntry(digested.size_bytes, digested.sha256(), report)
-
-
-def remove_checkpoint(path: Path) -> None:
-    """Removes a checkpoint directory: it is gone in one step, its files follow.
-
-    Args:
-        path: The directory. Other checkpoints keep their own links to anchors it holds.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    claim = move_aside(path)
-    try:
-        remove_tree(claim.path)
-    finally:
-        claim.release()
-
-
-def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
-    """Removes what interrupted saves left behind in a run: temporary files, and anchors that no file refers to.
-
-    Args:
-        root: Where the run keeps its `checkpoint-<step>` directories, or one of these.
-        dry_run: Only say what would be removed.
-
-    Returns:
-        Paths that were removed, sorted. What a living process is writing stays.
-
-    Raises:
-        OSError: Something cannot be read or removed.
-
-    Example:
-        >>> import tempfile
-        >>> collect_garbage(tempfile.mkdtemp())
-        []
-    """
-    root = Path(root)
-    directories = checkpoint_directories(root)
-    anchors = [path for directory in (root, *directories) for path in unused_anchors(directory)]
-    for path in () if dry_run else anchors:
-        disk.file_system.unlink(path)
-    debris = [path for directory in (root, *directories) for path in clean_up(directory, dry_run=dry_run)]
-    return sorted([*anchors, *debris])
-
-
-def unused_anchors(directory: Path) -> list[Path]:
-    """Lists anchors that no encoded file beside them refers to.
-
-    Args:
-        directory: A checkpoint directory.
-
-    Returns:
-        Their paths; none where it cannot be told what an encoded file, one of a newer version say, refers to.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
-    anchors = set(directory.glob(anchor_file_name("*")))
-    if not anchors:
-        return []
-    for path in directory.iterdir():
-        if path not in anchors and path.is_file() and is_encoded(path):
-            try:
-                sha256 = read_structure(path).get("anchor", {}).get("sha256", "")
-            except CorruptFileError:
-                return []
-            anchors.discard(directory / anchor_file_name(sha256))
-    return sorted(anchors)

@@ -23,7 +23,7 @@ class MissingAnchorError(TrainWeightsError, FileNotFoundError):
 
 
 def anchor_file_name(sha256: str) -> str:
-    """Returns the name that an anchor file must have.
+    """Return the name that an anchor file must have.
 
     Args:
         sha256: Digest of the file, 64 hexadecimal digits.
@@ -35,7 +35,7 @@ def anchor_file_name(sha256: str) -> str:
 
 
 def register_anchor_directory(path: str | Path) -> None:
-    """Adds a directory in which anchors are looked for when they are not where they were, for this process.
+    """Add a directory in which anchors are looked for when they are not where they were, for this process.
 
     Args:
         path: The directory itself is looked in, not what lies below. It need not exist.
@@ -47,7 +47,7 @@ def register_anchor_directory(path: str | Path) -> None:
 
 
 def find_anchor(sha256: str, recorded_path: str) -> Path:
-    """Returns the path of a verified anchor file.
+    """Return the path of a verified anchor file.
 
     Args:
         sha256: Digest of the file, 64 hexadecimal digits.
@@ -82,7 +82,7 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
 
 
 def verify_anchor(path: Path) -> str:
-    """Checks that a file is the anchor its name says; its bytes are read once per process.
+    """Check that a file is the anchor its name says; its bytes are read once per process.
 
     Args:
         path: A regular file; a link is an error.

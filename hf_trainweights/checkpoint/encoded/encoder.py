@@ -3,63 +3,31 @@
 from __future__ import annotations
 
 import math
-import mmap
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.codecs.base import ByteBuffer, Codec, Encoded, Json, References
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.decoder import Anchor, decode_file
-from hf_trainweights.checkpoint.encoded.storages import KeyPath, Storage, default_device_cpu, path_text
-from hf_trainweights.checkpoint.encoded.structure import (
-    ALIGNMENT_BYTES,
-    VERSION,
-    padded_length,
-    payload_crc32,
-    seal_structure,
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.spool import Spool
+from hf_trainweights.checkpoint.encoded.storage_encoder import (
+    anchor_reference,
+    decoded_tensor,
+    encode_storage,
+    read_storage,
 )
+from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
+from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
-from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
-
-# Payloads up to this size wait in memory, larger ones in a temporary file.
-_MEMORY_BYTES = 96 << 20
-_ZEROS_BYTES = 1 << 20
-# Below the first number of elements a coder's headers always outweigh what it saves, above the second never.
-_RAW_ELEMENTS = (64, 4096)
-
-
-@dataclass(frozen=True)
-class TensorPlan:
-    """How to encode one tensor.
-
-    Args:
-        role: What it is, for the report.
-        name: Its parameter's name, for the report.
-        candidates: Codecs to try: the smallest result wins, the earlier one in a tie. A codec drops out if a
-            reference named below is missing, if it refuses the tensor, or if it is lossy and the tensor is not
-            contiguous or shares its memory. If none is left the tensor is stored exactly.
-        anchor: Name of its reference in the anchor.
-        exp_avg_sq: Path of its second moment in the same tree.
-        round_to: Round the values to this dtype first and keep them in their own; not where one overflows.
-    """
-
-    role: str
-    name: str
-    candidates: tuple[Codec, ...]
-    anchor: str | None = None
-    exp_avg_sq: KeyPath | None = None
-    round_to: torch.dtype | None = None
-
-
-Plan = Mapping[KeyPath, TensorPlan]
+from hf_trainweights.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -88,33 +56,31 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
-class AnchorRef:
-    """Which anchor a file needs.
-
-    Args:
-        sha256: Digest of the anchor file, hexadecimal.
-        path_hint: Absolute path of its link in the file's own directory.
-    """
-
-    sha256: str
-    path_hint: str
-
-
-@dataclass(frozen=True)
 class EncodedFile:
-    """An encoded file that is not yet on disk; it pickles as one call of `decode_file`.
+    """An encoded file that is not yet on disk; `torch.save` writes it, as one call of `decode_file`.
+
+    Pass torch.save an open file, for it writes the name of a path into the file. Then equal trees and plans give equal
+    bytes.
 
     Args:
         payload: 1-D uint8. Beyond 96 MiB it lies in an unlinked temporary file, not in memory.
         structure: See structure.py.
         report: One entry per storage.
-        anchor: The anchor that reading it takes, or None if no tensor refers to one.
+        anchor_sha256: Digest of the anchor that reading it takes, or None if no tensor refers to one.
+
+    Example:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> torch.save(encode_file({"weight": torch.ones(2)}, {}), file)
+        >>> _ = file.seek(0)
+        >>> torch.load(file, weights_only=True)
+        {'weight': tensor([1., 1.])}
     """
 
     payload: Tensor = field(repr=False)
     structure: str = field(repr=False)
     report: tuple[TensorReport, ...] = field(repr=False)
-    anchor: AnchorRef | None
+    anchor_sha256: str | None
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Tensor, str]]:
         return decode_file, (self.payload, self.structure)
@@ -128,7 +94,7 @@ def encode_file(
     anchor_link: Path | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
-    """Encodes a tree of tensors and plain values.
+    """Encode a tree of tensors and plain values.
 
     Tensors are read one at a time, so memory beyond the tree is a few times the largest one.
 
@@ -141,7 +107,7 @@ def encode_file(
         spool_directory: Where payloads beyond 96 MiB wait, in an unlinked file. Default: the system's choice.
 
     Returns:
-        The file, for `save_encoded`.
+        The file, for `torch.save`.
 
     Raises:
         UnstorableError: The tree holds a value that cannot be stored; the error names its key path.
@@ -154,57 +120,34 @@ def encode_file(
         [('weight', 'raw')]
     """
     structure, storages = flatten(tree)
-    reference = _anchor_reference(anchor, anchor_link)
+    header: dict[str, Json] = {"version": VERSION}
+    anchor_entry = _anchor_entry(anchor, anchor_link)
     plain_bytes = sum(map(_plain_bytes, storages))
-    with _Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
+    with Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
         numbers, entries, report = _encode_storages(storages, plan, anchor, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
         view["storage"] = numbers[view["storage"]]
-    if not any("anchor" in entry for entry in entries):
-        reference = None
-    header: dict[str, Json] = {"version": VERSION}
-    if reference:
-        header["anchor"] = {"sha256": reference.sha256, "path": reference.path_hint}
+    if anchor_entry and any("anchor" in entry for entry in entries):
+        header["anchor"] = anchor_entry
     text = seal_structure({**header, **structure, "storages": entries})
-    return EncodedFile(payload, text, tuple(report), reference)
+    return EncodedFile(payload, text, tuple(report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
-def save_encoded(encoded: EncodedFile, file: BinaryIO) -> None:
-    """Writes an encoded file with `torch.save`; equal trees and plans give equal bytes.
-
-    Args:
-        encoded: What `encode_file` returned.
-        file: A binary file open for writing. Not a path: torch writes a path's name into the file.
-
-    Raises:
-        OSError: The disk is full or refuses.
-
-    Example:
-        >>> import io
-        >>> file = io.BytesIO()
-        >>> save_encoded(encode_file({"weight": torch.ones(2)}, {}), file)
-        >>> _ = file.seek(0)
-        >>> torch.load(file, weights_only=True)
-        {'weight': tensor([1., 1.])}
-    """
-    torch.save(encoded, file)
-
-
-def _anchor_reference(anchor: Anchor | None, link: Path | None) -> AnchorRef | None:
+def _anchor_entry(anchor: Anchor | None, link: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
     link = link or anchor.path
     if link.name != anchor_file_name(anchor.sha256):
         next_step = "Link the anchor under this name: it is looked up by digest."
         raise ConfigError("anchor_link", anchor_file_name(anchor.sha256), link.name, next_step)
-    return AnchorRef(anchor.sha256, str(link.absolute()))
+    return {"sha256": anchor.sha256, "path": str(link.absolute())}
 
 
 def _encode_storages(
-    storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: _Spool
+    storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: Spool
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
-    """Returns each storage's number in the file by its index, the entries in the file, and the report."""
+    """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
     owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
     moments = {i: owners.get(each.exp_avg_sq) for i, each in enumerate(plans) if each.exp_avg_sq is not None}
@@ -215,13 +158,13 @@ def _encode_storages(
     decoded: dict[int, Tensor] = {}
     for index in _moments_first(len(storages), moments):
         storage, each, moment = storages[index], plans[index], moments.get(index)
-        tensor, rounding_error = _read(storage, each)
-        references = _anchor_tensor(anchor, each.anchor, tensor)
+        tensor, rounding_error = read_storage(storage, each)
+        references = anchor_reference(anchor, each.anchor, tensor)
         if moment in decoded:
             references["exp_avg_sq"] = decoded.pop(moment)
-        codec, encoded = _encode_tensor(tensor, storage, each, references)
+        codec, encoded = encode_storage(tensor, storage, each, references)
         if index in referred:
-            decoded[index] = _decoded(codec, encoded, tensor, references)
+            decoded[index] = decoded_tensor(codec, encoded, tensor, references)
         entry = _entry(codec, encoded, tensor, spool)
         if "anchor" in codec.references and "anchor" in references:
             entry["anchor"] = each.anchor
@@ -243,7 +186,7 @@ def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
 
 
 def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[int]:
-    """Yields every index once, a second moment right before the first user of it."""
+    """Yield every index once, a second moment right before the first user of it."""
     done: set[int] = set()
     for index in range(count):
         for each in (moments.get(index), index):
@@ -252,65 +195,7 @@ def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[in
                 yield each
 
 
-def _read(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | None]:
-    """Returns the tensor to encode and the error of rounding it, None if it is as it was."""
-    tensor = storage.read()
-    if plan.round_to is None or not storage.exclusive:
-        return tensor, None
-    rounded = tensor.to(plan.round_to).to(tensor.dtype)
-    error = (rounded - tensor).abs().amax().item() if tensor.numel() else 0.0
-    return (rounded, error) if math.isfinite(error) else (tensor, None)
-
-
-def _anchor_tensor(anchor: Anchor | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
-    if anchor is None or name is None or name not in anchor:
-        return {}
-    reference = anchor.tensor(name)
-    # What a float out of range becomes as an integer depends on the machine.
-    if reference.dtype != tensor.dtype and not (reference.is_floating_point() and tensor.is_floating_point()):
-        return {}
-    return {"anchor": reference.to(tensor.dtype)}
-
-
-def _encode_tensor(tensor: Tensor, storage: Storage, plan: TensorPlan, references: References) -> tuple[Codec, Encoded]:
-    """Returns the codec with the smallest result, and that result."""
-    missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
-    missing |= {name for name, reference in references.items() if reference.shape != tensor.shape}
-    usable = [
-        codec
-        for codec in plan.candidates
-        if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
-    ]
-    exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
-    if tensor.numel() >= _RAW_ELEMENTS[0]:
-        exact.append(get_codec("planes")())
-    best = _smallest(tensor, usable, references) or _smallest(tensor, exact, {})
-    if best is None:
-        raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
-    return best
-
-
-def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, Encoded] | None:
-    best: tuple[Codec, Encoded] | None = None
-    for codec in codecs:
-        try:
-            encoded = codec.encode(tensor, references)
-        except (QuantizationError, UnsupportedError):
-            continue
-        if best is None or encoded.payload_bytes < best[1].payload_bytes:
-            best = codec, encoded
-    return best
-
-
-def _decoded(codec: Codec, encoded: Encoded, tensor: Tensor, references: References) -> Tensor:
-    if codec.lossless:
-        return tensor
-    if encoded.decoded is not None:
-        return encoded.decoded
-    return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
-
-
-def _entry(codec: Codec, encoded: Encoded, tensor: Tensor, spool: _Spool) -> dict[str, Json]:
+def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: Spool) -> dict[str, Json]:
     for payload in encoded.payloads:
         spool.append(payload)
     entry: dict[str, Json] = {
@@ -326,7 +211,7 @@ def _entry(codec: Codec, encoded: Encoded, tensor: Tensor, spool: _Spool) -> dic
 
 
 def _report(
-    storage: Storage, plan: TensorPlan, codec: Codec, encoded: Encoded, rounding_error: float | None
+    storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor, rounding_error: float | None
 ) -> TensorReport:
     bounds = [bound for bound in (encoded.bound, rounding_error) if bound is not None]
     return TensorReport(
@@ -343,45 +228,3 @@ def _report(
 
 def _plain_bytes(storage: Storage) -> int:
     return math.prod(storage.shape) * storage.source.itemsize
-
-
-class _Spool:
-    """Collects pieces at multiples of `ALIGNMENT_BYTES`: in memory, and what gets too large in an unlinked file."""
-
-    def __init__(self, directory: Path | None, expected_bytes: int):
-        self._directory = directory
-        self._memory = ByteBuffer(min(expected_bytes, _MEMORY_BYTES))
-        self._file: BinaryIO | None = None
-        self._bytes = 0
-
-    def __enter__(self) -> _Spool:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self._file is not None:
-            self._file.close()
-
-    def append(self, payload: Tensor) -> None:
-        self._add(np.zeros(-self._bytes % ALIGNMENT_BYTES, np.uint8))
-        self._add(payload.numpy())
-
-    def finish(self) -> Tensor:
-        padding = padded_length(self._bytes) - self._bytes
-        for start in range(0, padding, _ZEROS_BYTES):
-            self._add(np.zeros(min(padding - start, _ZEROS_BYTES), np.uint8))
-        if self._file is None:
-            return torch.from_numpy(self._memory.view())
-        self._file.flush()
-        mapped = mmap.mmap(self._file.fileno(), 0, access=mmap.ACCESS_COPY)  # lives on when the file is closed
-        return torch.frombuffer(mapped, dtype=torch.uint8)
-
-    def _add(self, piece: np.ndarray) -> None:
-        self._bytes += len(piece)
-        if self._file is None and self._bytes > _MEMORY_BYTES:
-            self._file = tempfile.TemporaryFile(dir=self._directory)  # noqa: SIM115
-            self._file.write(self._memory.view().data)
-            self._memory = ByteBuffer()
-        if self._file is None:
-            self._memory.append(piece)
-        else:
-            self._file.write(piece.data)

@@ -1,36 +1,26 @@
-"""Tensors <-> storages: which tensors share memory, what of it is in use, and how each of them views it.
+"""Tensors -> storages: which tensors share memory, which part of it is in use, and how each of them views it.
 
 A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset": 4, "requires_grad": true,
 "parameter": true}`; left out are the shape where it is the storage's, strides that are row-major, an offset
 of 0 and false. Tensors that share memory share a storage, so a write through one shows in the other. A
 storage holds what its views span, gaps closed: a small view of a large tensor does not drag the rest along.
+views.py builds the tensors again.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, Json
-from hf_trainweights.errors import CorruptFileError, TrainWeightsError
-
-Key = str | int | float | bool | None
-KeyPath = tuple[Key, ...]
+from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, UnstorableError, path_text
+from hf_trainweights.checkpoint.encoded.views import row_major_stride, span_elements
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
-
-_MAX_DIMENSIONS = 64  # torch's own limit
-_MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
-
-
-class UnstorableError(TrainWeightsError, TypeError):
-    """A value is of a type that an encoded file cannot hold."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +42,19 @@ class Storage:
     exclusive: bool
 
     def read(self) -> Tensor:
-        """Returns the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
+        """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
         pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
 
 
-def path_text(path: KeyPath) -> str:
-    """Returns a key path as people write it, e.g. `state.0.exp_avg`."""
-    return ".".join(str(key) for key in path) or "the value itself"
-
-
-def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
-    """Returns the error to raise for a file whose content is not what this package writes."""
-    next_step = "The file is damaged or was not written by hf_trainweights: restore it from a copy."
-    return CorruptFileError(where, expected, str(found)[:200], next_step)
-
-
 def default_device_cpu() -> AbstractContextManager[object]:
-    """Returns a context in which new tensors are on the CPU, whatever default device the caller has set."""
+    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
     # As a context, torch.device costs a few microseconds at every call into torch.
     return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
-    """Finds out which tensors share memory, as torch.save does, and what each of them sees of it.
+    """Find out which tensors share memory, as torch.save does, and which part of it each of them views.
 
     Args:
         tensors: Distinct objects.
@@ -107,37 +86,6 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
         for i in group:
             views[i] = _view(tensors[i], number, storage)
     return views, storages
-
-
-def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
-    """Builds the tensors that `find_storages` took apart.
-
-    Args:
-        views: What it returned, or anything that pretends to be it.
-        storages: One contiguous tensor per storage, of its shape and dtype, on any device.
-
-    Returns:
-        The tensors. They share the memory of `storages`.
-
-    Raises:
-        CorruptFileError: A view is malformed or reaches beyond its storage.
-    """
-    if type(views) is not list:
-        raise corrupt("the table of tensors", "a list", views)
-    return [_tensor(f"tensor {index}", view, storages) for index, view in enumerate(views)]
-
-
-def require_sizes(where: str, sizes: object) -> list[int]:
-    """Returns `sizes` if it can be a shape or strides.
-
-    Raises:
-        CorruptFileError: It is not a list of at most 64 integers from 0 to 2**62 - 1.
-    """
-    if type(sizes) is not list or len(sizes) > _MAX_DIMENSIONS:
-        raise corrupt(where, f"a list of at most {_MAX_DIMENSIONS} integers", sizes)
-    if not all(type(size) is int and 0 <= size < _MAX_ELEMENTS for size in sizes):
-        raise corrupt(where, f"integers from 0 to {_MAX_ELEMENTS - 1}", sizes)
-    return sizes
 
 
 def _require_storable(tensor: Tensor, path: KeyPath) -> None:
@@ -176,16 +124,11 @@ def _compact(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> S
 
 def _span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset())
-    return start, start + _reach(tensor.shape, tensor.stride())
-
-
-def _reach(shape: Sequence[int], stride: Sequence[int]) -> int:
-    """Returns the distance from the first to the last element of a tensor, both included."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return start, start + span_elements(tensor.shape, tensor.stride())
 
 
 def _offset(tensor: Tensor, spans: Iterable[tuple[int, int]]) -> int:
-    """Returns where a tensor starts in its storage once the gaps between the spans are closed."""
+    """Return where a tensor starts in its storage once the gaps between the spans are closed."""
     old, position = int(tensor.storage_offset()), 0
     for start, stop in spans:
         if start <= old < stop:
@@ -194,20 +137,11 @@ def _offset(tensor: Tensor, spans: Iterable[tuple[int, int]]) -> int:
     return 0  # an empty tensor
 
 
-def _row_major(shape: Sequence[int]) -> tuple[int, ...]:
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.append(step)
-        step *= max(size, 1)
-    return tuple(reversed(strides))
-
-
 def _view(tensor: Tensor, number: int, storage: Storage) -> dict[str, Json]:
     view: dict[str, Json] = {"storage": number}
     if tuple(tensor.shape) != storage.shape:
         view["shape"] = list(tensor.shape)
-    if tensor.stride() != _row_major(tensor.shape):
+    if tensor.stride() != row_major_stride(tensor.shape):
         view["stride"] = list(tensor.stride())
     if offset := _offset(tensor, storage.spans):
         view["offset"] = offset
@@ -216,34 +150,3 @@ def _view(tensor: Tensor, number: int, storage: Storage) -> dict[str, Json]:
     if isinstance(tensor, torch.nn.Parameter):
         view["parameter"] = True
     return view
-
-
-def _tensor(where: str, view: Any, storages: Sequence[Tensor]) -> Tensor:
-    number = view.get("storage") if type(view) is dict else None
-    if type(number) is not int or not 0 <= number < len(storages):
-        raise corrupt(where, f"a storage below {len(storages)}", number)
-    storage = storages[number]
-    shape, stride, offset = _layout(where, view, storage)
-    requires_grad = view.get("requires_grad", False) is True
-    if requires_grad and not (storage.is_floating_point() or storage.is_complex()):
-        raise corrupt(f"{where}, requires_grad", "a floating-point or complex tensor", storage.dtype)
-    # As torch does it: the result is no view in autograd's sense, so that in-place writes are free.
-    tensor = torch.empty(0, dtype=storage.dtype, device=storage.device)
-    tensor.set_(storage.untyped_storage(), offset, shape, stride)
-    if view.get("parameter", False) is True:
-        return torch.nn.Parameter(tensor, requires_grad)
-    return tensor.requires_grad_(requires_grad)
-
-
-def _layout(where: str, view: Mapping[str, Any], storage: Tensor) -> tuple[list[int], list[int], int]:
-    shape = require_sizes(f"{where}, shape", view.get("shape", list(storage.shape)))
-    elements = math.prod(shape)
-    if elements >= _MAX_ELEMENTS:
-        raise corrupt(f"{where}, shape", f"fewer than {_MAX_ELEMENTS} elements", shape)
-    stride = require_sizes(f"{where}, stride", view.get("stride", list(_row_major(shape))))
-    if len(stride) != len(shape):
-        raise corrupt(f"{where}, stride", f"{len(shape)} of them", stride)
-    (offset,) = require_sizes(f"{where}, offset", [view.get("offset", 0)])
-    if offset + (_reach(shape, stride) if elements else 0) > storage.numel():
-        raise corrupt(where, f"a view within the {storage.numel()} elements of its storage", view)
-    return shape, stride, offset

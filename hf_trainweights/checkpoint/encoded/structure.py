@@ -39,8 +39,10 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, require_sizes
-from hf_trainweights.checkpoint.encoded.tree import storage_name
+from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
+from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.views import require_sizes
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
@@ -50,11 +52,14 @@ ALIGNMENT_BYTES = 16
 # The best a codec makes of zeros is a factor of 19,000. What claims more lies about a size.
 _MAX_EXPANSION = 1 << 16
 _MIN_DECODED_BYTES = 1 << 16
+# How the pickle in an encoded file begins: the name of `decode_file`, which never changes.
+DECODE_CALL = b"\x80\x02chf_trainweights\ndecode_file\n"
+
 _FULL_STOP = "\u00b7"
 
 
 def seal_structure(content: Mapping[str, Any]) -> str:
-    """Writes a structure as text.
+    """Write a structure as text.
 
     Args:
         content: The JSON object of the module docstring.
@@ -71,7 +76,7 @@ def seal_structure(content: Mapping[str, Any]) -> str:
 
 
 def padded_length(length: int) -> int:
-    """Returns how long a payload must be so that no byte of its length is 46.
+    """Return how long a payload must be so that no byte of its length is 46.
 
     Args:
         length: Bytes in use, >= 0.
@@ -90,7 +95,7 @@ def padded_length(length: int) -> int:
 
 
 def open_structure(text: object) -> dict[str, Any]:
-    """Reads and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
+    """Read and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
 
     Args:
         text: What `seal_structure` returned, or anything that pretends to be it.
@@ -168,7 +173,7 @@ def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) ->
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
-    """Finds the pieces of each storage in the payload.
+    """Find the pieces of each storage in the payload.
 
     Args:
         structure: What `open_structure` returned.
@@ -197,7 +202,7 @@ def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tens
 
 
 def payload_crc32(pieces: Iterable[Tensor]) -> int:
-    """Returns the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
+    """Return the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
     value = 0
     for piece in pieces:
         value = zlib.crc32(piece.numpy().data, value)

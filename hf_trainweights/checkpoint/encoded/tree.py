@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 import struct
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
@@ -28,17 +28,9 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Json
-from hf_trainweights.checkpoint.encoded.storages import (
-    DTYPES,
-    Key,
-    KeyPath,
-    Storage,
-    UnstorableError,
-    build_tensors,
-    corrupt,
-    find_storages,
-    path_text,
-)
+from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath, UnstorableError, corrupt, path_text
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, Storage, find_storages
+from hf_trainweights.checkpoint.encoded.views import build_tensors
 
 # Real training state is about 6 deep. Python gives up near 1000 frames; a hostile file must not get it there.
 MAX_DEPTH = 64
@@ -47,7 +39,7 @@ _MAX_INT_BITS = 4096
 
 _SCALARS = (bool, int, str, float)
 _MAPPING_KINDS: dict[type, str] = {dict: "dict", OrderedDict: "ordered_dict", Counter: "counter"}
-_MAPPING_TYPES = {kind: mapping_type for mapping_type, kind in _MAPPING_KINDS.items()}
+MAPPING_TYPES = {kind: mapping_type for mapping_type, kind in _MAPPING_KINDS.items()}
 
 _CONSTANTS: dict[str, Callable[[Any], Any]] = {
     "float": lambda digits: struct.unpack(">d", bytes.fromhex(digits))[0],
@@ -58,7 +50,7 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
-    """Takes a tree apart.
+    """Take a tree apart.
 
     Args:
         tree: Any nesting of the types in this module's table. It is only read; the storages keep it alive.
@@ -82,7 +74,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
 
 
 def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
-    """Puts a tree together again.
+    """Put a tree together again.
 
     Args:
         structure: What `flatten` returned, or anything that pretends to be it.
@@ -100,52 +92,6 @@ def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
         {'betas': (0.9, 0.95), 'step': tensor(3.)}
     """
     return _value(structure.get("tree"), build_tensors(structure.get("tensors"), storages), ())
-
-
-def storage_name(structure: Mapping[str, Any], index: int) -> str:
-    """Returns what an error message calls a storage: the key path of the first tensor that views it.
-
-    Args:
-        structure: What `flatten` returned; it need not be well-formed.
-        index: Number of the storage.
-
-    Returns:
-        E.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it.
-    """
-    path = storage_paths(structure).get(index)
-    return f"storage {index}" if path is None else f"tensor {path_text(path)}"
-
-
-def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
-    """Returns the key path of the first tensor that views a storage, by the storage's number.
-
-    Args:
-        structure: What `flatten` returned; it need not be well-formed.
-
-    Returns:
-        An entry for each storage that a tensor views.
-    """
-    views = structure.get("tensors")
-    table = dict(enumerate(views)) if type(views) is list else {}
-    paths: dict[int, KeyPath] = {}
-    for tensor, path in _tensor_paths(structure.get("tree"), ()):
-        view = table.get(tensor) if type(tensor) is int else None
-        if type(view) is dict and type(view.get("storage")) is int:
-            paths.setdefault(view["storage"], path)
-    return paths
-
-
-def _tensor_paths(node: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
-    kind, content = next(iter(node.items()), (None, None)) if type(node) is dict else ("tuple", node)
-    if kind == "tensor":
-        yield content, path
-    if type(content) is not list or len(path) >= MAX_DEPTH:
-        return
-    for index, item in enumerate(content):
-        if kind == "tuple":
-            yield from _tensor_paths(item, (*path, index))
-        elif kind in _MAPPING_TYPES and type(item) is list and len(item) == 2:
-            yield from _tensor_paths(item[1], (*path, item[0]))
 
 
 def _is_key(value: object) -> TypeGuard[Key]:
@@ -236,7 +182,7 @@ def _value(node: Any, tensors: Sequence[Tensor], path: KeyPath) -> Any:
     if type(node) is not dict or not node:
         raise corrupt(where, "a node", node)
     kind, content = next(iter(node.items()))
-    if kind in _MAPPING_TYPES:
+    if kind in MAPPING_TYPES:
         return _mapping(kind, node, tensors, path)
     if kind == "tuple" and type(content) is list:
         return tuple(_value(item, tensors, (*path, index)) for index, item in enumerate(content))
@@ -252,7 +198,7 @@ def _mapping(kind: str, node: dict[str, Any], tensors: Sequence[Tensor], path: K
     items = node[kind]
     if type(items) is not list or not all(type(item) is list and len(item) == 2 for item in items):
         raise corrupt(path_text(path), "pairs of key and value", items)
-    mapping = _MAPPING_TYPES[kind]()
+    mapping = MAPPING_TYPES[kind]()
     for key_node, value_node in items:
         key = _value(key_node, (), path)
         if not _is_key(key):

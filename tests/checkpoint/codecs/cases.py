@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import Codec, Encoded, References
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
@@ -61,7 +61,7 @@ def inputs(codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0) ->
     return weight.to(dtype), {"anchor": anchor}
 
 
-def decode(codec: Codec, encoded: Encoded, like: Tensor, references: References | None = None) -> Tensor:
+def decode(codec: Codec, encoded: EncodedTensor, like: Tensor, references: References | None = None) -> Tensor:
     """Decodes, with the parameters sent through JSON."""
     params = json.loads(json.dumps(encoded.params))
     return codec.decode(encoded.payloads, params, list(like.shape), like.dtype, references)

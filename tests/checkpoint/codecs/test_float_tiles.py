@@ -1,19 +1,10 @@
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
-from hf_trainweights.checkpoint.codecs.float_tiles import (
-    moved_from,
-    round_to_,
-    scratch,
-    split_misfits,
-    to_float32,
-    zeros_in,
-)
+from hf_trainweights.checkpoint.codecs.float_tiles import moved_from, round_to_, split_misfits, to_float32, zeros_in
 
 
 def test_misfits_are_where_errors_are_too_large_or_nan():
@@ -31,15 +22,6 @@ def test_zeros_are_found_and_multiplied_away():
     zeros = zeros_in(np.array([[0.0, -0.0, 3.0, np.inf]], np.float32))
     assert zeros is not None
     assert moved_from(zeros).tolist() == [[0.0, 0.0, 1.0, 1.0]]
-
-
-def test_threads_do_not_share_scratch():
-    mine = scratch("levels", [2, 3])
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(scratch, "levels", [2, 3]).result()
-    assert not np.shares_memory(mine, other)
-    assert np.shares_memory(mine, scratch("levels", [3, 2]))
-    assert not np.shares_memory(mine, scratch("decoded", [2, 3]))
 
 
 @pytest.mark.parametrize("dtype", sorted(LOSSY_DTYPES, key=str), ids=str)

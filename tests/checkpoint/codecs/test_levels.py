@@ -1,20 +1,10 @@
-import math
-
 import numpy as np
 import pytest
 import torch
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.codecs.float_tiles import TILE
-from hf_trainweights.checkpoint.codecs.levels import (
-    LevelWriter,
-    _to_symbols,
-    clip_,
-    matrix_shape,
-    put,
-    read_levels,
-    tiles,
-)
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
+from hf_trainweights.checkpoint.codecs.matrix import TILE, tiles
 
 
 def written(levels, exact_share=0.0, same_share=0.0, seed=0):
@@ -112,47 +102,3 @@ def test_rows_of_the_same_cost_next_to_nothing():
         writer.write(tile, levels[tile].masked_fill(same[tile], 0).numpy(), levels[tile], None, same[tile].numpy())
     bits = 8 * len(writer.payloads(torch.float32)[0]) / levels.numel()
     assert bits < check(levels) / 8 + 0.06
-
-
-@pytest.mark.parametrize(
-    ("shape", "expected"),
-    [
-        ([], (1, 1)),
-        ([5], (1, 5)),
-        ([0, 5], (0, 1)),
-        ([7, 3], (7, 3)),
-        ([512, 512, 3], (512, 1536)),
-        ([64, 64, 3, 3], (64, 576)),
-        ([8, 1024, 512], (8192, 512)),
-        ([1, 1, 9], (1, 9)),
-    ],
-)
-def test_matrix_is_the_squarest_split(shape, expected):
-    assert matrix_shape(torch.Size(shape)) == expected
-
-
-@pytest.mark.parametrize(
-    "shape", [(0, 1), (1, 1), (5, 7), (1, 3 * TILE + 1), (3, TILE + 5), (TILE + 1, 1), (1000, 999)]
-)
-def test_tiles_cover_every_element_once_in_row_major_order(shape):
-    seen = torch.arange(math.prod(shape)).view(shape)
-    parts = [seen[tile] for tile in tiles(*shape)]
-    assert all(part.is_contiguous() and 0 < part.numel() <= TILE for part in parts)
-    assert torch.equal(torch.cat([seen.new_empty(0), *[part.reshape(-1) for part in parts]]), seen.view(-1))
-
-
-@pytest.mark.parametrize("width", [2, 4, 8, 10, 16])
-@pytest.mark.parametrize("same", [False, True])
-def test_symbols_are_the_documented_ones(width, same):
-    c = 2 ** (width - 1)
-    levels = np.unique(np.clip([-c - 1, -c, 1 - c, -2, -1, 0, 1, 2, c - 2, c - 1, c], -32767, 32766)).astype(np.int16)
-    if same:
-        levels = np.append(levels, np.int16(-32768))
-    symbols, escapes = _to_symbols(levels, width)
-    offset, lowest, highest = (1, -1, 1) if width == 2 else (c, 1 - c, c - 2)
-    fits = (levels >= lowest) & (levels <= highest)
-    expected = np.where(fits, levels.astype(int) + offset, 2 * c - 1)
-    if same and width > 2:
-        expected[-1] = 0
-    assert symbols.tolist() == expected.tolist()
-    assert escapes.tolist() == levels[expected == 2 * c - 1].tolist()

@@ -8,16 +8,14 @@ from safetensors.torch import save_file
 from trees import fingerprint, trained
 
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.directory.rewriter import (
-    adopt_weights,
-    compress_directory,
-    restore_directory,
-    write_weights_aside,
-)
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, set_weights_aside
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file
-from hf_trainweights.checkpoint.training_state import build_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.training_files import save_checkpoint
+from hf_trainweights.checkpoint.training_state import build_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 
@@ -100,7 +98,7 @@ def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_pa
 def test_weights_of_the_caller_need_no_weight_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path, safetensors=None)
-    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    adopt_weights(path, set_weights_aside(path, {"module.name": torch.arange(6000.0)}))
     compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
 
@@ -195,7 +193,7 @@ def test_adapters_keep_their_family_of_names(tmp_path):
 def test_weights_given_by_the_caller_replace_those_of_the_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
-    adopt_weights(path, write_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    adopt_weights(path, set_weights_aside(path, {"module.name": torch.arange(6000.0)}))
     compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
     assert "model.safetensors" not in names(path)
@@ -205,7 +203,7 @@ def test_weights_that_are_set_aside_keep_their_ties_and_may_change_afterwards(tm
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
     weight = torch.arange(6000.0)
-    aside = write_weights_aside(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
+    aside = set_weights_aside(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
     weight.zero_()
     adopt_weights(path, aside)
     compress_directory(path)
@@ -219,7 +217,7 @@ def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_o
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
     (path / "trainweights_files.json").write_text("{}")
-    aside = write_weights_aside(path, {"w": torch.ones(3)})
+    aside = set_weights_aside(path, {"w": torch.ones(3)})
     os.utime(path, ns=(10**18, 10**18 + 1))
     adopt_weights(path, aside)
     assert path.stat().st_mtime_ns == 10**18 + 1

@@ -3,23 +3,19 @@ import os
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.directory.writer import (
-    Weights,
-    collect_garbage,
-    remove_checkpoint,
-    save_directory,
-)
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.directory.weights_encoder import Weights
+from hf_trainweights.checkpoint.directory.writer import save_new_directory
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.reader import is_encoded
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, SaveError
-from hf_trainweights.files.temporary import claim_directory
 
 
 def save(path, state=None, trees=None, **fields):
     weights = Weights({"w": torch.arange(5000.0)} if state is None else state)
-    return save_directory(path, Policy(), weights, trees or {}, **fields)
+    return save_new_directory(path, Policy(), weights, trees or {}, **fields)
 
 
 def test_a_saved_directory_verifies_and_is_what_the_manifest_says(tmp_path):
@@ -72,56 +68,3 @@ def test_a_directory_that_cannot_be_written_is_a_save_error(tmp_path):
     (tmp_path / "file").write_bytes(b"")
     with pytest.raises(SaveError, match="file"):
         save(tmp_path / "file" / "a")
-
-
-def test_a_removed_checkpoint_leaves_nothing(tmp_path):
-    save(tmp_path / "checkpoint-1")
-    remove_checkpoint(tmp_path / "checkpoint-1")
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("dry_run", [True, False])
-def test_garbage_is_what_dead_processes_left_and_anchors_nobody_needs(tmp_path, dry_run):
-    save(tmp_path / "checkpoint-1")
-    before = sorted(tmp_path.rglob("*"))
-    garbage = [
-        tmp_path / "_trainweights-aa",
-        tmp_path / "checkpoint-1" / "_trainweights-bb",
-        tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor"),
-        tmp_path / "_trainweights-of-nobody",
-    ]
-    garbage[0].mkdir()
-    for path in (garbage[0] / "file", *garbage[1:]):
-        path.write_bytes(b"x")
-    assert collect_garbage(tmp_path, dry_run=dry_run) == sorted(garbage)
-    assert garbage[0].exists() == dry_run
-    assert (sorted(tmp_path.rglob("*")) == before) != dry_run
-
-
-def test_what_a_living_process_writes_is_no_garbage(tmp_path):
-    (tmp_path / "checkpoint-1").mkdir()
-    claims = [claim_directory(tmp_path), claim_directory(tmp_path / "checkpoint-1")]
-    assert collect_garbage(tmp_path) == []
-    for claim in claims:
-        claim.release()
-    assert collect_garbage(tmp_path) == sorted(claim.path for claim in claims)
-
-
-def test_beside_a_file_of_a_newer_version_no_anchor_is_garbage(tmp_path, monkeypatch):
-    save(tmp_path / "checkpoint-1")
-    anchor = tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")
-    anchor.write_bytes(b"x")
-    monkeypatch.setattr("hf_trainweights.checkpoint.encoded.structure.VERSION", 99)
-    assert collect_garbage(tmp_path) == []
-    monkeypatch.undo()
-    assert collect_garbage(tmp_path) == [anchor]
-
-
-def test_garbage_that_is_a_link_goes_without_its_target(tmp_path):
-    (tmp_path / "outside").mkdir()
-    (tmp_path / "outside" / "file").write_bytes(b"precious")
-    (tmp_path / "run").mkdir()
-    link = tmp_path / "run" / "_trainweights-aa"
-    link.symlink_to(tmp_path / "outside")
-    assert collect_garbage(tmp_path / "run") == [link]
-    assert (tmp_path / "outside" / "file").read_bytes() == b"precious"

@@ -4,56 +4,24 @@ import io
 import shutil
 import subprocess
 import sys
-import threading
 import zipfile
 
 import pytest
 import torch
-from trees import encoded_bytes, fingerprint, trained, write_anchor
+from trees import encoded_bytes, fingerprint, write_encoded
 
-from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
-from hf_trainweights.checkpoint.encoded import decoder as encoded
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.decoder import is_encoded, load_file, open_anchor, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
-from hf_trainweights.checkpoint.policy import MODES, Policy
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError
-
-
-@pytest.fixture(autouse=True)
-def _fresh_process(monkeypatch):
-    monkeypatch.setattr(anchors, "_directories", {})
-    monkeypatch.setattr(anchors, "_digests", {})
-
-
-def write(path, tree, plan=None, **options):
-    path.write_bytes(encoded_bytes(encode_file(tree, plan or {}, **options)))
-    return path
-
-
-@pytest.fixture
-def state():
-    return trained("AdamW")[1].state_dict()
-
-
-@pytest.fixture
-def delta(tmp_path):
-    """A weights file stored against an anchor in the same directory: path, anchor's path, weights."""
-    torch.manual_seed(0)
-    old = {"w": torch.randn(80, 64), "b": torch.randn(7)}
-    new = {name: tensor + 1e-6 for name, tensor in old.items()}
-    directory = tmp_path / "checkpoint-5"
-    directory.mkdir()
-    anchor = open_anchor(write_anchor(directory, old))
-    plan = {(name,): TensorPlan("weight", name, (get_codec("planes-delta")(),), anchor=name) for name in new}
-    return write(directory / "pytorch_model.bin", new, plan, anchor=anchor), anchor.path, new
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("as_source", [str, lambda path: path, lambda path: io.BytesIO(path.read_bytes())])
 def test_plain_torch_load_gives_plain_tensors(mode, as_source, tmp_path, state):
-    path = write(tmp_path / "optimizer.pt", state, Policy(mode).plan_optimizer(state))
+    path = write_encoded(tmp_path / "optimizer.pt", state, Policy(mode).plan_optimizer(state))
     back = torch.load(as_source(path), weights_only=True)
     for index, values in state["state"].items():
         for key, tensor in values.items():
@@ -74,12 +42,12 @@ def test_plain_torch_load_gives_plain_tensors(mode, as_source, tmp_path, state):
     ids=["mmap", "unsafe", "name", "device", "dict", "function"],
 )  # fmt: skip
 def test_every_way_to_call_torch_load_gives_the_same(options, tmp_path, state):
-    path = write(tmp_path / "optimizer.pt", state)
+    path = write_encoded(tmp_path / "optimizer.pt", state)
     assert fingerprint(torch.load(path, **{"weights_only": True, **options})) == fingerprint(state)
 
 
 def test_what_was_loaded_does_not_need_the_file(tmp_path, state):
-    path = write(tmp_path / "optimizer.pt", state)
+    path = write_encoded(tmp_path / "optimizer.pt", state)
     back = torch.load(path, mmap=True, weights_only=True)
     with open(path, "r+b") as file:
         file.write(bytes(path.stat().st_size))
@@ -103,14 +71,14 @@ def test_on_meta_neither_payload_nor_anchor_is_read(delta):
 
 def test_ties_and_strides_hold_on_meta(tmp_path):
     weight = torch.randn(6, 4)
-    path = write(tmp_path / "x.bin", {"a": weight, "b": weight.t()[1:3], "empty": torch.empty(0)})
+    path = write_encoded(tmp_path / "x.bin", {"a": weight, "b": weight.t()[1:3], "empty": torch.empty(0)})
     back = torch.load(path, map_location="meta", weights_only=True)
     assert back["b"].stride() == (1, 4)
     assert back["a"].untyped_storage()._cdata == back["b"].untyped_storage()._cdata
 
 
 def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
-    paths = {mode: write(tmp_path / f"{mode}.pt", state, Policy(mode).plan_optimizer(state)) for mode in MODES}
+    paths = {mode: write_encoded(tmp_path / f"{mode}.pt", state, Policy(mode).plan_optimizer(state)) for mode in MODES}
     expected = {mode: fingerprint(torch.load(path, weights_only=True)) for mode, path in paths.items()}
     for dtype in (torch.bfloat16, torch.float64):
         torch.set_default_dtype(dtype)
@@ -129,7 +97,7 @@ def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
 
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_without_our_import_loading_fails_and_names_the_package(weights_only, tmp_path, state):
-    path = write(tmp_path / "optimizer.pt", state)
+    path = write_encoded(tmp_path / "optimizer.pt", state)
     script = (
         "import sys; sys.modules['hf_trainweights'] = None; import torch\n"
         f"torch.load({str(path)!r}, weights_only={weights_only})"
@@ -140,11 +108,11 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
 
 
 def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_same_bytes(tmp_path, state):
-    path, again = write(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
+    path, again = write_encoded(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
     script = (
-        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file, save_encoded\n"
+        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file\n"
         "state = torch.load(sys.argv[1], weights_only=True)\n"
-        "with open(sys.argv[2], 'wb') as file: save_encoded(encode_file(state, {}), file)"
+        "with open(sys.argv[2], 'wb') as file: torch.save(encode_file(state, {}), file)"
     )
     environment = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", script, path, again], check=True, env=environment, timeout=120)
@@ -152,105 +120,13 @@ def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_sam
 
 
 def test_file_is_a_zip_with_two_records_of_ours(tmp_path, state):
-    with zipfile.ZipFile(write(tmp_path / "optimizer.pt", state)) as archive:
+    with zipfile.ZipFile(write_encoded(tmp_path / "optimizer.pt", state)) as archive:
         names = {name.split("/", 1)[1] for name in archive.namelist()}
         assert archive.testzip() is None
     assert names - {".format_version", ".storage_alignment", "byteorder", "version", ".data/serialization_id"} == {
         "data.pkl",
         "data/0",
     }
-
-
-@pytest.mark.parametrize(
-    "write_other",
-    [
-        lambda path: torch.save({"a": torch.ones(2)}, path),
-        lambda path: torch.save([], path),
-        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
-        lambda path: path.write_bytes(b""),
-        lambda path: path.write_bytes(b"PK\x03\x04 no zip file"),
-        lambda path: path.write_text("text"),
-        lambda path: zipfile.ZipFile(path, "w").close(),
-    ],
-)
-def test_other_files_are_not_taken_for_encoded_ones(write_other, tmp_path):
-    path = tmp_path / "file.pt"
-    write_other(path)
-    assert not is_encoded(path)
-    with pytest.raises(CorruptFileError, match=r"file\.pt: expected an encoded file"):
-        read_structure(path)
-
-
-def test_missing_file_is_an_os_error(tmp_path):
-    for read in (is_encoded, read_structure, load_file, open_anchor):
-        with pytest.raises(FileNotFoundError, match="gone"):
-            read(tmp_path / "gone")
-
-
-def test_structure_is_read_without_anchor_or_decoding(delta, monkeypatch):
-    path, anchor, _ = delta
-    anchor.unlink()
-    monkeypatch.setattr(encoded, "_decode_storage", None)
-    structure = read_structure(path)
-    assert is_encoded(path)
-    assert structure["anchor"] == {"sha256": anchor.stem, "path": str(anchor)}
-    assert [(entry["codec"], entry["anchor"]) for entry in structure["storages"]] == [
-        ("planes-delta", name) for name in "wb"
-    ]
-
-
-def test_reading_a_structure_leaves_loading_in_other_threads_alone(tmp_path, state, monkeypatch):
-    path = write(tmp_path / "optimizer.pt", state)
-    inside, loaded = threading.Event(), threading.Event()
-    results = []
-
-    def load_meanwhile():
-        inside.wait(10)
-        results.append(torch.load(path, weights_only=True))
-        loaded.set()
-
-    def parse(*arguments, parse=encoded.open_structure):
-        if threading.current_thread() is threading.main_thread():
-            inside.set()
-            loaded.wait(10)
-        return parse(*arguments)
-
-    monkeypatch.setattr(encoded, "open_structure", parse)
-    thread = threading.Thread(target=load_meanwhile)
-    thread.start()
-    assert read_structure(path)["version"] == 1
-    thread.join()
-    assert fingerprint(results[0]) == fingerprint(state)
-    assert fingerprint(torch.load(path, weights_only=True)) == fingerprint(state)
-
-
-def test_load_file_reads_plain_files_as_well(tmp_path, state):
-    torch.save(state, tmp_path / "plain.pt")
-    assert fingerprint(load_file(tmp_path / "plain.pt", mmap=True)) == fingerprint(state)
-    assert load_file(write(tmp_path / "small.pt", state), map_location="meta")["state"][0]["exp_avg"].is_meta
-
-
-def test_load_file_names_the_file(tmp_path, state, delta):
-    path = write(tmp_path / "optimizer.pt", state)
-    data = path.read_bytes()
-    for damaged in (data[: len(data) // 2], data[:-1], b"", b"text", data.replace(b"SHA", b"SHB")[:-3]):
-        path.write_bytes(damaged)
-        with pytest.raises(CorruptFileError, match=r"optimizer\.pt"):
-            load_file(path)
-    delta[1].unlink()
-    with pytest.raises(MissingAnchorError, match=r"pytorch_model\.bin, anchor .*latest"):
-        load_file(delta[0])
-
-
-def test_load_file_runs_no_code(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (tmp_path / "ran").touch, ()
-
-    torch.save(Evil(), tmp_path / "evil.pt")
-    with pytest.raises(CorruptFileError, match=r"evil\.pt: expected a file that torch.load reads"):
-        load_file(tmp_path / "evil.pt")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_delta_comes_back_exactly(delta):
@@ -280,41 +156,3 @@ def test_damaged_anchor_is_an_error_even_if_its_digest_was_checked_before(delta)
     anchors._digests.update(dict.fromkeys(anchors._digests, anchor.stem))
     with pytest.raises(CorruptFileError, match="expected"):
         torch.load(path, weights_only=True)
-
-
-def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
-    torch.manual_seed(0)
-    tied = torch.randn(80, 64)
-    weights = {"a": tied, "tied": tied, "view": tied[3:5].t(), "buffer": torch.arange(3)}
-    anchor = open_anchor(write_anchor(tmp_path, weights))
-    assert list(anchor) == list(weights)
-    assert "a" in anchor
-    assert "b" not in anchor
-    for name, tensor in weights.items():
-        assert torch.equal(anchor.tensor(name), tensor)
-        assert anchor.tensor(name).data_ptr() != anchor.tensor(name).data_ptr()
-    with pytest.raises(CorruptFileError, match=f"{anchor.path.name}: expected an anchor that holds b"):
-        anchor.tensor("b")
-
-
-def test_anchor_that_needs_an_anchor_is_refused(delta, tmp_path):
-    path, _, _ = delta
-    path = path.rename(tmp_path / anchors.anchor_file_name(anchors.file_sha256(path)))
-    with pytest.raises(CorruptFileError, match="expected an anchor: one flat state dict that refers to no other file"):
-        open_anchor(path)
-
-
-@pytest.mark.parametrize(
-    "tree",
-    [[torch.ones(2)], {"a": {"b": torch.ones(2)}}, {"a": 1}, torch.ones(2)],
-    ids=["list", "nested", "int", "tensor"],
-)
-def test_anchor_that_is_no_flat_state_dict_is_refused(tree, tmp_path):
-    with pytest.raises(CorruptFileError, match="expected an anchor: one flat state dict"):
-        open_anchor(write_anchor(tmp_path, tree))
-
-
-def test_anchor_under_a_wrong_name_is_refused(tmp_path):
-    path = write_anchor(tmp_path, {"a": torch.ones(2)})
-    with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
-        open_anchor(path.rename(tmp_path / f"{'0' * 64}.anchor"))

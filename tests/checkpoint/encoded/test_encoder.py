@@ -9,10 +9,12 @@ from trees import encoded_bytes, fingerprint, stored, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.encoded import encoder as encode
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
-from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file, save_encoded
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
+from hf_trainweights.checkpoint.encoded import spool
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.structure import open_structure
 from hf_trainweights.errors import ConfigError
 
 RAW, PLANES, DELTA = (get_codec(name)() for name in ("raw", "planes", "planes-delta"))
@@ -179,17 +181,17 @@ def test_exp_avg_whose_second_moment_has_another_layout_is_exact(tied):
 
 
 def test_weight_is_stored_against_the_decoded_anchor(tmp_path, weight):
-    anchor = open_anchor(write_anchor(tmp_path, {"w": weight}))
+    anchor = Anchor(write_anchor(tmp_path, {"w": weight}))
     moved = {"w": weight + 1e-7 * torch.randn_like(weight)}
     encoded = encode_file(moved, {("w",): planned(DELTA, anchor="w")}, anchor=anchor)
-    assert encoded.anchor.sha256 == anchor.sha256
-    assert encoded.anchor.path_hint == str(anchor.path)
+    assert encoded.anchor_sha256 == anchor.sha256
+    assert open_structure(encoded.structure)["anchor"] == {"sha256": anchor.sha256, "path": str(anchor.path)}
     assert encoded.report[0].bytes_out < 0.6 * PLANES.encode(moved["w"]).payload_bytes
     assert fingerprint(torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)) == fingerprint(moved)
 
 
 def test_anchor_in_bfloat16_serves_a_float32_weight(tmp_path, weight):
-    anchor = open_anchor(write_anchor(tmp_path, {"w": weight.bfloat16()}))
+    anchor = Anchor(write_anchor(tmp_path, {"w": weight.bfloat16()}))
     tree, plan = {"w": weight}, {("w",): planned(LOSSY, anchor="w")}
     back = stored(tree, plan, anchor=anchor)
     assert 0 < (back["w"] - weight).abs().max() <= 1e-2
@@ -203,17 +205,18 @@ def test_anchor_in_bfloat16_serves_a_float32_weight(tmp_path, weight):
 def test_file_that_gains_nothing_from_the_anchor_does_not_need_it(in_anchor, tmp_path, weight):
     path = write_anchor(tmp_path, in_anchor)
     plan = {("w",): planned(DELTA, LOSSY, anchor="w")}
-    encoded = encode_file({"w": weight}, plan, anchor=open_anchor(path))
-    assert encoded.anchor is None
+    encoded = encode_file({"w": weight}, plan, anchor=Anchor(path))
+    assert encoded.anchor_sha256 is None
     path.unlink()
     assert fingerprint(torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)) == fingerprint({"w": weight})
 
 
 def test_recorded_link_must_carry_the_anchors_name(tmp_path, weight):
-    anchor = open_anchor(write_anchor(tmp_path, {"w": weight}))
+    anchor = Anchor(write_anchor(tmp_path, {"w": weight}))
     plan = {("w",): planned(DELTA, anchor="w")}
     link = tmp_path / "checkpoint-5" / anchor.path.name
-    assert encode_file({"w": weight}, plan, anchor=anchor, anchor_link=link).anchor.path_hint == str(link)
+    encoded = encode_file({"w": weight}, plan, anchor=anchor, anchor_link=link)
+    assert open_structure(encoded.structure)["anchor"]["path"] == str(link)
     with pytest.raises(ConfigError, match=f"^anchor_link: expected {anchor.path.name}, found anchor.bin"):
         encode_file({"w": weight}, plan, anchor=anchor, anchor_link=tmp_path / "anchor.bin")
 
@@ -238,7 +241,7 @@ def test_rounding_leaves_alone_what_would_not_survive_it(change, weight):
 def test_large_payloads_wait_in_an_unlinked_file(tmp_path, monkeypatch):
     tree = {name: torch.randn(5000) for name in "abcd"}
     in_memory = encoded_bytes(encode_file(tree, {}))
-    monkeypatch.setattr(encode, "_MEMORY_BYTES", 30_000)
+    monkeypatch.setattr(spool, "_MEMORY_BYTES", 30_000)
     encoded = encode_file(tree, {}, spool_directory=tmp_path)
     assert list(tmp_path.iterdir()) == []
     assert encoded_bytes(encoded) == in_memory
@@ -285,5 +288,5 @@ def test_save_writes_through_a_file_that_cannot_seek(weight):
 
     encoded = encode_file({"w": weight}, {})
     with io.BufferedWriter(WriteOnly()) as file:
-        save_encoded(encoded, file)
+        torch.save(encoded, file)
     assert b"".join(chunks) == encoded_bytes(encoded)

@@ -10,10 +10,11 @@ import torch
 from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
-from hf_trainweights.checkpoint.encoded.encoder import TensorPlan, encode_file
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import padded_length
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 
 def outcomes_of_flips(data: bytes, expected, positions, load):
@@ -87,7 +88,7 @@ def test_flipped_bits_of_an_optimizer_file_are_errors_or_harmless(mode):
 def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_path):
     torch.manual_seed(0)
     weights = {"w": torch.randn(16, 8)}
-    anchor = open_anchor(write_anchor(tmp_path, weights))
+    anchor = Anchor(write_anchor(tmp_path, weights))
     plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
     data = encoded_bytes(encode_file(weights, plan, anchor=anchor))
     _, different = outcomes_of_flips(data, fingerprint(weights), range(0, len(data) * 8, 13), load_bytes)

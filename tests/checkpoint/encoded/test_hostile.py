@@ -16,10 +16,13 @@ from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import CODECS, get_codec
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
-from hf_trainweights.checkpoint.encoded.decoder import decode_file, load_file, open_anchor, read_structure
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorPlan, encode_file
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.reader import load_file, read_structure
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
-from hf_trainweights.checkpoint.policy import Policy
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
 
@@ -216,7 +219,7 @@ def test_exp_avg_sq_of_another_shape_is_refused():
 
 def test_anchor_without_the_tensor_is_named(tmp_path):
     weights = {"w": torch.randn(80, 64)}
-    anchor = open_anchor(write_anchor(tmp_path, weights))
+    anchor = Anchor(write_anchor(tmp_path, weights))
     plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
     encoded = encode_file(weights, plan, anchor=anchor)
     structure = read(encoded)

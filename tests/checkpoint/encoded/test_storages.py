@@ -11,7 +11,9 @@ from torch.nn import Parameter
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError, build_tensors, find_storages
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.storages import find_storages
+from hf_trainweights.checkpoint.encoded.views import build_tensors
 from hf_trainweights.errors import CorruptFileError
 
 

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.encoded.storages import UnstorableError
-from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, storage_name, unflatten
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
+from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, unflatten
 from hf_trainweights.errors import CorruptFileError
 
 Point = namedtuple("Point", "x y")
@@ -195,12 +196,3 @@ def test_any_json_is_a_tree_or_a_corrupt_file(tree, tensors):
     storage_name(structure, 0)
     with contextlib.suppress(CorruptFileError):
         unflatten(structure, [torch.ones(2)])
-
-
-def test_storage_is_called_by_the_key_path_of_its_first_tensor():
-    weight = torch.zeros(4)
-    structure, _ = flatten({"lr": torch.tensor(1.0), "tied": [weight, weight[1:]], "state": {0: {"x": weight[:2]}}})
-    assert storage_name(structure, 1) == "tensor tied.0"
-    assert storage_name(structure, 7) == "storage 7"
-    for index in (1.0, True, None, [], -1, 99):
-        assert storage_name({"tree": {"tensor": index}, "tensors": [{"storage": 0}] * 2}, 0) == "storage 0"

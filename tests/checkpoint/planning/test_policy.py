@@ -11,9 +11,11 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.directory.drift import measure_delta_rms
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
+from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.policy import Policy
 
 LOSSY_MODES = [mode for mode in MODES if mode != "lossless"]
 W = torch.zeros(64, 64)
@@ -37,7 +39,7 @@ def anchored(tmp_path):
     old["reshaped"], new["reshaped"] = torch.randn(80, 64), torch.randn(64, 80)
     new["added"] = torch.randn(80, 64)
     new["table"] = old["table"] = torch.arange(5000)
-    anchor = open_anchor(write_anchor(tmp_path, old))
+    anchor = Anchor(write_anchor(tmp_path, old))
     return new, anchor, measure_delta_rms(new, anchor)
 
 
@@ -45,9 +47,9 @@ def test_lossless_plans_nothing_but_exact_codecs(anchored):
     weights, anchor, delta_rms = anchored
     state = trained("AdamW")[1].state_dict()
     policy = Policy()
-    plans = [policy.plan_weights(weights, anchor=anchor, delta_rms=delta_rms), policy.plan_optimizer(state)]
+    plans = [policy.plan_delta(weights, anchor).with_steps(delta_rms), policy.plan_optimizer(state)]
     assert all(codec.lossless for plan in plans for each in plan.values() for codec in each.candidates)
-    assert all(each.round_to is None for each in policy.plan_anchor(weights).values())
+    assert all(each.round_to is None for each in policy.plan_full(weights).values())
 
 
 @pytest.mark.parametrize(("mode", "steps_per_rms"), [("near-lossless", 4), ("compact", 1)])
@@ -56,7 +58,7 @@ def test_lossy_steps_are_a_fixed_part_of_the_first_difference(mode, steps_per_rm
     assert delta_rms["w"] == pytest.approx(1e-3, rel=0.05)
     for moved in (1, 5):
         now = {name: tensor * moved for name, tensor in weights.items()}
-        plan = Policy(mode).plan_weights(now, anchor=anchor, delta_rms=delta_rms)
+        plan = Policy(mode).plan_delta(now, anchor).with_steps(delta_rms)
         assert plan["w",].candidates == (DeltaUniform(step=delta_rms["w"] / steps_per_rms),)
         assert plan["w",].anchor == "w"
 
@@ -64,7 +66,7 @@ def test_lossy_steps_are_a_fixed_part_of_the_first_difference(mode, steps_per_rm
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_weights_that_lossy_modes_store_exactly(mode, anchored):
     weights, anchor, delta_rms = anchored
-    plan = Policy(mode).plan_weights(weights, anchor=anchor, delta_rms=delta_rms)
+    plan = Policy(mode).plan_delta(weights, anchor).with_steps(delta_rms)
     assert codecs(plan) == {
         ("w",): ["delta-uniform"],
         ("half",): ["planes-delta", "delta-uniform"],
@@ -86,9 +88,7 @@ def test_weights_that_lossy_modes_store_exactly(mode, anchored):
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_every_lossy_weights_bound_holds(mode, anchored):
     weights, anchor, delta_rms = anchored
-    encoded = encode_file(
-        weights, Policy(mode).plan_weights(weights, anchor=anchor, delta_rms=delta_rms), anchor=anchor
-    )
+    encoded = encode_file(weights, Policy(mode).plan_delta(weights, anchor).with_steps(delta_rms), anchor=anchor)
     back = loaded(encoded)
     bounds = {entry.path: entry.bound for entry in encoded.report if entry.bound is not None}
     assert "w" in bounds
@@ -103,8 +103,8 @@ def test_weights_without_an_anchor_are_exact(mode):
 
 def test_weight_that_grew_from_nothing_or_has_no_measure_is_exact(anchored):
     weights, anchor, _ = anchored
-    for delta_rms in ({}, {"w": 0.0}, {"w": 1e-40}, None):
-        plan = Policy("compact").plan_weights(weights, anchor=anchor, delta_rms=delta_rms)
+    for delta_rms in ({}, {"w": 0.0}, {"w": 1e-40}):
+        plan = Policy("compact").plan_delta(weights, anchor).with_steps(delta_rms)
         assert codecs(plan)["w",] == ["planes-delta"]
 
 
@@ -120,16 +120,16 @@ def test_measure_leaves_out_what_cannot_be_lossy(anchored):
 @pytest.mark.parametrize("mode", MODES)
 def test_buffers_are_exact_in_every_mode_and_size(mode, anchored):
     weights, anchor, delta_rms = anchored
-    plan = Policy(mode).plan_weights(weights, buffers={"w"}, anchor=anchor, delta_rms=delta_rms)
+    plan = Policy(mode).plan_delta(weights, anchor, buffers={"w"}).with_steps(delta_rms)
     assert (plan["w",].role, plan["w",].candidates) == ("buffer", (PlanesDelta(),))
     assert Policy(mode).plan_weights(weights, buffers={"w"})["w",].candidates == ()
-    assert Policy(mode).plan_anchor(weights, buffers={"w"})["w",].round_to is None
+    assert Policy(mode).plan_full(weights, buffers={"w"})["w",].round_to is None
 
 
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_anchor_is_rounded_where_the_policy_is_lossy(mode, anchored):
     weights, _, _ = anchored
-    plan = Policy(mode, {"re:frozen": "lossless", "re:added": "int8"}).plan_anchor(weights)
+    plan = Policy(mode, {"re:frozen": "lossless", "re:added": "int8"}).plan_full(weights)
     rounded = {path[0] for path, each in plan.items() if each.round_to is torch.bfloat16}
     assert rounded == {"w", "reshaped"}
 

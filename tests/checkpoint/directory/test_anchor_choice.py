@@ -6,11 +6,12 @@ import shutil
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.anchoring import AnchorState, expected_drift_rms, find_anchor_source
+from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord, find_anchor_candidate
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.manifest import read_manifest, verify_checkpoint
-from hf_trainweights.checkpoint.policy import Policy
-from hf_trainweights.checkpoint.training_state import load_checkpoint, write_checkpoint
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.training_files import load_checkpoint, save_training_state
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 
@@ -31,8 +32,7 @@ def save(root, step, model, *, policy=None, optimizer=None, anchor_every=8):
     checkpoint = {"model": model, "step": step, "names": {"buffers": ["mean"], "optimizer": {0: "w"}}}
     if optimizer is not None:
         checkpoint["optimizer"] = optimizer
-    source = find_anchor_source(root, WEIGHTS, exclude=path)
-    return write_checkpoint(checkpoint, path, policy or Policy(), anchor=source, anchor_every=anchor_every)
+    return save_training_state(checkpoint, path, policy or Policy(), anchor_every=anchor_every)
 
 
 def save_run(root, policy, *, steps=4, distance=1e-4):
@@ -218,35 +218,9 @@ def test_buffers_are_exact_in_every_mode(tmp_path):
         assert torch.equal(load_checkpoint(tmp_path / f"checkpoint-{step}")["model"]["mean"], model["mean"])
 
 
-def test_drift_is_what_adam_would_move_in_independent_steps():
-    drift = expected_drift_rms(adam(lr=1e-3, steps=400), {0: "w"})
-    # The example's update is 0.1 everywhere, but for the correction of the moments' slow start.
-    correction = (1 - 0.999**400) ** 0.5 / (1 - 0.9**400)
-    assert drift == {"w": pytest.approx(1e-3 * 0.1 * correction * 20, rel=1e-3)}
-
-
-@pytest.mark.parametrize(
-    "optimizer",
-    [
-        {},
-        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-        {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
-    ],
-)
-def test_without_adams_moments_there_is_no_drift_to_expect(optimizer):
-    assert expected_drift_rms(optimizer, {0: "w"}) == {}
-
-
-def test_moments_that_are_all_zero_mean_no_drift():
-    optimizer = adam(lr=1e-2)
-    optimizer["state"][0]["exp_avg"].zero_()
-    optimizer["state"][0]["exp_avg_sq"].zero_()
-    assert expected_drift_rms(optimizer, {0: "w"}) == {"w": 0.0}
-
-
-def test_the_state_of_an_anchor_survives_json():
-    state = AnchorState("a" * 64, 3, 4.5, 5.0, {"w": 1e-4})
-    assert AnchorState.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+def test_the_record_of_an_anchor_survives_json():
+    state = AnchorRecord("a" * 64, 3, 4.5, 5.0, {"w": 1e-4})
+    assert AnchorRecord.from_dict(json.loads(json.dumps(state.to_dict()))) == state
 
 
 @pytest.mark.parametrize(
@@ -262,9 +236,9 @@ def test_the_state_of_an_anchor_survives_json():
         {"sha256": 5},
     ],
 )
-def test_a_state_that_is_none_is_refused(value):
+def test_what_is_no_record_is_refused(value):
     with pytest.raises(CorruptFileError, match="anchor"):
-        AnchorState.from_dict(value)
+        AnchorRecord.from_dict(value)
 
 
 def test_an_anchor_that_is_gone_or_a_link_is_not_used(tmp_path):
@@ -273,10 +247,10 @@ def test_an_anchor_that_is_gone_or_a_link_is_not_used(tmp_path):
     content = anchor.read_bytes()
     shutil.rmtree(tmp_path / "checkpoint-1")
     anchor.unlink()
-    assert find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / "checkpoint-3") is None
+    assert find_anchor_candidate(tmp_path / "checkpoint-3", WEIGHTS) is None
     (tmp_path / "outside").write_bytes(content)
     anchor.symlink_to(tmp_path / "outside")
-    assert find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / "checkpoint-3") is None
+    assert find_anchor_candidate(tmp_path / "checkpoint-3", WEIGHTS) is None
     os.unlink(anchor)
 
 
@@ -295,13 +269,13 @@ def test_saves_that_follow_each_other_more_closely_get_finer_steps(tmp_path):
 def test_a_save_is_as_far_from_the_last_one_before_it_as_their_names_say(tmp_path):
     for number in (100, 200, 900):
         save(tmp_path, number, {"w": base_weight(number)})
-    found = {n: find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / f"checkpoint-{n}") for n in (150, 220, 1000)}
+    found = {n: find_anchor_candidate(tmp_path / f"checkpoint-{n}", WEIGHTS) for n in (150, 220, 1000)}
     assert {number: source and source.interval_steps for number, source in found.items()} == {
         150: 50,
         220: 20,
         1000: 100,
     }
-    elsewhere = find_anchor_source(tmp_path, WEIGHTS, exclude=tmp_path / "best")
+    elsewhere = find_anchor_candidate(tmp_path / "best", WEIGHTS)
     assert elsewhere is not None
     assert elsewhere.interval_steps is None
     assert elsewhere.fineness == 1

@@ -14,9 +14,11 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.encoded.decoder import open_anchor
+from hf_trainweights.checkpoint.directory.drift import measure_delta_rms
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
-from hf_trainweights.checkpoint.policy import MODES, SIZE_FLOOR, Policy, measure_delta_rms
+from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 
@@ -56,11 +58,12 @@ def test_plain_pattern_selects_weights_only():
 
 def test_mode_as_a_rule_stands_for_its_codecs(tmp_path):
     weights = {name: torch.randn(80, 64) for name in "ab"}
-    anchor = open_anchor(write_anchor(tmp_path, {name: tensor + 1e-3 for name, tensor in weights.items()}))
-    options = {"anchor": anchor, "delta_rms": measure_delta_rms(weights, anchor)}
-    plan = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_weights(weights, **options)
-    assert plan["a",].candidates == Policy("near-lossless").plan_weights(weights, **options)["a",].candidates
-    assert plan["b",].candidates == (PlanesDelta(),)
+    anchor = Anchor(write_anchor(tmp_path, {name: tensor + 1e-3 for name, tensor in weights.items()}))
+    delta_rms = measure_delta_rms(weights, anchor)
+    by_rule = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_delta(weights, anchor)
+    by_mode = Policy("near-lossless").plan_delta(weights, anchor)
+    assert by_rule.with_steps(delta_rms)["a",] == by_mode.with_steps(delta_rms)["a",]
+    assert by_rule.with_steps(delta_rms)["b",].candidates == (PlanesDelta(),)
 
 
 def test_optimizer_selects_every_state_and_no_weight():

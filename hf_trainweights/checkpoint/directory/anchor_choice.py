@@ -1,0 +1,182 @@
+"""The anchor that the next checkpoint may be stored against, and the record of it in manifests.
+
+A star, not a chain: every checkpoint of a run refers to one earlier weights file, the anchor, by its DECODED values, so
+errors never add up and reading takes two files. The manifest of each checkpoint carries the `AnchorRecord`, so the star
+goes on after a restart, and any one surviving checkpoint is enough to continue it.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import link_or_copy
+
+# A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
+_REFRESH_BITS = 1.0
+
+
+@dataclass(frozen=True)
+class AnchorRecord:
+    """What later checkpoints must know about an anchor; the manifest of each that uses it records it.
+
+    Args:
+        sha256: Digest of the anchor file.
+        saves: How many checkpoints it has served, including the one that it is itself.
+        first_bits: Stored bits per weight of the first delta against it; None before that.
+        last_bits: The same of the newest delta, less the bits that a finer step cost (see `AnchorCandidate.fineness`).
+        delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
+            as long as all codecs are lossless.
+        interval_steps: Training steps from the save before that delta to it; None where unknown.
+    """
+
+    sha256: str
+    saves: int = 1
+    first_bits: float | None = None
+    last_bits: float | None = None
+    delta_rms: Mapping[str, float] = field(default_factory=dict)
+    interval_steps: int | None = None
+
+    def is_spent(self, anchor_every: int) -> bool:
+        """Tell whether the next checkpoint should begin a new anchor.
+
+        Args:
+            anchor_every: The most checkpoints one anchor serves.
+
+        Returns:
+            True after that many, or when deltas have become one bit per weight more expensive than the first.
+        """
+        aged = self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + _REFRESH_BITS
+        return self.saves >= anchor_every or aged
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
+        """Read what `to_dict` returned.
+
+        Raises:
+            CorruptFileError: A field is missing, unknown or of another type.
+        """
+        try:
+            record = cls(**value)
+            valid = len(record.sha256) == 64 and record.saves >= 1
+            valid = valid and all(isinstance(bits, float | None) for bits in (record.first_bits, record.last_bits))
+            valid = valid and all(rms >= 0 for rms in record.delta_rms.values())
+            valid = valid and (record.interval_steps is None or record.interval_steps >= 1)
+        except (TypeError, AttributeError) as error:
+            raise _corrupt_record(value) from error
+        if not valid:
+            raise _corrupt_record(value)
+        return record
+
+
+@dataclass(frozen=True)
+class AnchorCandidate:
+    """An anchor on disk that the next checkpoint may use.
+
+    Args:
+        path: The file, under the name that it has in the checkpoint that holds it.
+        record: What that checkpoint's manifest says about it.
+        interval_steps: Training steps from the save before the next checkpoint to that; None where unknown.
+    """
+
+    path: Path
+    record: AnchorRecord
+    interval_steps: int | None = None
+
+    @property
+    def fineness(self) -> float:
+        """How much finer than the first delta's the steps of the next one must be, from 0 to 1.
+
+        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
+        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
+        """
+        if self.interval_steps is None or self.record.interval_steps is None:
+            return 1.0
+        return min(math.sqrt(self.interval_steps / self.record.interval_steps), 1.0)
+
+    @property
+    def step_rms(self) -> dict[str, float]:
+        """By parameter name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
+        return {name: rms * self.fineness for name, rms in self.record.delta_rms.items()}
+
+
+def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | None:
+    """Look through the other checkpoints of a run, newest first, for an anchor to continue with.
+
+    Args:
+        path: The checkpoint that is being saved; the others of the run lie beside it.
+        weights_name: Name of the weights file in each, which may be the anchor itself.
+
+    Returns:
+        The first one whose manifest reads and whose anchor is there; its digest is checked when it is opened.
+
+    Raises:
+        OSError: The directory of the run cannot be read.
+    """
+    others = [each for each in checkpoint_directories(path.parent) if each.absolute() != path.absolute()]
+    for directory in others:
+        try:
+            manifest = read_manifest(directory)
+            record = AnchorRecord.from_dict(manifest.anchor) if manifest.anchor else None
+        except (CorruptFileError, OSError):
+            continue
+        if record is None:
+            continue
+        weights = manifest.files.get(weights_name)
+        is_anchor_itself = weights is not None and weights.sha256 == record.sha256
+        anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
+        if anchor.is_file() and not anchor.is_symlink():
+            return AnchorCandidate(anchor, record, _interval_steps(others, path))
+    return None
+
+
+def _interval_steps(newest_first: Sequence[Path], path: Path) -> int | None:
+    try:
+        step = checkpoint_step(path)
+    except ValueError:  # a directory that is no run's
+        return None
+    # Later ones are of a run that was resumed from before them.
+    return next((step - saved for saved in map(checkpoint_step, newest_first) if saved < step), None)
+
+
+def link_anchor(candidate: AnchorCandidate, directory: Path) -> Anchor | None:
+    """Link an anchor into a checkpoint directory under its digest's name and opens it there.
+
+    Args:
+        candidate: The anchor.
+        directory: Where the link is made.
+
+    Returns:
+        The anchor, verified; None, with a warning, if it is damaged or gone. Then there is no link either.
+
+    Raises:
+        OSError: The disk is full or refuses.
+    """
+    link = directory / anchor_file_name(candidate.record.sha256)
+    try:
+        if not link.exists():
+            link_or_copy(candidate.path, link)
+        return Anchor(link)
+    except (CorruptFileError, FileNotFoundError) as error:
+        warnings.warn(f"The next checkpoint is stored without reference: {error}", stacklevel=2)
+        if link.exists():
+            disk.file_system.unlink(link)
+        return None
+
+
+def _corrupt_record(value: object) -> CorruptFileError:
+    return CorruptFileError("anchor", "its state", repr(value)[:200], "Use another checkpoint of the run.")

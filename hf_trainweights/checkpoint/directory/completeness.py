@@ -1,0 +1,100 @@
+"""Whether a plain checkpoint, which has no digests, is complete, as far as a look at its files shows."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.checkpoint.directory.plain_weights import WEIGHT_FILES, shard_names
+
+# Progress and extras of a plain loop, written by `save_checkpoint`.
+STATE_NAME = "trainweights_state.pt"
+
+_READ_BYTES = 1 << 20
+
+
+def plain_problem(directory: Path) -> str | None:
+    """Say why a checkpoint without a manifest cannot be used.
+
+    Args:
+        directory: Its directory.
+
+    Returns:
+        The reason, or None: progress, weights and, if there is one, the optimizer's state can be read.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    state = directory / STATE_NAME
+    problem = zip_problem(state) if state.is_file() else _trainer_state_problem(directory / "trainer_state.json")
+    if problem:
+        return problem
+    folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]  # one per further adapter
+    weights = [folder / name for folder in folders for name in WEIGHT_FILES if (folder / name).is_file()]
+    if not weights:
+        return "no weight file is there"
+    optimizer = directory / "optimizer.pt"
+    return weights_problem(weights[0]) or (zip_problem(optimizer) if optimizer.exists() else None)
+
+
+def _trainer_state_problem(path: Path) -> str | None:
+    try:
+        if isinstance(json.loads(path.read_bytes()), dict):
+            return None
+    except (OSError, ValueError, RecursionError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return f"{path.name} is not a JSON object"
+
+
+def weights_problem(path: Path) -> str | None:
+    """Say why a weight file cannot be loaded, as far as its structure shows.
+
+    Args:
+        path: A file whose name is in `WEIGHT_FILES`.
+
+    Returns:
+        The reason, or None.
+    """
+    if path.suffix == ".bin":
+        return zip_problem(path)
+    if path.suffix == ".safetensors":
+        return _safetensors_problem(path)
+    try:
+        names = shard_names(path)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        return f"{path.name} cannot be read: {error!r}"
+    return next(filter(None, (weights_problem(path.parent / name) for name in names)), None)
+
+
+def zip_problem(path: Path) -> str | None:
+    """Say why a torch file cannot be loaded, as far as its zip structure and checksums show.
+
+    Args:
+        path: A file that torch.save wrote.
+
+    Returns:
+        The reason, or None.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            for member in archive.infolist():
+                # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
+                if member.CRC != 0:
+                    with archive.open(member) as file:
+                        while file.read(_READ_BYTES):
+                            pass
+    except (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+        return f"{path.name} cannot be read: {error}"
+    return None
+
+
+def _safetensors_problem(path: Path) -> str | None:
+    try:
+        with safe_open(path, framework="pt") as file:
+            file.keys()
+    except (OSError, SafetensorError) as error:
+        return f"{path.name} cannot be read: {error}"
+    return None

@@ -1,0 +1,127 @@
+"""A checkpoint directory that is rewritten where it lies: its manifest goes first and comes back last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.checkpoint.directory.completeness import zip_problem
+from hf_trainweights.checkpoint.directory.garbage import unused_anchors
+from hf_trainweights.checkpoint.directory.inventory import is_torch_file
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.directory.save_job import os_errors_as_save_errors
+from hf_trainweights.checkpoint.directory.verification import list_files
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
+from hf_trainweights.files import disk
+from hf_trainweights.files.cleanup import clean_up
+
+CHOICES = ("policy", "keep_weights")
+"""Keys in a manifest's metadata that say how the directory was rewritten."""
+
+_RNG_PREFIX = "rng_state"
+
+
+@contextlib.contextmanager
+def rewriting(path: Path) -> Iterator[None]:
+    """Remove the manifest and files of dead processes, and keep the directory's times: rotation sorts by them.
+
+    Args:
+        path: The checkpoint directory.
+
+    Raises:
+        SaveError: The disk is full or refuses, also in the block.
+    """
+    with os_errors_as_save_errors(path):
+        times = path.stat()
+        try:
+            remove_files([path / MANIFEST_NAME])
+            clean_up(path)
+            yield
+        finally:
+            disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+
+
+def remove_files(files: Iterable[Path]) -> None:
+    """Remove those of some files that are there, durably and in this order: an index of shards before its shards.
+
+    Args:
+        files: Their paths.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for file in files:
+        if file.exists():
+            disk.file_system.unlink(file)
+            disk.file_system.sync_directory(file.parent)
+
+
+def manifest_fields(
+    path: Path,
+    previous: Manifest | None,
+    metrics: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a manifest beside its files.
+
+    Args:
+        path: The checkpoint directory.
+        previous: The manifest that it had; without one, the Trainer's own state says step and epoch.
+        metrics: Default: those of `previous`.
+        choices: Metadata under the keys `CHOICES`.
+
+    Returns:
+        Fields of `Manifest`.
+    """
+    fields: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if previous is not None:
+        fields = {"step": previous.step, "epoch": previous.epoch, "metrics": previous.metrics}
+        metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
+    else:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            state = json.loads((path / "trainer_state.json").read_bytes())
+            fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
+    if metrics is not None:
+        fields["metrics"] = metrics
+    return {**fields, "metadata": {**metadata, **(choices or {})}}
+
+
+def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Manifest) -> Manifest:
+    """Remove the anchors that no file needs any more, and write a manifest of all that is there.
+
+    Args:
+        path: The checkpoint directory.
+        previous: The manifest that it had; reports of files that were not rewritten are taken from it.
+        manifest: The new one, with the files that were rewritten.
+
+    Returns:
+        The manifest that was written, with the other files as well.
+
+    Raises:
+        ConfigError: Metrics or metadata hold something that JSON cannot.
+        OSError: The disk is full or refuses.
+    """
+    remove_files(unused_anchors(path))
+    files = dict(manifest.files)
+    for name, status in list_files(path).items():
+        if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
+            continue
+        if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
+            continue  # another rank is still writing it
+        files[name] = FileEntry.of(path / name, _known_report(path / name, previous))
+    manifest = replace(manifest, files=files)
+    write_manifest(path, manifest)
+    return manifest
+
+
+def _known_report(path: Path, previous: Manifest | None) -> Mapping[str, Any] | None:
+    """Return the report of a file that was not rewritten, also where an interruption left no manifest."""
+    if previous is not None and path.name in previous.files:
+        return previous.files[path.name].report
+    return read_report(path) if is_torch_file(path) and is_encoded(path) else None

@@ -1,0 +1,82 @@
+"""`SaveJob`: the facts that all functions need which take part in saving one checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files.atomic import create_file, replace_file
+
+ANCHOR_EVERY_SAVES = 8
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One checkpoint that is being saved.
+
+    Args:
+        path: Where it lies when it is complete.
+        directory: Where its files are written, and large payloads wait: `path` itself, or a temporary directory that
+            becomes it.
+        policy: Which codec for which tensor.
+        anchor_every: The most checkpoints that one anchor serves; None for a checkpoint that needs no other.
+        open_file: Opens a file of `directory` for writing.
+    """
+
+    path: Path
+    directory: Path
+    policy: Policy
+    anchor_every: int | None
+    open_file: Callable[[Path], AbstractContextManager[BinaryIO]]
+
+    @classmethod
+    def aside(cls, path: Path, temporary: Path, policy: Policy, anchor_every: int | None) -> SaveJob:
+        """Return the job of a new checkpoint, whose files are written into a temporary directory."""
+        return cls(path, temporary, policy, anchor_every, create_file)
+
+    @classmethod
+    def in_place(cls, path: Path, policy: Policy, anchor_every: int | None) -> SaveJob:
+        """Return the job of a checkpoint whose files are replaced one by one where they lie."""
+        return cls(path, path, policy, anchor_every, replace_file)
+
+
+@contextlib.contextmanager
+def os_errors_as_save_errors(path: Path) -> Iterator[None]:
+    """Turn an OSError of the block, in which `path` is written, into a `SaveError`.
+
+    Args:
+        path: The checkpoint directory.
+
+    Raises:
+        SaveError: The block raised an OSError.
+    """
+    try:
+        yield
+    except SaveError:
+        raise
+    except OSError as error:
+        next_step = "Free space or mend the disk and save again; earlier checkpoints are untouched."
+        raise SaveError(str(path), "a disk that takes the checkpoint", str(error), next_step) from error
+
+
+@contextlib.contextmanager
+def file_named_in_errors(name: str) -> Iterator[None]:
+    """Put the name of a file before the key that an `UnstorableError` names.
+
+    Args:
+        name: The file.
+
+    Raises:
+        UnstorableError: The block raised one.
+    """
+    try:
+        yield
+    except UnstorableError as error:
+        raise UnstorableError(f"{name}: {error.where}", error.expected, error.found, error.next_step) from error

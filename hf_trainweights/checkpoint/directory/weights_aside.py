@@ -1,0 +1,61 @@
+"""Live weights that replace a Trainer's files: written aside while training waits, put in their place later."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_trainweights.checkpoint.directory.in_place import remove_files, rewriting
+from hf_trainweights.checkpoint.directory.inventory import take_inventory
+from hf_trainweights.checkpoint.directory.save_job import os_errors_as_save_errors
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME
+from hf_trainweights.files.atomic import create_file_aside, move_file
+from hf_trainweights.files.temporary import Claim
+
+
+def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
+    """Save weights in a checkpoint directory under a temporary name, plain and as fast as torch.save.
+
+    Args:
+        path: The directory.
+        weights: A flat state dict under module names; it may change afterwards.
+
+    Returns:
+        The claim on the file, for `adopt_weights`; its data may not be on the disk yet.
+
+    Raises:
+        SaveError: The disk is full or refuses; nothing is left behind.
+    """
+    path = Path(path).absolute()
+    with os_errors_as_save_errors(path), create_file_aside(path) as (claim, file):
+        torch.save(dict(weights), file)
+    return claim
+
+
+def adopt_weights(path: str | Path, aside: Claim) -> None:
+    """Put weights that were set aside in the place of a checkpoint's weight files.
+
+    A Trainer resumes exactly from the module's names, and its own files may have others.
+
+    Args:
+        path: The directory.
+        aside: What `set_weights_aside` returned; the file is moved, or removed after an error.
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        CorruptFileError: An index of shards cannot be read; nothing has changed.
+        SaveError: The disk refuses; the old weights are there, or the new ones.
+    """
+    path = Path(path).absolute()
+    try:
+        inventory = take_inventory(path)
+        with rewriting(path):
+            move_file(aside.path, path / WEIGHTS_NAME)
+            remove_files(inventory.replaced_by(WEIGHTS_NAME))
+    finally:
+        aside.path.unlink(missing_ok=True)
+        aside.release()

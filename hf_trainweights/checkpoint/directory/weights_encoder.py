@@ -1,0 +1,141 @@
+"""The weights of a checkpoint -> an encoded file: a delta against the run's anchor, or full as the next anchor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor
+
+from hf_trainweights.checkpoint.directory.anchor_choice import (
+    AnchorCandidate,
+    AnchorRecord,
+    find_anchor_candidate,
+    link_anchor,
+)
+from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, without_coarse_rounding
+from hf_trainweights.checkpoint.directory.save_job import SaveJob
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.files import disk
+
+WEIGHTS_NAME = "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a checkpoint, and the facts that decide how they are stored.
+
+    Args:
+        state: A flat state dict under module names.
+        buffers: Names in it that are buffers; they are exact in every mode.
+        optimizer: The optimizer's state dict, from which the drift of the weights is estimated.
+        optimizer_names: Its parameters' names by their index in it.
+        file_name: The file they go to.
+    """
+
+    state: Mapping[str, Any]
+    buffers: Collection[str] = ()
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    file_name: str = WEIGHTS_NAME
+
+    @property
+    def can_be_anchor(self) -> bool:
+        """Whether others can be stored against them: they are plain tensors only."""
+        return all(isinstance(value, Tensor) for value in self.state.values())
+
+
+@dataclass(frozen=True)
+class EncodedWeights:
+    """The weights of a checkpoint, encoded.
+
+    Args:
+        file: The file.
+        anchor: What the manifest records about the anchor that this file refers to, which is linked into the job's
+            directory; None if it refers to no other file.
+    """
+
+    file: EncodedFile
+    anchor: AnchorRecord | None
+
+
+def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
+    """Encode weights as a difference to the run's anchor, or in full where there is none or a new one is due.
+
+    Args:
+        job: The checkpoint they belong to.
+        weights: The weights.
+
+    Returns:
+        The file, and the anchor it needs.
+
+    Raises:
+        UnstorableError: A value cannot be stored; the error names its key.
+        OSError: The disk is full or refuses.
+    """
+    if job.anchor_every is None:
+        return _encode_full(job, weights, {})
+    candidate = find_anchor_candidate(job.path, weights.file_name)
+    if candidate is None:
+        return _encode_full(job, weights, {})
+    encoded = None if candidate.record.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate)
+    return encoded or _encode_full(job, weights, candidate.step_rms)
+
+
+def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) -> EncodedWeights | None:
+    """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
+    anchor = link_anchor(candidate, job.directory)
+    if anchor is None:
+        return None
+    plan = job.policy.plan_delta(weights.state, anchor, buffers=weights.buffers)
+    encoded = None
+    if plan.uses_anchor:
+        if not plan.is_lossless:
+            candidate = _with_steps(candidate, weights, anchor)
+        file = encode_file(
+            weights.state,
+            plan.with_steps(candidate.step_rms),
+            anchor=anchor,
+            anchor_link=job.path / anchor.path.name,
+            spool_directory=job.directory,
+        )
+        encoded = EncodedWeights(file, _next_record(candidate, file, weights) if file.anchor_sha256 else None)
+    if encoded is None or encoded.anchor is None:
+        disk.file_system.unlink(anchor.path)
+    return encoded
+
+
+def _with_steps(candidate: AnchorCandidate, weights: Weights, anchor: Anchor) -> AnchorCandidate:
+    """Measure how far the weights have moved, unless an earlier delta did: it takes as long as decoding the anchor."""
+    if candidate.record.delta_rms:
+        return candidate
+    delta_rms = measure_delta_rms(weights.state, anchor)
+    # The anchor itself, made small once more, says nothing about how far weights move.
+    delta_rms = delta_rms if any(delta_rms.values()) else {}
+    record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
+    return replace(candidate, record=record)
+
+
+def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights) -> AnchorRecord:
+    record = candidate.record
+    bits = _bits_per_weight(file, weights.state) + math.log2(candidate.fineness)
+    first_bits = bits if record.first_bits is None else record.first_bits
+    return replace(record, saves=record.saves + 1, first_bits=first_bits, last_bits=bits)
+
+
+def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float]) -> EncodedWeights:
+    """Encode without reference; where the mode is lossy, weights that drift far enough are rounded to bfloat16."""
+    plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
+    if not drift_rms and any(each.round_to for each in plan.values()):
+        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names)
+    plan = without_coarse_rounding(plan, weights.state, drift_rms)
+    return EncodedWeights(encode_file(weights.state, plan, spool_directory=job.directory), None)
+
+
+def _bits_per_weight(file: EncodedFile, weights: Mapping[str, Any]) -> float:
+    reports = [report for report in file.report if report.role == "weight"]
+    elements = sum(weights[report.name].numel() for report in reports)
+    return 8 * sum(report.bytes_out for report in reports) / max(elements, 1)

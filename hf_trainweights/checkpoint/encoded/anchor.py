@@ -1,0 +1,79 @@
+"""`Anchor`: the weights that other files are stored against, opened and decoded one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.encoded.anchor_files import verify_anchor
+from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.reader import load_undecoded
+from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
+from hf_trainweights.checkpoint.encoded.storages import default_device_cpu
+from hf_trainweights.checkpoint.encoded.structure import cut_payload
+from hf_trainweights.checkpoint.encoded.tree import unflatten
+
+
+class Anchor:
+    """The weights that files are stored against, decoded one at a time.
+
+    Args:
+        path: A regular file called `anchor_file_name(sha256)`; it stays memory-mapped as long as this object lives.
+
+    Attributes:
+        path: Its absolute path.
+        sha256: Its digest.
+
+    Raises:
+        CorruptFileError: Its digest or its content is wrong, or it refers to another anchor.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path).absolute()
+        self.sha256 = verify_anchor(self.path)
+        loaded = load_undecoded(self.path)
+        self._structure = loaded.structure
+        self._pieces = cut_payload(loaded.structure, loaded.payload)
+        self._views = _views_by_name(loaded.structure, str(self.path))
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._views
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._views)
+
+    def tensor(self, name: str) -> Tensor:
+        """Decode one tensor.
+
+        Args:
+            name: The parameter's name in its module.
+
+        Returns:
+            A new CPU tensor, of the dtype and shape it was stored with.
+
+        Raises:
+            CorruptFileError: There is no such tensor, or it is damaged.
+        """
+        if name not in self._views:
+            raise corrupt(str(self.path), f"an anchor that holds {name}", "others only")
+        view = self._views[name]
+        index = view["storage"]
+        with torch.no_grad(), default_device_cpu():
+            storage = decode_storage(self._structure, index, self._pieces[index], {})
+            structure = {"tree": {"tensor": 0}, "tensors": [{**view, "storage": 0}]}
+            return unflatten(structure, [storage]).detach()
+
+
+def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
+    """Return the views of a flat state dict, every one of them checked by building it on "meta"."""
+    tree = unflatten(structure, empty_storages(structure))
+    is_flat = isinstance(tree, dict) and all(isinstance(value, Tensor) for value in tree.values())
+    if not is_flat or "anchor" in structure or any("exp_avg_sq" in each for each in structure["storages"]):
+        raise corrupt(where, "an anchor: one flat state dict that refers to no other file", "another file")
+    items = next(iter(structure["tree"].values()))
+    return {name: structure["tensors"][node["tensor"]] for name, node in items}

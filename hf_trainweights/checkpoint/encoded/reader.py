@@ -1,0 +1,163 @@
+"""Files on disk, plain or encoded: `load_file`, and functions that look into an encoded one without decoding it."""
+
+from __future__ import annotations
+
+import math
+import os
+import zipfile
+from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
+from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
+from hf_trainweights.checkpoint.encoded.storage_paths import storage_paths
+from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL
+from hf_trainweights.errors import CorruptFileError
+
+leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
+"""Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
+
+
+@dataclass(frozen=True)
+class Undecoded:
+    """An encoded file that was opened but not decoded.
+
+    Args:
+        structure: Its checked JSON object, as in structure.py.
+        payload: 1-D uint8, memory-mapped.
+    """
+
+    structure: dict[str, Any]
+    payload: Tensor
+
+
+def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False) -> Any:
+    """Load a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
+
+    Args:
+        path: The file.
+        map_location: As in `torch.load`.
+        mmap: As in `torch.load`, for a plain file. An encoded one is always mapped: decoding copies it.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        CorruptFileError: The content is damaged, is not a torch file or holds more than data.
+        MissingAnchorError: The anchor it needs is found nowhere.
+        OSError: It cannot be read.
+    """
+    try:
+        is_mapped = mmap or is_encoded(path)
+        return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
+    except (CorruptFileError, MissingAnchorError) as error:
+        raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
+    except (OSError, MemoryError):
+        raise
+    except Exception as error:  # torch's reader raises anything on damaged files
+        found = f"{type(error).__name__}: {error}"[:300]
+        next_step = "Restore it from a copy, unless it was never a torch file."
+        raise CorruptFileError(str(path), "a file that torch.load reads", found, next_step) from error
+
+
+def is_encoded(path: str | Path) -> bool:
+    """Say whether a file claims to be an encoded one; its content is not checked.
+
+    Args:
+        path: Any file.
+
+    Returns:
+        True for a saved `EncodedFile`, False for every other file.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+            if len(pickles) != 1:
+                return False
+            with archive.open(pickles[0]) as pickle:
+                return pickle.read(len(DECODE_CALL)) == DECODE_CALL
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError):  # a damaged zip file
+        return False
+
+
+def read_structure(path: str | Path) -> dict[str, Any]:
+    """Read the structure of an encoded file without decoding it, or needing its anchor.
+
+    Args:
+        path: An encoded file.
+
+    Returns:
+        The checked JSON object, as in structure.py.
+
+    Raises:
+        CorruptFileError: It is damaged, or not an encoded file.
+        OSError: It cannot be read.
+    """
+    return load_undecoded(path).structure
+
+
+def read_report(path: str | Path) -> dict[str, Any]:
+    """Read from an encoded file the report that stands in a manifest, where the manifest is lost.
+
+    Args:
+        path: An encoded file.
+
+    Returns:
+        The digest of its `anchor` or None, and `tensors`, one dict a storage as in `TensorReport`; name and role, which
+        only the plan knew, are guessed from the key path.
+
+    Raises:
+        CorruptFileError: It is damaged, or not an encoded file.
+        OSError: It cannot be read.
+    """
+    structure = read_structure(path)
+    paths = storage_paths(structure)
+    tensors = [_stored_report(paths.get(i, ()), entry) for i, entry in enumerate(structure["storages"])]
+    return {"anchor": structure.get("anchor", {}).get("sha256"), "tensors": tensors}
+
+
+def _stored_report(path: KeyPath, entry: Mapping[str, Any]) -> dict[str, Any]:
+    role = str(path[-1]) if path and path[-1] in ("exp_avg", "exp_avg_sq") else "weight" if len(path) == 1 else "other"
+    return {
+        "path": path_text(path),
+        "name": path_text(path),
+        "role": role,
+        "codec": entry["codec"],
+        "params": entry.get("params", {}),
+        "bound": entry.get("bound"),
+        "bytes_in": math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize,
+        "bytes_out": sum(entry["sizes"]),
+    }
+
+
+def load_undecoded(path: str | Path) -> Undecoded:
+    """Open an encoded file without decoding it, or needing its anchor.
+
+    Args:
+        path: The file.
+
+    Returns:
+        What it holds.
+
+    Raises:
+        CorruptFileError: It is damaged, or not an encoded file.
+        OSError: It cannot be read.
+    """
+    token = leave_undecoded.set(True)
+    try:
+        loaded = load_file(path, mmap=True) if is_encoded(path) else None
+    finally:
+        leave_undecoded.reset(token)
+    if type(loaded) is not Undecoded:
+        raise corrupt(str(path), "an encoded file", "another file")
+    return loaded

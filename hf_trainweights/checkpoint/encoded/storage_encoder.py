@@ -1,0 +1,94 @@
+"""One storage of a tree -> bytes, by the codec of its plan that gives the fewest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storages import Storage
+from hf_trainweights.errors import QuantizationError, UnsupportedError
+
+# With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
+_RAW_ELEMENTS = (64, 4096)
+
+
+def read_storage(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | None]:
+    """Return the tensor to encode, and the largest error of rounding it; None if it is as it was."""
+    tensor = storage.read()
+    if plan.round_to is None or not storage.exclusive:
+        return tensor, None
+    rounded = tensor.to(plan.round_to).to(tensor.dtype)
+    error = (rounded - tensor).abs().amax().item() if tensor.numel() else 0.0
+    return (rounded, error) if math.isfinite(error) else (tensor, None)
+
+
+def anchor_reference(anchor: Anchor | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the anchor's tensor of that name, in the tensor's dtype, as references; none where there is no such."""
+    if anchor is None or name is None or name not in anchor:
+        return {}
+    reference = anchor.tensor(name)
+    # What a float out of range becomes as an integer depends on the machine.
+    if reference.dtype != tensor.dtype and not (reference.is_floating_point() and tensor.is_floating_point()):
+        return {}
+    return {"anchor": reference.to(tensor.dtype)}
+
+
+def encode_storage(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[Codec, EncodedTensor]:
+    """Encode a storage by the codec with the smallest result.
+
+    Args:
+        tensor: What `read_storage` returned.
+        storage: The storage it was read from.
+        plan: Which codecs to try; if none of them can be used, the exact ones decide among themselves.
+        references: Decoded tensors by what they are: `anchor`, `exp_avg_sq`.
+
+    Returns:
+        The codec, and its result.
+
+    Raises:
+        UnsupportedError: No codec takes the dtype; the error names the key path.
+    """
+    missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
+    missing |= {name for name, reference in references.items() if reference.shape != tensor.shape}
+    usable = [
+        codec
+        for codec in plan.candidates
+        if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
+    ]
+    exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
+    if tensor.numel() >= _RAW_ELEMENTS[0]:
+        exact.append(get_codec("planes")())
+    best = _smallest(tensor, usable, references) or _smallest(tensor, exact, {})
+    if best is None:
+        raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
+    return best
+
+
+def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, EncodedTensor] | None:
+    best: tuple[Codec, EncodedTensor] | None = None
+    for codec in codecs:
+        try:
+            encoded = codec.encode(tensor, references)
+        except (QuantizationError, UnsupportedError):
+            continue
+        if best is None or encoded.payload_bytes < best[1].payload_bytes:
+            best = codec, encoded
+    return best
+
+
+def decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
+    """Return the tensor that decoding will give, without decoding where the codec or its result has it already."""
+    if codec.lossless:
+        return tensor
+    if encoded.decoded is not None:
+        return encoded.decoded
+    return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)

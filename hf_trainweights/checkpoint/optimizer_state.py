@@ -1,0 +1,80 @@
+"""An optimizer as a loop sees it: the names of its parameters, its state without casts, and when it steps."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by the index under which its state dict knows them.
+
+    Args:
+        model: Whose names; parameters of other modules are left out.
+        optimizer: An optimizer with `param_groups`, or None.
+
+    Returns:
+        Index to name: indices run through the groups in their order.
+
+    Example:
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer_parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
+        {0: 'bias', 1: 'weight'}
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = getattr(optimizer, "param_groups", [])
+    parameters = dict.fromkeys(id(parameter) for group in groups for parameter in group["params"])
+    return {index: names[key] for index, key in enumerate(parameters) if key in names}
+
+
+def load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[str, Any]) -> None:
+    """Load an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
+
+    An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
+
+    Args:
+        optimizer: Built as it was.
+        model: Whose parameters it updates.
+        checkpoint: With `model`, `optimizer` and `names`; it shares no memory with the optimizer afterwards.
+
+    Raises:
+        ValueError: torch's own, where the optimizer has other parameter groups.
+    """
+    saved = checkpoint["optimizer"]
+    optimizer.load_state_dict(copy.deepcopy(saved))
+    own = dict(model.named_parameters())
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, name in checkpoint.get("names", {}).get("optimizer", {}).items():
+        weight = checkpoint["model"].get(name)
+        if name not in own or not isinstance(weight, torch.Tensor) or weight.dtype != own[name].dtype:
+            continue  # the model has another dtype now, so torch's cast is right
+        state = optimizer.state.get(parameters[index], {})
+        for key, value in saved["state"].get(index, {}).items():
+            current = state.get(key)
+            if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.dtype != value.dtype:
+                state[key] = value.to(current.device, copy=True)
+
+
+@contextlib.contextmanager
+def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
+    """Call a hook after every `optimizer.step()` of a block.
+
+    Args:
+        optimizer: An optimizer, one that wraps another, or anything else.
+        hook: What to call.
+
+    Yields:
+        Whether the optimizer, or the one that it wraps, takes hooks.
+    """
+    register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
+    handle = register(hook) if register else None
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            handle.remove()

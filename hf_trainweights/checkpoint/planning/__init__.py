@@ -1,0 +1,1 @@
+"""Which codec each tensor of a checkpoint gets, before anything is encoded."""

@@ -1,0 +1,228 @@
+"""Which codec for which tensor: three modes, and rules for exceptions.
+
+| role | what | `near-lossless` | `compact` |
+|---|---|---|---|
+| weight | parameters | delta-uniform, step rms / 4 | delta-uniform, step rms |
+| exp_avg | Adam's first moment | update-space, step 1/4 | update-space, step 1/2 |
+| exp_avg_sq | Adam's second moment; exactly: planes-rank1 | log-rank1, step 1 | log-rank1, step 2 |
+| buffer | buffers of the module | exact | exact |
+| other | step counters, states of optimizers that are not Adam | exact | exact |
+
+In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor; a weight
+without an anchor, or one that did not change, is exact. A tensor of fewer than 4096 elements is exact in every mode and
+under every rule: norms and biases take little space and steer much.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Container, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
+from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.planning.delta_plan import DeltaPlan, LossyDelta
+from hf_trainweights.checkpoint.planning.modes import (
+    MODES,
+    MOMENTS,
+    allowed_codecs,
+    exact_delta_codecs,
+    lossy_mode_of,
+    rounding_of,
+    state_codecs,
+)
+from hf_trainweights.checkpoint.planning.rules import Rule, parse_rule
+from hf_trainweights.errors import ConfigError
+
+# What Adam and AdamW keep per parameter, and apex without the step; with another key it is another optimizer.
+_ADAM_STATE = MOMENTS | {"step"}
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Chooses a codec for each tensor; a value that compares equal to its copy through JSON.
+
+    Args:
+        mode: One of `MODES`, for everything that no rule selects.
+        rules: Selector to choice; the first match in this order wins. A selector is a role, `optimizer` for all
+            of an optimizer's state, `re:pattern` for weights whose whole name matches, or `role/re:pattern`. A
+            choice is a mode, a codec (`"raw"`), a format (`"int8"`: the codec grouped), or one of the latter two
+            with options: `{"codec": "delta-uniform", "bound": 1e-5}`, `{"format": "int4", "group_size": 32}`.
+
+    Raises:
+        ConfigError: A mode, selector or choice is unknown, or a codec does not suit a role.
+
+    Example:
+        >>> policy = Policy("compact", {"optimizer": "lossless", "re:.*embed.*": "raw"})
+        >>> policy.plan_weights({"embed.weight": torch.zeros(64, 64)})["embed.weight",].candidates
+        (Raw(),)
+    """
+
+    mode: str = "lossless"
+    rules: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise ConfigError("mode", f"one of {', '.join(MODES)}", repr(self.mode), "Choose one of these.")
+        if not isinstance(self.rules, Mapping):
+            found = type(self.rules).__name__
+            raise ConfigError("rules", "a dict from selector to choice", found, "See the class docstring.")
+        object.__setattr__(self, "rules", dict(self.rules))
+        for selector, choice in self.rules.items():
+            parse_rule(selector, choice)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the policy as JSON; the order of the rules matters."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, value: Mapping[str, Any]) -> Policy:
+        """Return the policy that `to_dict` described.
+
+        Raises:
+            ConfigError: It describes none.
+        """
+        if set(value) != {"mode", "rules"}:
+            found = ", ".join(map(str, value))
+            raise ConfigError("policy", "mode and rules", found, "Pass what to_dict returned.")
+        return cls(**value)
+
+    def plan_weights(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
+        """Plan a weights file that stands alone and is exact but for rules that name a codec.
+
+        Args:
+            weights: A flat state dict under module names.
+            buffers: Which of them are buffers.
+
+        Returns:
+            A plan for `encode_file(weights, plan)`.
+        """
+        return {
+            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor))
+            for name, tensor, role, choice in self._choices(weights, buffers)
+        }
+
+    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
+        """Plan a weights file that stands alone, becomes an anchor and may be rounded where the mode is lossy.
+
+        Args:
+            weights: A flat state dict under module names.
+            buffers: Which of them are buffers.
+
+        Returns:
+            A plan for `encode_file(weights, plan)`. Whether a weight that has a `round_to` moves enough to be rounded
+            is not known here.
+        """
+        return {
+            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor), round_to=rounding_of(choice, role, tensor))
+            for name, tensor, role, choice in self._choices(weights, buffers)
+        }
+
+    def plan_delta(
+        self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()
+    ) -> DeltaPlan:
+        """Plan a weights file that is stored against an anchor.
+
+        Args:
+            weights: A flat state dict under module names.
+            anchor: The names that are in the anchor; other weights are stored exactly.
+            buffers: Which of the weights are buffers.
+
+        Returns:
+            The plan, which lacks the steps of the lossy modes.
+        """
+        exact: dict[KeyPath, TensorPlan] = {}
+        lossy: dict[KeyPath, LossyDelta] = {}
+        for name, tensor, role, choice in self._choices(weights, buffers):
+            if name not in anchor:
+                exact[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
+                continue
+            exact[name,] = TensorPlan(role, name, exact_delta_codecs(choice, tensor), anchor=name)
+            if mode := lossy_mode_of(choice, role, tensor):
+                lossy[name,] = LossyDelta(mode.steps_per_rms, or_exact=tensor.dtype != torch.float32)
+        return DeltaPlan(exact, lossy)
+
+    def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:
+        """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.
+
+        Args:
+            state: The state dict.
+            names: Its parameters' names by their index in it. Default: those that an optimizer made from
+                `model.named_parameters()` records itself.
+
+        Returns:
+            A plan for `encode_file(state, plan)`.
+
+        Raises:
+            ConfigError: A rule selects optimizer states by name, and there are no names.
+        """
+        states, groups = state.get("state"), state.get("param_groups")
+        if not isinstance(states, Mapping) or not isinstance(groups, list):
+            return {}
+        names = _recorded_names(groups) if names is None else names
+        self._require_names(states, names)
+        adam = _adam_parameters(states, groups)
+        plan: dict[KeyPath, TensorPlan] = {}
+        for index, values in states.items():
+            name = names.get(index, str(index))
+            for key, tensor in _tensors(values).items():
+                role = key if index in adam and key in MOMENTS else "other"
+                codecs = state_codecs(self._choice(role, name), role, tensor)
+                moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
+                plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
+        return plan
+
+    @cached_property
+    def _parsed_rules(self) -> list[Rule]:
+        return [parse_rule(selector, choice) for selector, choice in self.rules.items()]
+
+    def _choice(self, role: str, name: str) -> str | Codec:
+        return next((rule.choice for rule in self._parsed_rules if rule.selects(role, name)), self.mode)
+
+    def _choices(
+        self, weights: Mapping[str, Any], buffers: Collection[str]
+    ) -> Iterator[tuple[str, Tensor, str, str | Codec]]:
+        """Yield name, tensor, role and choice of each weight and buffer."""
+        for name, tensor in _tensors(weights).items():
+            role = "buffer" if name in buffers else "weight"
+            yield name, tensor, role, self._choice(role, name)
+
+    def _require_names(self, states: Mapping[Any, Any], names: Mapping[Key, str]) -> None:
+        for selector, rule in zip(self.rules, self._parsed_rules, strict=True):
+            if rule.needs_optimizer_names and not states.keys() <= names.keys():
+                next_step = "Make the optimizer from model.named_parameters(), or select by role alone."
+                found = "an optimizer state without names"
+                raise ConfigError(f"rules[{selector!r}]", "names of the optimizer's parameters", found, next_step)
+
+
+def _tensors(mapping: object) -> dict[Any, Tensor]:
+    if not isinstance(mapping, Mapping):
+        return {}
+    return {key: value for key, value in mapping.items() if isinstance(value, Tensor)}
+
+
+def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
+    """Return the indices of parameters whose state is that of Adam or AdamW."""
+    found = set()
+    for index in (index for group in groups if "betas" in group for index in group["params"]):
+        values = _tensors(states.get(index))
+        if not values.keys() >= MOMENTS or not states[index].keys() <= _ADAM_STATE:
+            continue
+        exp_avg, exp_avg_sq = values["exp_avg"], values["exp_avg_sq"]
+        if exp_avg.shape == exp_avg_sq.shape and {exp_avg.dtype, exp_avg_sq.dtype} <= LOSSY_DTYPES:
+            found.add(index)
+    return found
+
+
+def _recorded_names(groups: list[Any]) -> dict[Key, str]:
+    names: dict[Key, str] = {}
+    for group in groups:
+        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+    return names

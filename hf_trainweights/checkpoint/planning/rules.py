@@ -1,0 +1,114 @@
+"""Rules: which tensors a selector selects, and which mode or codec a choice stands for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.grouped import Grouped
+from hf_trainweights.checkpoint.planning.modes import MODES
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats import FORMATS
+
+OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a `Policy`, checked.
+
+    Args:
+        roles: What a tensor must be.
+        pattern: What its whole name must match; None for any name.
+        choice: A mode or a codec.
+    """
+
+    roles: tuple[str, ...]
+    pattern: re.Pattern[str] | None
+    choice: str | Codec
+
+    def selects(self, role: str, name: str) -> bool:
+        """Return whether the rule is for a tensor of that role and name."""
+        return role in self.roles and (self.pattern is None or self.pattern.fullmatch(name) is not None)
+
+    @property
+    def needs_optimizer_names(self) -> bool:
+        """Whether it selects tensors of an optimizer's state by the names of parameters."""
+        return self.pattern is not None and self.roles[0] in OPTIMIZER_ROLES
+
+
+def parse_rule(selector: Any, choice: Any) -> Rule:
+    """Check a rule and return what it means.
+
+    Args:
+        selector: As in `Policy`.
+        choice: As in `Policy`.
+
+    Returns:
+        The rule.
+
+    Raises:
+        ConfigError: The selector or the choice is unknown, or the codec does not suit the role.
+    """
+    where = f"rules[{selector!r}]"
+    roles, pattern = _parse_selector(where, selector)
+    parsed = _parse_choice(where, choice)
+    if isinstance(parsed, Codec):
+        _require_suitable(where, roles, parsed)
+    return Rule(roles, pattern, parsed)
+
+
+def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], re.Pattern[str] | None]:
+    role, slash, rest = selector.partition("/") if isinstance(selector, str) else ("", "", "")
+    if isinstance(selector, str) and selector.startswith("re:"):
+        role, slash, rest = "weight", "/", selector
+    roles = OPTIMIZER_ROLES if role == "optimizer" else (role,)
+    if not set(roles) <= set(ROLES) or bool(slash) != rest.startswith("re:"):
+        allowed = f"{', '.join(ROLES)}, optimizer, re:pattern or role/re:pattern"
+        raise ConfigError(where, f"a selector: {allowed}", repr(selector), "Choose one of these.")
+    try:
+        pattern = re.compile(rest.removeprefix("re:")) if slash else None
+    except re.error as error:
+        raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
+    return roles, pattern
+
+
+def _require_suitable(where: str, roles: tuple[str, ...], codec: Codec) -> None:
+    for role in roles:
+        if role not in codec.roles:
+            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
+            next_step = "Choose one of these."
+            if role == "exp_avg_sq":
+                next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
+            raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", codec.codec_id, next_step)
+
+
+def _parse_choice(where: str, choice: Any) -> str | Codec:
+    if isinstance(choice, str) and choice in MODES:
+        return choice
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {}
+    if isinstance(choice, str):
+        options = {"format": choice} if choice in FORMATS else {"codec": choice}
+    name = options.get("format", options.get("codec"))
+    if not isinstance(name, str) or name not in (FORMATS if "format" in options else CODECS):
+        allowed = ", ".join((*MODES, *CODECS, *FORMATS))
+        next_step = 'Write one of these, or one with options, e.g. {"format": "int4", "group_size": 32}.'
+        raise ConfigError(where, f"one of {allowed}", repr(choice), next_step)
+    try:
+        return _make_codec(name, options)
+    except TypeError as error:
+        raise ConfigError(where, f"the options of {name}", repr(choice), f"{error}.") from error
+
+
+def _make_codec(name: str, options: dict[str, Any]) -> Codec:
+    if "format" in options:
+        return Grouped(options)
+    del options["codec"]
+    if name == DeltaUniform.codec_id and "bound" in options:
+        return DeltaUniform.within(**options)
+    return CODECS[name](**options)

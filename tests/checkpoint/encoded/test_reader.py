@@ -1,0 +1,106 @@
+from __future__ import annotations
+
+import threading
+import zipfile
+
+import pytest
+import torch
+from trees import fingerprint, write_encoded
+
+from hf_trainweights.checkpoint.encoded import decoder as encoded
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.errors import CorruptFileError
+
+
+@pytest.mark.parametrize(
+    "write_other",
+    [
+        lambda path: torch.save({"a": torch.ones(2)}, path),
+        lambda path: torch.save([], path),
+        lambda path: torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False),
+        lambda path: path.write_bytes(b""),
+        lambda path: path.write_bytes(b"PK\x03\x04 no zip file"),
+        lambda path: path.write_text("text"),
+        lambda path: zipfile.ZipFile(path, "w").close(),
+    ],
+)
+def test_other_files_are_not_taken_for_encoded_ones(write_other, tmp_path):
+    path = tmp_path / "file.pt"
+    write_other(path)
+    assert not is_encoded(path)
+    with pytest.raises(CorruptFileError, match=r"file\.pt: expected an encoded file"):
+        read_structure(path)
+
+
+def test_missing_file_is_an_os_error(tmp_path):
+    for read in (is_encoded, read_structure, load_file, Anchor):
+        with pytest.raises(FileNotFoundError, match="gone"):
+            read(tmp_path / "gone")
+
+
+def test_structure_is_read_without_anchor_or_decoding(delta, monkeypatch):
+    path, anchor, _ = delta
+    anchor.unlink()
+    monkeypatch.setattr(encoded, "decode_storage", None)
+    structure = read_structure(path)
+    assert is_encoded(path)
+    assert structure["anchor"] == {"sha256": anchor.stem, "path": str(anchor)}
+    assert [(entry["codec"], entry["anchor"]) for entry in structure["storages"]] == [
+        ("planes-delta", name) for name in "wb"
+    ]
+
+
+def test_reading_a_structure_leaves_loading_in_other_threads_alone(tmp_path, state, monkeypatch):
+    path = write_encoded(tmp_path / "optimizer.pt", state)
+    inside, loaded = threading.Event(), threading.Event()
+    results = []
+
+    def load_meanwhile():
+        inside.wait(10)
+        results.append(torch.load(path, weights_only=True))
+        loaded.set()
+
+    def parse(*arguments, parse=encoded.open_structure):
+        if threading.current_thread() is threading.main_thread():
+            inside.set()
+            loaded.wait(10)
+        return parse(*arguments)
+
+    monkeypatch.setattr(encoded, "open_structure", parse)
+    thread = threading.Thread(target=load_meanwhile)
+    thread.start()
+    assert read_structure(path)["version"] == 1
+    thread.join()
+    assert fingerprint(results[0]) == fingerprint(state)
+    assert fingerprint(torch.load(path, weights_only=True)) == fingerprint(state)
+
+
+def test_load_file_reads_plain_files_as_well(tmp_path, state):
+    torch.save(state, tmp_path / "plain.pt")
+    assert fingerprint(load_file(tmp_path / "plain.pt", mmap=True)) == fingerprint(state)
+    assert load_file(write_encoded(tmp_path / "small.pt", state), map_location="meta")["state"][0]["exp_avg"].is_meta
+
+
+def test_load_file_names_the_file(tmp_path, state, delta):
+    path = write_encoded(tmp_path / "optimizer.pt", state)
+    data = path.read_bytes()
+    for damaged in (data[: len(data) // 2], data[:-1], b"", b"text", data.replace(b"SHA", b"SHB")[:-3]):
+        path.write_bytes(damaged)
+        with pytest.raises(CorruptFileError, match=r"optimizer\.pt"):
+            load_file(path)
+    delta[1].unlink()
+    with pytest.raises(MissingAnchorError, match=r"pytorch_model\.bin, anchor .*latest"):
+        load_file(delta[0])
+
+
+def test_load_file_runs_no_code(tmp_path):
+    class Evil:
+        def __reduce__(self):
+            return (tmp_path / "ran").touch, ()
+
+    torch.save(Evil(), tmp_path / "evil.pt")
+    with pytest.raises(CorruptFileError, match=r"evil\.pt: expected a file that torch.load reads"):
+        load_file(tmp_path / "evil.pt")
+    assert not (tmp_path / "ran").exists()

@@ -1,0 +1,32 @@
+import hashlib
+import json
+
+import pytest
+
+from hf_trainweights.files.signed_json import is_signed, sign_json
+
+
+def test_the_digest_is_that_of_the_text_without_it():
+    text = sign_json({"b": 1.5, "a": ["é", None]})
+    digest = json.loads(text)["sha256"]
+    assert text.startswith(b'{\n  "a": [\n    "\\u00e9",\n    null\n  ],\n  "b": 1.5,\n  "sha256": "')
+    assert hashlib.sha256(text.replace(digest.encode(), b"")).hexdigest() == digest
+
+
+def test_signing_what_was_read_gives_the_same_bytes():
+    text = sign_json({"step": 3})
+    assert is_signed(text, json.loads(text))
+    assert sign_json(json.loads(text)) == text
+
+
+@pytest.mark.parametrize("position", range(0, 95, 7))
+def test_a_changed_byte_is_no_longer_signed(position):
+    text = bytearray(sign_json({"step": 3}))
+    content = json.loads(text)
+    text[position] ^= 1
+    assert not is_signed(bytes(text), content)
+
+
+def test_the_same_object_in_another_layout_is_not_signed():
+    content = json.loads(sign_json({"step": 3}))
+    assert not is_signed(json.dumps(content).encode(), content)

@@ -1,0 +1,106 @@
+"""What `trainweights checkpoint` shows of a checkpoint: rows for JSON and tables, and its manifest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from trainweights_cli.console import new_table, print_table, show_sizes
+
+if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.directory.manifest import Manifest
+
+_ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
+
+
+def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
+    """Return how a checkpoint is stored, as its manifest says, and its bytes on disk without inodes in `seen`."""
+    from hf_trainweights.checkpoint.directory.manifest import read_manifest
+    from hf_trainweights.errors import TrainWeightsError
+
+    size_bytes = disk_bytes(directory, seen)
+    manifest, problem = None, None
+    try:
+        manifest = read_manifest(directory)
+    except FileNotFoundError:
+        pass
+    except (TrainWeightsError, OSError) as error:
+        problem = str(error)
+    files = manifest.files.values() if manifest else ()
+    return {
+        "path": str(directory),
+        "mode": manifest and manifest.mode,
+        "step": manifest and manifest.step,
+        "created": manifest and manifest.created,
+        "disk_bytes": size_bytes,
+        "plain_bytes": sum(_plain_bytes(manifest).values()) if manifest else size_bytes,
+        "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
+        "problem": problem,
+    }
+
+
+def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
+    """Return the bytes of all files in a directory, each inode once, without those in `seen`, and add them to it."""
+    total = 0
+    for file in directory.rglob("*"):
+        status = file.lstat()
+        if file.is_file() and (inode := (status.st_dev, status.st_ino)) not in seen:
+            seen.add(inode)
+            total += status.st_size
+    return total
+
+
+def _plain_bytes(manifest: Manifest) -> dict[str, int]:
+    """Return how large each file would be without encoding; an anchor would not be there."""
+    sizes = {}
+    for name, entry in manifest.files.items():
+        tensors = entry.report.get("tensors")
+        plain = entry.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
+        sizes[name] = 0 if name.endswith(".anchor") else plain
+    return sizes
+
+
+def verification_row(directory: Path) -> dict[str, Any]:
+    """Return whether a checkpoint is intact, damaged or, without a manifest, unverified."""
+    from hf_trainweights.checkpoint.directory.discovery import check_checkpoint, checkpoint_directories
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+
+    path = directory.resolve()
+    if not (path / MANIFEST_NAME).exists() and path in checkpoint_directories(path.parent):
+        problem = check_checkpoint(path).problem
+        state, problems, foreign = "unverified", {"": problem} if problem else {}, []
+    else:
+        report = verify_checkpoint(path)
+        state, problems, foreign = "intact", dict(report.problems), list(report.foreign)
+    return {"path": str(directory), "state": "damaged" if problems else state, "problems": problems, "foreign": foreign}
+
+
+def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
+    """Print the tables of a manifest: its files, and its tensors by codec or one by one."""
+    typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
+    typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
+    typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
+    files = new_table("file", right=("plain", "on disk", "ratio"))
+    for name, plain_bytes in _plain_bytes(manifest).items():
+        shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
+        files.add_row(shown, *show_sizes(plain_bytes, manifest.files[name].size_bytes))
+    print_table(files)
+    tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
+    if not tensors:
+        return
+    head = ("name", "role", "codec") if each_tensor else ("role", "codec")
+    groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
+    table = new_table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
+    for key, members in groups.items():
+        plain, *stored = show_sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
+        bounds = [member["bound"] for member in members if member["bound"] is not None]
+        counts = () if each_tensor else (str(len(members)), plain)
+        table.add_row(*key, *counts, *stored, f"{max(bounds):.2g}" if bounds else "exact")
+    print_table(table)
+    if any(tensor["bound"] is not None for tensor in tensors):
+        typer.echo(_ERROR_UNITS)
