@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.inspection.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22

@@ -14,7 +14,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.inspection.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
 
