@@ -1,4 +1,4 @@
-.PHONY: check fix test bench
+.PHONY: check fix quick test slow-tests bench
 check:
 	ruff check .
 	ruff format --check .
@@ -8,8 +8,17 @@ fix:
 	ruff check --fix .
 	ruff format .
 
+quick:
+	pytest -n 2 -m "not slow"
+
 test:
 	pytest -n 2
+
+slow-tests:
+	pytest -n 2 --junitxml=build/whole.xml
+	python tests/slow_tests.py build/whole.xml
+	pytest -n 2 -m "not slow" --junitxml=build/quick.xml
+	python tests/slow_tests.py build/whole.xml build/quick.xml
 
 bench:
 	python -m benchmarks.quality

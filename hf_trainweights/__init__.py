@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from hf_trainweights.exports.writer import export_compressed_tensors
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
-    from hf_trainweights.inspection.models import compare_models
+    from hf_trainweights.inspection.model_difference import compare_models
     from hf_trainweights.models.directory import quantize_directory
 
 __version__ = _version("hf_trainweights")
@@ -50,7 +50,7 @@ __all__ = [
 # Tools that work on directories: imported when they are first asked for.
 _LAZY = {
     "compare_checkpoints": "inspection.difference",
-    "compare_models": "inspection.models",
+    "compare_models": "inspection.model_difference",
     "export_compressed_tensors": "exports.writer",
     "inspect_weights": "inspection.listing",
     "quantize_directory": "models.directory",

@@ -1,4 +1,4 @@
-"""Settings every test runs under: offline, one thread, quiet."""
+"""Settings every test runs under: offline, one thread, quiet; and which tests are slow."""
 
 import os
 
@@ -7,9 +7,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import pytest
 import torch
 import transformers
+from slow_tests import mark_slow
 
 # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest picks tests by their marks
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    mark_slow(items)

@@ -1,4 +1,4 @@
-"""What the commands share: options, exit codes, errors in one line, JSON, tables and progress."""
+"""Helpers that all commands share: options, exit codes, errors in one line, JSON, tables and progress."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool) -> Iterator[None]:
-    """Print an expected error in one line and exit with 1; raise it where `debug` is set."""
+    """Print an expected error in one line and exit with 1; with `debug`, raise it."""
     try:
         yield
     except Exception as error:
@@ -40,7 +40,7 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
 
 
 def exit_with(problems: Sequence[str]) -> None:
-    """Print problems, a line each, and exit with 1; return if there are none."""
+    """Print each problem in a line and exit with 1; return if there are none."""
     for problem in problems:
         typer.echo(f"problem: {one_line(problem)}", err=True)
     if problems:
@@ -53,7 +53,7 @@ def one_line(text: object) -> str:
 
 
 def print_json(value: Any) -> None:
-    """Print JSON values, with null for NaN and infinities, which JSON does not know."""
+    """Print JSON values; NaN and infinities, which JSON cannot hold, become null."""
     typer.echo(json.dumps(_finite(value), indent=2))
 
 
@@ -66,7 +66,7 @@ def _finite(value: Any) -> Any:
 
 
 def new_table(*left: str, right: Sequence[str]) -> Table:
-    """Return an empty table: columns of text, of which the first folds, and columns of numbers."""
+    """Return an empty table: columns of text, the first of which folds, then columns of numbers."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(left):
         table.add_column(name, overflow="fold", no_wrap=index > 0)
@@ -76,12 +76,12 @@ def new_table(*left: str, right: Sequence[str]) -> Table:
 
 
 def print_table(table: Table) -> None:
-    """Print a table on stdout; what its cells say is never markup."""
+    """Print a table on stdout, its cells as they are: brackets in them are no markup."""
     Console(highlight=False, markup=False).print(table)
 
 
 def show_size(count: int | None) -> str:
-    """Return a number of bytes as people read it; `?` for one that is not known."""
+    """Return a number of bytes as people read it; `?` for None."""
     if count is None:
         return "?"
     return decimal(count) if count >= 1000 else f"{count} B"
@@ -94,7 +94,7 @@ def show_sizes(plain_bytes: int, stored_bytes: int) -> tuple[str, str, str]:
 
 
 def print_comparison(comparison: Comparison) -> None:
-    """Print the differences, a row for each tensor, totals last."""
+    """Print a row of differences for each tensor, then the totals."""
     table = new_table("tensor", right=("mean", "L2", "largest", "A", "B"))
     for rows in (comparison.tensors, comparison.totals):
         for row in (each.to_dict() for each in rows):
@@ -106,27 +106,27 @@ def print_comparison(comparison: Comparison) -> None:
     typer.echo("mean: mean(a - b) / mean(a); L2: |a - b| / |a|; largest: |a - b|; A, B: on disk")
 
 
-def with_progress(what: str, directories: Sequence[Path]) -> Iterator[Path]:
-    """Yield the directories; where stderr is a terminal it shows which one, and how many are done."""
+def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
+    """Yield the directories; on a terminal, show `action` with the current one and how many are done."""
     columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(directories))
         for done, directory in enumerate(directories):
-            progress.update(task, description=f"{what} {directory.absolute().name}", completed=done)
+            progress.update(task, description=f"{action} {directory.absolute().name}", completed=done)
             yield directory
 
 
-def status(what: str) -> AbstractContextManager[object]:
-    """Return a context in which terminals show that something is being done, and nothing else does."""
+def status(action: str) -> AbstractContextManager[object]:
+    """Return a context that shows `action` with a spinner if stderr is a terminal, and turns other bars off."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return Console(stderr=True).status(what)
+    return Console(stderr=True).status(action)
 
 
 def loading_bars() -> None:
-    """Keep the bars that Transformers shows while it loads and saves off log files."""
+    """Turn off the bars of Transformers unless stderr is a terminal, so that log files stay free of them."""
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 

@@ -150,7 +150,7 @@ def diff(
     Exits with 1 if one has keys, shapes or dtypes that the other has not.
     """
     from hf_trainweights.inspection.difference import compare_checkpoints
-    from hf_trainweights.inspection.models import compare_models
+    from hf_trainweights.inspection.model_difference import compare_models
 
     are_models = all((path / "config.json").is_file() for path in (first, second))
     with errors_in_one_line(debug), status("comparing"):

@@ -1,1 +1,1 @@
-"""What lies in weight files and checkpoints, and by how much two of them differ."""
+"""Looks into weight files and checkpoints: lists their tensors, and measures how much two of them differ."""

@@ -1,4 +1,4 @@
-"""By how much two checkpoints differ, tensor by tensor: what a mode costs, or how far training has come."""
+"""Compares two checkpoints tensor by tensor: what a lossy mode costs, or how far training has moved."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.inspection.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22
@@ -19,18 +19,18 @@ _PIECE_ELEMENTS = 1 << 22
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors a and b differ, as sums over their elements, so that differences add up.
+    """The difference of two tensors a and b, as sums over their elements, so that differences add up.
 
     Args:
-        key: The tensor's name: of a weight its own, of an optimizer's state `optimizer: ` and its key path.
+        key: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
         sum_a: Sum of a.
         sum_error: Sum of a - b.
         squares_a: Sum of the squares of a.
         squares_error: Sum of the squares of a - b.
         largest: Largest |a - b|.
-        bytes_a: What a takes on disk; None where no manifest says it.
-        bytes_b: What b takes on disk; None where no manifest says it.
-        comparable: Whether shapes and dtypes are the same; the sums are 0 if not.
+        bytes_a: Bytes of a on disk; None if they are unknown.
+        bytes_b: Bytes of b on disk; None if they are unknown.
+        comparable: Whether shapes and dtypes are the same; if not, the sums are 0.
     """
 
     key: str
@@ -45,12 +45,12 @@ class Difference:
 
     @property
     def relative_mean(self) -> float:
-        """mean(a - b) / mean(a), 0 where nothing differs."""
+        """mean(a - b) / mean(a); 0 if nothing differs."""
         return _ratio(self.sum_error, self.sum_a)
 
     @property
     def relative_l2(self) -> float:
-        """|a - b| / |a| in the L2 norm, 0 where nothing differs."""
+        """|a - b| / |a| in the L2 norm; 0 if nothing differs."""
         return _ratio(math.sqrt(self.squares_error), math.sqrt(self.squares_a))
 
     def __add__(self, other: Difference) -> Difference:
@@ -61,7 +61,7 @@ class Difference:
         return replace(self, **sums, largest=largest)
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON, but for NaN and infinities; errors are None where there is nothing to compare."""
+        """Return the difference as JSON values, except for NaN and infinities; errors are None if not comparable."""
         errors = {"relative_mean": self.relative_mean, "relative_l2": self.relative_l2, "largest": self.largest}
         shown = errors if self.comparable else dict.fromkeys(errors)
         return {"key": self.key, **shown, "bytes_a": self.bytes_a, "bytes_b": self.bytes_b}
@@ -69,12 +69,12 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What comparing two checkpoints showed.
+    """The result of comparing two checkpoints.
 
     Args:
         tensors: One entry per key that both have, weights first.
-        totals: Over all weights, and over all of the optimizer's states.
-        problems: Keys, shapes and dtypes that one has and the other has not, as sentences.
+        totals: The sum over all weights, and the sum over the optimizer's state.
+        problems: Sentences about keys that only one of them has, and about shapes and dtypes that differ.
     """
 
     tensors: tuple[Difference, ...]
@@ -82,23 +82,23 @@ class Comparison:
     problems: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns it as JSON, but for NaN and infinities."""
+        """Return the comparison as JSON values, except for NaN and infinities."""
         tensors, totals = ([each.to_dict() for each in part] for part in (self.tensors, self.totals))
         return {"tensors": tensors, "totals": totals, "problems": list(self.problems)}
 
 
 def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
-    """Compares the weights and the optimizer's states of two checkpoints, each plain or small.
+    """Compare the weights and the optimizer's states of two checkpoints, each plain or encoded.
 
     Args:
         a: A checkpoint directory, or one file of it.
-        b: What it is compared with.
+        b: The checkpoint or file to compare it with.
 
     Returns:
         The differences.
 
     Raises:
-        ConfigError: A directory holds neither.
+        ConfigError: A directory holds neither weights nor an optimizer.pt.
         CorruptFileError: A file is damaged, or holds more than data.
         MissingAnchorError: A checkpoint was moved without the anchor it needs.
         OSError: A file cannot be read.
@@ -107,7 +107,7 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
         >>> compare_checkpoints("runs/a/checkpoint-100", "runs/b/checkpoint-100").totals  # doctest: +SKIP
     """
     files = find_parts(Path(a)), find_parts(Path(b))
-    # One part after the other: only one is in memory.
+    # A generator, so that only one part is in memory at a time.
     parts = (
         (part, _read(files[0].get(part, []), part), _read(files[1].get(part, []), part))
         for part in dict.fromkeys([*files[0], *files[1]])
@@ -118,14 +118,14 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
 def compare_tensors(
     parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
 ) -> Comparison:
-    """Compares tensors by their keys.
+    """Compare tensors that have the same key.
 
     Args:
-        parts: What totals are made of: its name, and the tensors a and b in it.
-        names: What problems call a and b.
+        parts: The parts that get a total each: name, tensors of a and tensors of b by key.
+        names: What to call a and b in problems.
 
     Returns:
-        The differences; quantized tensors by the float values that they stand for.
+        The differences; a quantized tensor is compared by its float values.
 
     Raises:
         CorruptFileError: A quantized tensor does not fit its format.
@@ -163,7 +163,7 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _piece_difference(a: Tensor, b: Tensor) -> Difference:
-    # Without this, infinities and NaN at the same place would differ.
+    # Infinities and NaN at the same place are no difference, though subtracting them gives NaN.
     same = (a == b) | (a.isnan() & b.isnan())
     error = torch.where(same, 0.0, a - b)
     return Difference(

@@ -1,4 +1,4 @@
-"""What lies in weight files: every tensor with its format, shape and size. Nothing in them is executed."""
+"""Lists the tensors of weight files with format, shape and size, without executing anything in them."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.inspection.contents import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
+from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
 
-_QUANT_METHOD = "trainweights"
 _MEMBER = "zip member"
 
 
 @dataclass(frozen=True)
 class Entry:
-    """One tensor, a quantized weight as one.
+    """One tensor. All stored tensors of a quantized weight are one entry.
 
     Args:
-        name: Its name; of a quantized weight that of the float weight, of a zip member its name in the file.
-        format: The quantized format, else the dtype, e.g. `int4 g128`, `bfloat16`; `zip member` for one.
-        shape: Its shape; of a quantized weight that of the float weight; None for a zip member.
-        stored_bytes: What it takes in the file, scales included; None where no manifest says it.
+        name: The tensor's name; for a quantized weight, the name of the float weight.
+        format: The quantized format or the dtype, e.g. `int4 g128`, `bfloat16`; for a member of a zip archive that was
+            not unpickled, `zip member`.
+        shape: The tensor's shape; for a quantized weight, the shape of the float weight; None for a zip member.
+        stored_bytes: Bytes in the file, scales included; None if the file is encoded and no manifest lists them.
         file: Name of the file.
     """
 
@@ -43,12 +43,12 @@ class Entry:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found.
+    """The result of listing weight files.
 
     Args:
-        entries: In the order of the files.
-        unsafe: File name to what unpickling it would call beside what torch allows. Of such a file nothing was
-            unpickled, and its entries are the members of its zip archive.
+        entries: The tensors, in the order of the files.
+        unsafe: The files that were not unpickled because that would call functions that torch does not allow: file
+            name to these functions. Such a file's entries are the members of its zip archive.
     """
 
     entries: tuple[Entry, ...]
@@ -56,19 +56,19 @@ class Inspection:
 
 
 def inspect_weights(path: str | Path) -> Inspection:
-    """Lists the tensors of a model, a checkpoint, or one file.
+    """List the tensors of a model, a checkpoint, or one file.
 
     Args:
-        path: A directory with weights, a `.safetensors` file, or one that torch.save wrote.
+        path: A directory with weights, a `.safetensors` file, or a file that torch.save wrote.
 
     Returns:
-        What lies there. Formats of quantized weights are told by the `config.json` beside them; without one they are
-        listed as the plain tensors that they are stored as.
+        The tensors. The `config.json` beside the files names the format of quantized weights; without one, their
+        stored tensors are listed one by one.
 
     Raises:
         ConfigError: The directory holds no weights.
-        CorruptFileError: A file is damaged.
-        OSError: It cannot be read.
+        CorruptFileError: A file is damaged, or a newer version wrote the configuration.
+        OSError: A file cannot be read.
 
     Example:
         >>> import tempfile
@@ -100,20 +100,20 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     tensors = {stored.key: stored for stored in read_tensors(file, part, values=False)}
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] == FORMAT_SUFFIX]
     if any(tensors[key].tensor.is_meta for key in formats):
-        # An encoded file of quantized weights: how to read them is among the values.
+        # In an encoded file of quantized weights, the values of these tensors say how to read the others.
         tensors = {stored.key: stored for stored in read_tensors(file, part)}
     return tensors
 
 
 def _configured_format(directory: Path) -> Format | None:
-    """Return the format that a config.json names for the weights beside it."""
+    """Return the format that the config.json of a directory names for the weights beside it; None without one."""
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_bytes()).get("quantization_config", {}) if file.is_file() else {}
-        if config.get("quant_method") != _QUANT_METHOD:
+        config = json.loads(file.read_bytes()).get("quantization_config") if file.is_file() else None
+        if not config or config.get("quant_method") != QUANT_METHOD:
             return None
-        known = {key: config[key] for key in ("format", "group_size") if config.get(key) is not None}
-        return get_format(known)
+        # Activations say how to compute with the weights, not how to read them.
+        return TrainWeightsConfig.from_dict(config, activations=None).default_format
     except (ValueError, AttributeError) as error:
         next_step = "Restore it from a copy, or inspect the files one by one."
         raise CorruptFileError(str(file), "a model's configuration", str(error), next_step) from error
@@ -124,7 +124,7 @@ def _unsafe_calls(file: Path) -> tuple[str, ...]:
         return ()
     try:
         return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
-    except (RuntimeError, ValueError):  # Damage, which reading the file reports.
+    except (RuntimeError, ValueError):  # The file is damaged, and reading it will say so.
         return ()
 
 
@@ -137,7 +137,7 @@ def _members(file: Path) -> list[Entry]:
 
 
 def _fold(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
-    """Yield each tensor, the stored tensors of a quantized weight as one, in the place of the first of them."""
+    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them."""
     groups = group_stored(tensors) if default else {}
     for key, stored in tensors.items():
         parsed = parse_stored_name(key)
@@ -148,17 +148,18 @@ def _fold(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[
         if parts is None:
             continue
         plain = {suffix: part.tensor for suffix, part in parts.items()}
-        dtype = plain["scale"].dtype if "scale" in plain else torch.float32  # unflatten_weight says that it is missing
+        # Without a scale any dtype will do: unflatten_weight reports that it is missing.
+        dtype = plain["scale"].dtype if "scale" in plain else torch.float32
         weight = unflatten_weight(parsed[0], plain, dtype, default)
         stored_bytes = total_bytes(part.stored_bytes for part in parts.values())
         yield replace(stored, key=parsed[0], tensor=weight, stored_bytes=stored_bytes)
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:
-    """Return the sum, None if one of them is not known.
+    """Return the sum of the bytes of several entries; None if those of one entry are unknown.
 
     Args:
-        counts: Bytes of tensors.
+        counts: `stored_bytes` of each.
     """
     known = list(counts)
     return None if None in known else sum(filter(None, known))

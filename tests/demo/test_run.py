@@ -26,6 +26,8 @@ from hf_trainweights.demo.run import Result, check_reload, run_demo
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.formats import FORMATS
 
+pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
+
 TINY = Recipe(hidden_size=128, num_layers=1, vocab_size=320, steps=30, batch_size=8, window_tokens=32)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 from pathlib import Path
 
@@ -120,6 +121,28 @@ def test_a_missing_scale_is_an_error(quantized: Path) -> None:
     save_file(tensors, quantized / "model.safetensors")
     with pytest.raises(CorruptFileError, match=r"transformer\.h\.0\.attn\.c_attn\.weight: expected scale"):
         inspect_weights(quantized)
+
+
+@pytest.mark.parametrize("quantization", [None, {}, {"quant_method": "another"}])
+def test_a_configuration_without_our_method_leaves_stored_tensors_as_they_are(
+    quantization: dict[str, str] | None, quantized: Path
+) -> None:
+    (quantized / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    assert {entry.format for entry in inspect_weights(quantized).entries} == {"bfloat16", "int32", "int8", "uint8"}
+
+
+def test_a_configuration_of_a_newer_version_is_refused(quantized: Path) -> None:
+    config = json.loads((quantized / "config.json").read_text())
+    config["quantization_config"]["version"] = 2
+    (quantized / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CorruptFileError, match=r"version: expected 1, found 2"):
+        inspect_weights(quantized)
+
+
+def test_activations_are_no_part_of_what_is_stored(tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "float")
+    quantize_directory(tmp_path / "float", tmp_path / "int8", TrainWeightsConfig("int8", activations="int8"))
+    assert {entry.format for entry in inspect_weights(tmp_path / "int8").entries} == {"int8", "float32"}
 
 
 @pytest.mark.parametrize(

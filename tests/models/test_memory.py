@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
-pytestmark = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc")
+pytestmark = [
+    pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="measures with Linux's /proc"),
+    pytest.mark.slow,  # a fixture of all of them builds and quantizes these models
+]
 
 DENSE = {"vocab_size": 1024, "hidden_size": 1024, "intermediate_size": 8192, "num_hidden_layers": 2}
 DENSE |= {"num_attention_heads": 8, "num_key_value_heads": 8, "tie_word_embeddings": False}

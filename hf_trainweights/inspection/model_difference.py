@@ -1,30 +1,30 @@
-"""By how much two saved models differ, weight by weight, quantized or not: what quantizing costs each of them."""
+"""Compares two saved models weight by weight, quantized or not: what quantizing costs each weight."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
 
-from hf_trainweights.inspection.contents import StoredTensor
 from hf_trainweights.inspection.difference import Comparison, compare_tensors
+from hf_trainweights.inspection.stored_tensors import StoredTensor
 from hf_trainweights.models.directory import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
-    """Compares the weights of two saved models, each as Transformers loads it.
+    """Compare the weights of two saved models, each as Transformers loads it.
 
-    So names are those of the modules, experts are merged in both, and tied weights count once.
+    Weights therefore have the names of their modules, experts are merged in both models, and tied weights count once.
 
     Args:
         a: Directory or Hub id of a model, float or quantized.
-        b: What it is compared with.
+        b: The model to compare it with.
 
     Returns:
         The differences; bytes are those of the stored tensors.
 
     Raises:
-        ConfigError: One is of no class of Transformers, or lacks weights.
+        ConfigError: Transformers has no class for a model, or weights are missing.
         CorruptFileError: A file is damaged.
 
     Example:

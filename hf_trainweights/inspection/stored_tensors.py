@@ -1,4 +1,4 @@
-"""What tensors lie in a checkpoint, or in one file of it: their names, their values, and what they take on disk."""
+"""Reads the tensors of a checkpoint, or of one of its files: their names, values and sizes on disk."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class StoredTensor:
     """A tensor of a file.
 
     Args:
-        key: Its name: of a weight its own, of an optimizer's state `optimizer: ` and its key path.
-        tensor: Its values, memory-mapped where they lie plain; on the meta device where they were not asked for.
-        stored_bytes: What it takes on disk; None where no manifest says it.
+        key: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
+        tensor: The values: memory-mapped if the file is plain, on the meta device if only sizes were asked for.
+        stored_bytes: Bytes on disk; None if the file is encoded and no manifest lists them.
         file: The file.
     """
 
@@ -39,17 +39,17 @@ class StoredTensor:
 
 
 def find_parts(path: Path) -> dict[str, list[Path]]:
-    """Returns the files that hold weights, those that a loader would open, and the one of the optimizer.
+    """Return the weight files that a loader would open, and the optimizer's file.
 
     Args:
         path: A checkpoint directory, or one file of it.
 
     Returns:
-        `weights` and `optimizer`, those that are there, to their files.
+        The files under `weights` and `optimizer`; a part that is missing has no key.
 
     Raises:
-        ConfigError: A directory holds neither.
-        CorruptFileError: An index or a shard of it cannot be read.
+        ConfigError: The directory holds neither part.
+        CorruptFileError: An index or one of its shards cannot be read.
     """
     if path.is_file():
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
@@ -67,17 +67,17 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:
-    """Yields the tensors of a file.
+    """Yield the tensors of a file.
 
     Args:
         file: A safetensors or torch file, plain or encoded.
         part: `weights` or `optimizer`.
-        values: Whether to decode an encoded file; plain ones are memory-mapped in any case.
+        values: Whether to decode an encoded file. Plain files are memory-mapped in any case.
 
     Raises:
         CorruptFileError: The file is damaged, or holds more than data.
-        MissingAnchorError: It was moved without the anchor it needs.
-        OSError: It cannot be read.
+        MissingAnchorError: The file was moved without the anchor it needs.
+        OSError: The file cannot be read.
     """
     for path, tensor, stored_bytes in _read(file, values):
         yield StoredTensor(path if part == "weights" else f"{part}: {path}", tensor, stored_bytes, file)
@@ -90,7 +90,7 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
-        # Before version 1.6 torch.save wrote no zip file, which cannot be memory-mapped.
+        # torch.save before version 1.6 wrote another container than zip, which torch cannot memory-map.
         is_zip = zipfile.is_zipfile(file)
         yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=is_zip), ()))
         return

@@ -10,7 +10,7 @@ from architectures import ARCHITECTURES
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.inspection.models import compare_models
+from hf_trainweights.inspection.model_difference import compare_models
 from hf_trainweights.models.directory import quantize_directory
 
 
