@@ -44,8 +44,8 @@ def demo(
     Nothing is downloaded. It takes about two minutes on two CPU cores, and exits with 1 if a reload is not bit-equal.
     """
     # Here and not above: `--help` should not wait for torch.
-    from hf_trainweights.demo.model import Recipe
     from hf_trainweights.demo.run import run_demo
+    from hf_trainweights.demo.training import Recipe
     from hf_trainweights.formats import FORMATS
 
     unknown = set(formats or ()) - set(FORMATS)

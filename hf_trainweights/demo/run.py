@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_trainweights.demo.model import Corpus, Recipe, Report, read_corpus, train_model
+from hf_trainweights.demo.training import Corpus, Recipe, Report, read_corpus, train_model
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.config import TrainWeightsConfig
 

@@ -21,8 +21,8 @@ from transformers import (
 )
 
 from hf_trainweights.demo import run as demo
-from hf_trainweights.demo.model import Corpus, Recipe, read_corpus, train_model
 from hf_trainweights.demo.run import Result, check_reload, run_demo
+from hf_trainweights.demo.training import Corpus, Recipe, read_corpus, train_model
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.formats import FORMATS
 
