@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.modeling_utils import unwrap_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
@@ -29,6 +29,8 @@ from hf_trainweights.checkpoint.directory.rewriter import adopt_weights, compres
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.policy import Policy
 from hf_trainweights.checkpoint.training_state import parameter_names
+from hf_trainweights.models.host.checkpoints import names_not_saved
+from hf_trainweights.models.host.models import tied_names
 
 _logger = logging.get_logger(__name__)
 
@@ -165,7 +167,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         _drop_stale_manifest(directory)
         before_bytes = _size_bytes(directory)
-        module = unwrap_model(model) if model is not None else None
+        module = extract_model_from_parallel(model) if model is not None else None
         weights = self._live_weights(module, directory) if not args.push_to_hub else None
         # The next step changes them.
         aside = write_weights_aside(directory, weights) if weights is not None else None
@@ -228,8 +230,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if getattr(module, "hf_quantizer", None) is not None:
             return None
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        missing = state.keys() - stored - set(module._keys_to_ignore_on_save or ())
-        if stored <= state.keys() and missing <= module.all_tied_weights_keys.keys():
+        missing = state.keys() - stored - names_not_saved(module)
+        if stored <= state.keys() and missing <= tied_names(module).keys():
             return None
         self._say_once(
             "This model's files name its weights otherwise than its modules do, so its checkpoints get weights under "

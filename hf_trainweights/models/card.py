@@ -19,10 +19,10 @@ from huggingface_hub import ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
-from transformers.modelcard import TASK_MAPPING
 from yaml import YAMLError
 
 from hf_trainweights.files.digests import package_versions
+from hf_trainweights.models.host.models import has_adapters, tasks_of
 from hf_trainweights.models.selection import Choice
 
 CARD_NAME = "README.md"
@@ -65,7 +65,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     title = f"# {repo_id.rpartition('/')[2]}"
-    if quantizer is None or getattr(model, "_hf_peft_config_loaded", False):
+    if quantizer is None or has_adapters(model):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
     cards = [_metadata(text) for text in (_card_beside(model.config.name_or_path), earlier) if text]
@@ -132,11 +132,7 @@ def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _task(model: PreTrainedModel) -> str | None:
     """Return the Hub's name of what a model's class is for, None for a bare one."""
-    tasks = [
-        task
-        for task, classes in TASK_MAPPING.items()
-        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values())
-    ]
+    tasks = tasks_of(type(model).__name__)
     # Of several the last one says the most: Gemma 3 takes images too, BART is no fill-mask model.
     return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
 

@@ -15,8 +15,9 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
-from hf_trainweights.models.selection import Choice, Summary, check_choice, choose, model_skips
+from hf_trainweights.models.selection import Choice, Summary, check_choice, choose
 from hf_trainweights.tensor.modules import as_parameter, choose_layouts_, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -43,7 +44,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
     config.check_quantizing()
-    summary = choose(module, config, model_skips(module, config))
+    summary = choose(module, config, modules_kept_in_float(module, config.include_embeddings))
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)

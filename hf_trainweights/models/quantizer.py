@@ -16,18 +16,19 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.card import hub_id
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import (
-    LoadState,
-    QuantizeThenMerge,
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
     deserialize_converters,
-    return_freed_memory,
 )
+from hf_trainweights.models.host.checkpoints import drop_conversions
+from hf_trainweights.models.host.converters import offer_before_merging
+from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
-from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, model_skips, survey
+from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
+from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
 _logger = logging.get_logger(__name__)
 
@@ -82,8 +83,16 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
             self.postprocess_model(model)
         else:
-            self._summary = survey(model, self.quantization_config, model_skips(model, self.quantization_config))
+            self._summary = survey(
+                model,
+                self.quantization_config,
+                modules_kept_in_float(model, self.quantization_config.include_embeddings),
+            )
         return self.summary()
+
+    def _survey(self, model: PreTrainedModel) -> Summary:
+        config = self.quantization_config
+        return survey(model, config, modules_kept_in_float(model, config.include_embeddings))
 
     # Before the weights are loaded
 
@@ -148,17 +157,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._check_read(model.config)
         self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
         config = self.quantization_config
-        summary = choose(model, config, model_skips(model, config))
+        summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
         return model
-
-    @property
-    def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
-        """The names in a file of each parameter name that quantized weights have."""
-        suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
-        return {leaf: [stored_name(leaf, suffix) for suffix in suffixes] for leaf in self._leaves()}
 
     def _leaves(self) -> set[str]:
         return {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
@@ -221,10 +224,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
-        return [
-            QuantizeThenMerge.wrap(conversion) if hasattr(conversion, "operations") else conversion
-            for conversion in weight_conversions
-        ]
+        return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
 
@@ -237,19 +237,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             self.quantization_config.base_model = hub_id(model)
             model.config.quantization_config = self.quantization_config
         config = self.quantization_config
-        self._summary = survey(model, config, model_skips(model, config))
+        self._summary = self._survey(model)
         check_not_empty(self._summary, config)
         _logger.info("%s", self._summary)
         choose_layouts_(model)
         return_freed_memory()
         # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
-        conversions = getattr(model, "_weight_conversions", None)
-        if conversions is not None:
-            model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
-                conversion
-                for conversion in conversions
-                if not any(isinstance(op, TrainWeightsDeserialize) for op in getattr(conversion, "operations", ()))
-            ]
+        drop_conversions(model, TrainWeightsDeserialize)
         attach_saving(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model

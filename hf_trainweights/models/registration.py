@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.serialization import add_safe_globals
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from hf_trainweights.models.config import QUANT_METHOD, StoredConfig
 
@@ -19,8 +20,8 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         callable_by_files: What `torch.load(weights_only=True)` may call. Files name these by the package alone, so that
             modules may move.
     """
-    # Transformers refuses a second registration, as after a reload of the package.
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
+    # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
+    with contextlib.suppress(ValueError):
         register_quantization_config(QUANT_METHOD)(StoredConfig)
         register_quantizer(QUANT_METHOD)(quantizer)
     for function in callable_by_files:

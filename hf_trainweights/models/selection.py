@@ -9,17 +9,15 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
-from transformers.quantizers.base import HfQuantizer
-from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
 from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
@@ -134,7 +132,7 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
         same[id(parameter)].append(name)
     aliases = {name: names for names in same.values() for name in names}
     # A Transformers model ties its parameters after their values are loaded, and says before which it will.
-    for target, source in getattr(module, "all_tied_weights_keys", {}).items():
+    for target, source in tied_names(module).items():
         if target in aliases and source in aliases and aliases[target] is not aliases[source]:
             names = aliases[source] + aliases[target]
             aliases |= dict.fromkeys(names, names)
@@ -206,14 +204,29 @@ def _wanted(
         return None, f"{parameter.dtype}"
     if overridden:
         return chosen, "override"
-    if any(not should_convert_module(each, config.modules_to_not_convert or []) for each in known):
+    if any(is_listed(each, config.modules_to_not_convert or ()) for each in known):
         return None, "in modules_to_not_convert"
     embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
     if embedding and not config.include_embeddings:
         return None, "embedding (include_embeddings=True quantizes it)"
-    if any(not should_convert_module(each, list(skip)) for each in _names(name)):
+    if any(is_listed(each, skip) for each in _names(name)):
         return None, "kept in float by the model"
     return chosen, ""
+
+
+def is_listed(name: str, patterns: Iterable[str]) -> bool:
+    """Return whether patterns match a name, as Transformers 5.23 matches `modules_to_not_convert`.
+
+    Args:
+        name: Full name of a module or parameter.
+        patterns: Suffixes of names, or regular expressions that match from the start of a name up to a `.` or its end.
+
+    Example:
+        >>> is_listed("layers.1.mlp", ["layers.1"]), is_listed("layers.11.mlp", ["layers.1"])
+        (True, False)
+    """
+    boundary = r"(?:(?<=\.)|(?=\.|$))"
+    return any(re.match(f"(?:{pattern}){boundary}", name) or name.endswith(pattern) for pattern in patterns)
 
 
 def _names(name: str) -> tuple[str, str]:
@@ -269,27 +282,6 @@ def is_transposed(owner: nn.Module, parameter: Tensor) -> bool:
         return bool(declared)
     first, hidden = getattr(owner, "gate_up_proj", None), getattr(owner, "hidden_size", None)
     return isinstance(first, Tensor) and first.dim() == 3 and first.shape[1] == hidden != first.shape[2]
-
-
-def model_skips(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
-    """Return the modules that a Transformers model wants to keep in float; none for any other module.
-
-    Args:
-        module: Any module.
-        config: What the user wants; `include_embeddings` takes the output head and tied embeddings off the list.
-    """
-    if not isinstance(module, PreTrainedModel):
-        return []
-    skips = set(HfQuantizer.get_modules_to_not_convert(module, None, None))
-    if config.include_embeddings:
-        head = module.get_output_embeddings()
-        tied = {*module.all_tied_weights_keys, *module.all_tied_weights_keys.values()}
-        skips -= {name.removesuffix(".weight") for name in tied}
-        skips -= {name for name, submodule in module.named_modules() if submodule is head}
-    # These hold for every dtype: a model that must not be float16 here must not be int8 either.
-    for kept in (module._keep_in_fp32_modules, module._keep_in_fp32_modules_strict):
-        skips |= set(kept or ())
-    return sorted(skips)
 
 
 def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:

@@ -19,6 +19,7 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.selection import (
     Choice,
     Summary,
@@ -26,7 +27,6 @@ from hf_trainweights.models.selection import (
     is_conv1d,
     is_experts,
     is_transposed,
-    model_skips,
     survey,
 )
 
@@ -372,7 +372,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
     # This is what from_pretrained shows before it loads: two parameters, and the names of those that will be one.
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     config = TrainWeightsConfig("int4", group_size=32, **arguments)
-    found = choices(model, config, tuple(model_skips(model, config)))
+    found = choices(model, config, tuple(modules_kept_in_float(model, config.include_embeddings)))
     chosen = {name: found[f"{name}.weight"].format is not None for name in ("model.embed_tokens", "lm_head")}
     # Tied, what the head gets, the embedding gets too.
     assert chosen == {"model.embed_tokens": head if tie else embedding, "lm_head": head}
@@ -383,7 +383,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
 
 def test_a_transformers_model_is_chosen_from_on_meta() -> None:
     model = tiny_llama()
-    summary = choose(model, INT4, tuple(model_skips(model, INT4)))
+    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
     assert len(summary.quantized) == 7
     assert len(summary.tensors) == 7 + 3 + 2
     assert str(summary) == (
@@ -395,7 +395,7 @@ def test_a_transformers_model_is_chosen_from_on_meta() -> None:
 def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=64, n_layer=1, n_head=2))
-    summary = choose(model, INT4, tuple(model_skips(model, INT4)))
+    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
     assert len(summary.quantized) == 4
     assert all(choice.transposed for choice in summary.quantized)
 
