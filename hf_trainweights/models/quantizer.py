@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,7 +40,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         kwargs: `pre_quantized`, whether the checkpoint is quantized already.
 
     Raises:
-        ConfigError: A float model is to be quantized, and a value or a key of the configuration is not allowed.
+        ConfigError: A float model is to be quantized, and a key of the configuration is unknown.
     """
 
     requires_parameters_quantization = True
@@ -134,27 +133,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             _logger.warning('Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.')
         return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
 
-    def update_attn_implementation(self, config: Any) -> Any:
-        """Return the configuration unchanged; the first hook of Transformers 5.23 that tells which model it is of.
-
-        Args:
-            config: The model's configuration.
-
-        Raises:
-            ConfigError: Its `quantization_config` has a value that is not allowed.
-        """
-        self._check_read(config)
-        return config
-
-    def _check_read(self, config: Any) -> None:
-        """Raise what is wrong with the model's config.json, with its path or repository."""
-        error = self.quantization_config.read_error
-        if error is not None:
-            where = f"{Path(config.name_or_path or '', 'config.json')}: quantization_config: {error.where}"
-            raise ConfigError(where, error.expected, error.found, error.next_step) from error
-
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self._check_read(model.config)
         self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
@@ -165,18 +144,6 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     def _leaves(self) -> set[str]:
         return {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
-
-    def update_tp_plan(self, config: Any) -> Any:
-        """Return the configuration unchanged; Transformers up to 5.20 asks for it.
-
-        Args:
-            config: The model's configuration.
-
-        Raises:
-            ConfigError: Its `quantization_config` has a value that is not allowed.
-        """
-        self._check_read(config)
-        return config
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the bytes per weight that a parameter takes, scales included, for `device_map="auto"`.

@@ -118,7 +118,6 @@ def test_the_flags_are_what_transformers_asks_for(quantized: PreTrainedModel) ->
     assert quantizer.is_trainable is True
     assert quantizer.is_qat_trainable is False
     assert quantizer.is_compileable is True
-    assert quantizer.update_tp_plan(quantized.config) is quantized.config
 
 
 def test_the_summary_needs_a_load() -> None:
@@ -279,7 +278,7 @@ def test_the_size_that_device_maps_are_made_from_is_the_size_that_is_held(
 def test_a_plain_dict_is_a_configuration(float_directory: FloatDirectory, expected: list[Tensor]) -> None:
     model = load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int8"})
     assert computes(model, expected)
-    with pytest.raises(ConfigError, match=r"^format: expected one of int8"):
+    with pytest.raises(ConfigError, match=r"^quantization_config \(.*passed as a dict\): format: expected one of int8"):
         load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int3"})
     with pytest.raises(ConfigError, match=r"^quantization_config: expected keys among format.*found formt\."):
         load(float_directory(), quantization_config={"quant_method": "trainweights", "formt": "int4"})
@@ -488,7 +487,7 @@ def test_a_pickle_with_a_foreign_global_is_never_loaded(
         load(directory, **options)
 
 
-IN_FILE = r"changed/config\.json: quantization_config: "
+IN_FILE = r"^quantization_config \(in config\.json, or passed as a dict\): "
 
 
 @pytest.mark.parametrize(
