@@ -19,6 +19,7 @@ from hf_trainweights.models.conversion import (
     TrainWeightsQuantize,
     deserialize_converters,
 )
+from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
 from hf_trainweights.models.host.checkpoints import drop_conversions
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
@@ -51,6 +52,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
+        self._model_bytes = 0
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
@@ -95,43 +97,23 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     # Before the weights are loaded
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that would leave weights in float.
-
-        Args:
-            args: Not used.
-            kwargs: `device_map`, as the user gave it, and again when a string was resolved to a dict.
 
         Raises:
             ConfigError: A float checkpoint is to be quantized onto the disk.
         """
-        del args
-        device_map = kwargs.get("device_map")
-        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
-        if on_disk and not self.pre_quantized:
-            raise ConfigError(
-                "device_map",
-                "memory for every weight that is quantized on the fly",
-                'modules on "disk", which Transformers would leave in float',
-                "Save a quantized copy first (save_pretrained), then load that with this device_map.",
-            )
-        # Only the second call sees what "auto" became, and only by changing that dict can it be changed.
-        if on_disk and "weights_only" not in kwargs:
-            assert isinstance(device_map, dict)
-            device_map.update(self._without_disk(device_map))
+        # Transformers calls this with the user's map, and again with the one that it made of "auto".
+        if not self.pre_quantized:
+            refuse_disk(device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return the device map with "cpu" for "disk": a quantized file is memory-mapped, so it stays on the disk.
+        """Return the device map with "cpu" for "disk"."""
+        return map_disk_to_cpu(device_map)
 
-        Args:
-            device_map: What the user gave.
-        """
-        return self._without_disk(device_map) if isinstance(device_map, dict) else device_map
-
-    def _without_disk(self, device_map: dict[str, Any]) -> dict[str, Any]:
-        if "disk" in device_map.values():
-            _logger.warning('Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.')
-        return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Return limits for `device_map="auto"` by which no module of a quantized checkpoint goes to the "disk"."""
+        return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
         self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
@@ -140,6 +122,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
+        self._model_bytes = summary.bytes_after
         return model
 
     def _leaves(self) -> set[str]:

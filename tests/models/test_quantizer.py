@@ -248,6 +248,19 @@ def test_disk_is_memory_mapped_for_a_quantized_checkpoint_and_said_once(
         assert str(file) in mapped.read_text()
 
 
+def test_no_hook_changes_a_map_that_it_is_given() -> None:
+    quantizer = TrainWeightsHfQuantizer(INT8, pre_quantized=True)
+    for options in ({"weights_only": True}, {}):
+        given = {"model": "disk", "lm_head": "cpu"}
+        quantizer.validate_environment(device_map=given, **options)
+        assert quantizer.update_device_map(given) == {"model": "cpu", "lm_head": "cpu"}
+        assert given == {"model": "disk", "lm_head": "cpu"}
+    limits = {"cpu": 60_000}
+    assert quantizer.adjust_max_memory(limits)["cpu"] > limits["cpu"] == 60_000
+    float_quantizer = TrainWeightsHfQuantizer(INT8, pre_quantized=False)
+    assert float_quantizer.adjust_max_memory(limits) == limits
+
+
 @pytest.mark.parametrize(
     "config",
     [
