@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.selection import Choice
 from hf_trainweights.models.stored_weights import StoredWeight
+from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

@@ -1,4 +1,4 @@
-"""The Transformers side: which hook of `from_pretrained` and friends does what. Thin on purpose."""
+"""The hooks that Transformers calls while it loads, saves and dequantizes a model; thin on purpose."""
 
 from __future__ import annotations
 
@@ -12,21 +12,18 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.card import hub_id
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.conversion import (
-    TrainWeightsDeserialize,
-    TrainWeightsQuantize,
-    deserialize_converters,
-)
+from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
 from hf_trainweights.models.host.checkpoints import drop_conversions
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
-from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, survey
+from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.models.summary import Summary, check_not_empty
 from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
@@ -36,15 +33,15 @@ _logger = logging.get_logger(__name__)
 class TrainWeightsHfQuantizer(HfQuantizer):
     """Quantizes a model while it loads, and loads, saves and reports a quantized one.
 
+    The hooks take the arguments that `HfQuantizer` documents.
+
     Args:
-        quantization_config: What the user chose, or what config.json says.
+        quantization_config: The user's configuration, or the one in config.json.
         kwargs: `pre_quantized`, whether the checkpoint is quantized already.
 
     Raises:
         ConfigError: A float model is to be quantized, and a key of the configuration is unknown.
     """
-
-    requires_parameters_quantization = True
 
     def __init__(self, quantization_config: TrainWeightsConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -56,7 +53,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
-        """Return what was quantized and what was left alone, per parameter.
+        """Return the choice for each parameter: quantized or left alone, and why.
 
         Raises:
             ConfigError: No model was loaded with this quantizer yet.
@@ -68,13 +65,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return self._summary
 
     def adopt(self, model: PreTrainedModel) -> Summary:
-        """Make a model that was quantized in place what `from_pretrained` would have made of it.
+        """Make a model that was quantized in place the same as one that `from_pretrained` quantized.
 
         Args:
             model: A model with quantized weights.
 
         Returns:
-            What is quantized in it and what is not.
+            The choice for each parameter.
 
         Raises:
             ConfigError: Nothing is quantized.
@@ -84,16 +81,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
             self.postprocess_model(model)
         else:
-            self._summary = survey(
-                model,
-                self.quantization_config,
-                modules_kept_in_float(model, self.quantization_config.include_embeddings),
-            )
+            self._survey(model)
         return self.summary()
 
-    def _survey(self, model: PreTrainedModel) -> Summary:
+    def _survey(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
-        return survey(model, config, modules_kept_in_float(model, config.include_embeddings))
+        self._summary = survey(model, config, modules_kept_in_float(model, config.include_embeddings))
 
     # Before the weights are loaded
 
@@ -125,17 +118,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self._model_bytes = summary.bytes_after
         return model
 
-    def _leaves(self) -> set[str]:
-        return {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
-
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Return the bytes per weight that a parameter takes, scales included, for `device_map="auto"`.
-
-        Args:
-            model: The model on the meta device.
-            param_name: Full name of the parameter.
-            param: The parameter.
-        """
+        """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
@@ -146,32 +130,22 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     # While the weights are loaded
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is one of the chosen.
-
-        Args:
-            model: The model on the meta device.
-            param_name: Full name of the parameter.
-            kwargs: Not used.
-        """
+        """Return whether a parameter is one of those that were chosen."""
         return param_name in self.state.choices
 
     def get_quantize_ops(self) -> TrainWeightsQuantize:
-        """Return the op that quantizes a float weight."""
+        """Return the operation that quantizes a float weight."""
         return TrainWeightsQuantize(self.state)
 
     def get_weight_conversions(self) -> list[Any]:
         """Return the converters that put the weights of a quantized checkpoint together."""
-        return deserialize_converters(self.state, self._leaves()) if self.pre_quantized else []
+        leaves = {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
+        return deserialize_converters(self.state, leaves) if self.pre_quantized else []
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
-        """Return the model's converters, experts quantized before they are merged, and our own.
-
-        Args:
-            weight_conversions: The model's renamings and converters.
-            model: The model on the meta device.
-        """
+        """Return the model's converters and our own; experts are quantized before they are merged."""
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
         return [offer_before_merging(conversion) for conversion in weight_conversions]
@@ -186,13 +160,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             self.quantization_config = copy.copy(self.quantization_config)
             self.quantization_config.base_model = hub_id(model)
             model.config.quantization_config = self.quantization_config
-        config = self.quantization_config
-        self._summary = self._survey(model)
-        check_not_empty(self._summary, config)
+        self._survey(model)
+        check_not_empty(self.summary(), self.quantization_config)
         _logger.info("%s", self._summary)
         choose_layouts_(model)
         return_freed_memory()
-        # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
+        # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)
         attach_saving(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))

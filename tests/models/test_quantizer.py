@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.integrations.accelerate import compute_module_sizes
+from transformers.quantizers.base import HfQuantizer
 
 import hf_trainweights
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, TrainWeightsHfQuantizer, get_model_size_in_bytes
@@ -118,6 +119,11 @@ def test_the_flags_are_what_transformers_asks_for(quantized: PreTrainedModel) ->
     assert quantizer.is_trainable is True
     assert quantizer.is_qat_trainable is False
     assert quantizer.is_compileable is True
+
+
+def test_every_method_but_our_own_is_a_hook_of_the_installed_transformers() -> None:
+    methods = {name for name in vars(TrainWeightsHfQuantizer) if not name.startswith("__")}
+    assert {name for name in methods if not hasattr(HfQuantizer, name)} == {"summary", "adopt", "_survey"}
 
 
 def test_the_summary_needs_a_load() -> None:

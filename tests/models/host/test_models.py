@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 import pytest
+import transformers
 from architectures import ARCHITECTURES
+from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
 from transformers import PreTrainedModel, modelcard
@@ -12,6 +16,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host.models import has_adapters, modules_kept_in_float, tasks_of, tied_names
+from hf_trainweights.models.selection import is_listed
 
 
 def test_tied_parameters_are_told_by_name() -> None:
@@ -26,6 +31,14 @@ def test_a_model_asks_for_what_transformers_itself_keeps_in_float(name: str) -> 
     float32 = {*(model._keep_in_fp32_modules or ()), *(model._keep_in_fp32_modules_strict or ())}
     expected = {*HfQuantizer.get_modules_to_not_convert(model), *float32}
     assert set(modules_kept_in_float(model, include_embeddings=False)) == expected
+
+
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="earlier versions match parts of names")
+@pytest.mark.parametrize("pattern", ["lm_head", "layers.1", "layers.*", "mlp.gate", "a|b", "fc1", ".*"])
+def test_modules_not_to_convert_are_matched_as_transformers_matches_them(pattern: str) -> None:
+    should_convert_module = import_module("transformers.quantizers.quantizers_utils").should_convert_module
+    for name in ("lm_head", "model.lm_head", "layers.1.mlp", "layers.11.mlp", "mlp.gate_proj", "b.weight", "x.fc1"):
+        assert is_listed(name, [pattern]) != should_convert_module(name, [pattern])
 
 
 def test_embeddings_and_head_are_not_kept_where_they_are_included() -> None:
