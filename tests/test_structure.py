@@ -27,6 +27,17 @@ ROOMS = (
     "demo",
 )
 MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback"}
+# The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
+PUBLIC_TRANSFORMERS = {
+    *("transformers", "transformers.pytorch_utils", "transformers.quantizers.auto", "transformers.quantizers.base"),
+    *("transformers.trainer_utils", "transformers.utils", "transformers.utils.quantization_config"),
+}
+PRIVATE_ATTRIBUTES = {
+    *("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict", "_keys_to_ignore_on_save", "_hf_peft_config_loaded"),
+    *("all_tied_weights_keys", "get_modules_to_not_convert", "_weight_conversions", "quantization_operation"),
+    *("_original_source_patterns", "_original_target_patterns", "scope_prefix", "base_model_prefix"),
+    *("collected_tensors", "layer_targets"),
+}
 # The attribute that holds an entry's name. It is written to files, so it must be what the registry calls it.
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}
 # Importing these takes seconds, for which `--help` should not wait.
@@ -115,6 +126,16 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_transformers_is_imported_only_where_the_table_says(module: str) -> None:
     imports_it = any(room(name) == "transformers" for name, _ in imports(module))
     assert not imports_it or {room(module), module} & MAY_IMPORT_TRANSFORMERS
+
+
+@pytest.mark.parametrize("module", [name for name in SOURCES if not name.startswith("models.host.")])
+def test_private_names_of_transformers_are_used_by_the_host_alone(module: str) -> None:
+    origins = {name if name == "transformers" else name.rpartition(".")[0] for name, _ in imports(module)}
+    nodes = list(ast.walk(parse(module)))
+    names = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    names |= {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+    assert {origin for origin in origins if room(origin) == "transformers"} <= PUBLIC_TRANSFORMERS
+    assert names & PRIVATE_ATTRIBUTES == set()
 
 
 def test_triton_is_imported_when_its_kernels_are_first_used() -> None:

@@ -221,10 +221,10 @@ def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
     from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.directory.plain_weights import read_weights, weight_files
-    from hf_trainweights.models.directory import parameter_names
+    from hf_trainweights.models.directory import saved_parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
-    parameters = parameter_names(directory) if files else None
+    parameters = saved_parameter_names(directory) if files else None
     return None if parameters is None else read_weights(files[0]).keys() - parameters
 
 

@@ -43,9 +43,9 @@ def demo(
 
     Nothing is downloaded. It takes about two minutes on two CPU cores, and exits with 1 if a reload is not bit-equal.
     """
-    # Here and not above: `--help` should not wait for torch.
-    from hf_trainweights.demo.model import Recipe
+    # Imported here, so that `--help` does not wait for torch.
     from hf_trainweights.demo.run import run_demo
+    from hf_trainweights.demo.training import Recipe
     from hf_trainweights.formats import FORMATS
 
     unknown = set(formats or ()) - set(FORMATS)
@@ -85,23 +85,23 @@ class _ProgressLines:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # Stopped without a start it would print an empty line.
+        # Without a start, stop() would print an empty line.
         if self._tasks:
             self._progress.stop()
 
     def report(self, line: str, stage: str, done: int, total: int) -> None:
-        """Show how far one line is.
+        """Show the progress of one line.
 
         Args:
-            line: What it is about, e.g. a format.
-            stage: What is done at the moment.
+            line: Name of the line, e.g. a format.
+            stage: The current stage.
             done: Steps done.
             total: Steps in all.
         """
         if not self._tasks:
             from transformers.utils.logging import disable_progress_bar
 
-            # From here on these lines tell of loading too: two kinds of bars would overwrite each other.
+            # These lines show the progress of loading too; Transformers' own bars would overwrite them.
             disable_progress_bar()
             self._progress.start()
         if line not in self._tasks:
@@ -121,7 +121,7 @@ def _directory(out: Path | None) -> Iterator[Path]:
 def _print_result(result: Result, out: Path | None) -> None:
     console = Console(highlight=False)
     if result.losses:
-        # Of the last steps the mean: one batch alone says little.
+        # The mean of the last steps: a single batch says little.
         last = statistics.fmean(result.losses[-20:])
         console.print(f"Trained for {len(result.losses)} steps: loss {result.losses[0]:.2f} to {last:.2f}")
     table = Table(

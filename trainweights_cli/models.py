@@ -1,4 +1,4 @@
-"""`trainweights quantize`, `inspect`, `verify`, `diff` and `export`: what is done with saved models."""
+"""`trainweights quantize`, `inspect`, `verify`, `diff` and `export`: the commands for saved models."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from trainweights_cli.console import (
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.listing import Entry
-    from hf_trainweights.models.selection import Choice, Summary
+    from hf_trainweights.models.summary import Choice, Summary
 
 ModelDirectory = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of a quantized model.")
@@ -74,7 +74,7 @@ def quantize(
     Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
     """
     overrides = _read_rules(rules) if rules else None
-    # Here and not above: `--help` should not wait for Transformers.
+    # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights import TrainWeightsConfig
     from hf_trainweights.errors import ConfigError
     from hf_trainweights.models.directory import quantize_directory
@@ -208,7 +208,7 @@ def _print_summary(summary: Summary) -> None:
     for choice in summary.tensors:
         groups[str(choice.format or "float"), choice.reason].append(choice)
     table = new_table("format", right=("tensors", "before", "after", "ratio"))
-    # The quantized ones first: what is left alone is told with its reason.
+    # The quantized tensors come first; those that are left alone are listed with the reason.
     for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
         totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
         table.add_row(f"{shown}: {reason}" if reason else shown, str(len(choices)), *show_sizes(*totals))

@@ -13,9 +13,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.modeling_utils import unwrap_model
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
@@ -34,6 +34,8 @@ from hf_trainweights.checkpoint.directory.weights_aside import set_weights_aside
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.models.host.checkpoints import names_not_saved
+from hf_trainweights.models.host.models import tied_names
 
 _logger = logging.get_logger(__name__)
 
@@ -169,7 +171,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if not self._has_room(directory):
             return
         drop_stale_manifest(directory)
-        module = unwrap_model(model) if model is not None else None
+        module = extract_model_from_parallel(model) if model is not None else None
         weights = self._live_weights(module, directory) if not args.push_to_hub else None
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
         compression = Compression(
@@ -226,8 +228,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if getattr(module, "hf_quantizer", None) is not None:
             return None
         state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        missing = state.keys() - stored - set(module._keys_to_ignore_on_save or ())
-        if stored <= state.keys() and missing <= module.all_tied_weights_keys.keys():
+        missing = state.keys() - stored - names_not_saved(module)
+        if stored <= state.keys() and missing <= tied_names(module).keys():
             return None
         self._say_once(
             "This model's files name its weights otherwise than its modules do, so its checkpoints get weights under "

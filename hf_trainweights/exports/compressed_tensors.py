@@ -20,10 +20,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
+from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Bits, type and name in the layout of each format that it has a place for.
@@ -64,12 +65,12 @@ def lay_out(
     quantized = {name: each for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
     if not quantized:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if has_adapters(model):
         raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
     _check_weights(model, quantized)
-    left_out = {*quantized, *(model._keys_to_ignore_on_save or ())}
+    left_out = {*quantized, *names_not_saved(model)}
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
-    tensors = dict(revert_weight_conversion(model, others))
+    tensors = checkpoint_tensors(model, others)
     _check_float_experts(model, tensors)
     for name, rows in _matrices(model, quantized).items():
         tensors |= _put_weight(name, quantized[name], rows, put)
@@ -146,7 +147,7 @@ def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) ->
         ends.append(ends[-1] + math.prod(lead))
         numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
     matrices: dict[str, dict[str, slice]] = defaultdict(dict)
-    for saved_name, rows in revert_weight_conversion(model, numbers).items():
+    for saved_name, rows in checkpoint_tensors(model, numbers).items():
         first, count = int(rows.flatten()[0]), rows.numel() // 2
         place = bisect.bisect_right(ends, first) - 1
         weight = weights[names[place]]

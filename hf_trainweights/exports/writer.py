@@ -13,11 +13,11 @@ from huggingface_hub import split_state_dict_into_shards_factory
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.dynamic_module_utils import custom_object_save
 
 from hf_trainweights.exports import compressed_tensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.models.directory import copy_companions, load_saved
+from hf_trainweights.models.host.checkpoints import save_remote_code
 from hf_trainweights.models.placeholders import Placeholders
 from hf_trainweights.models.saving import is_replaced, whole_state_dict
 
@@ -65,7 +65,7 @@ def _write_config(model: PreTrainedModel, staging: Path, quantization_config: di
     config.architectures = [type(model).__name__]
     config.dtype = model.dtype
     if model.is_remote_code():
-        custom_object_save(model, staging, config=config)  # pyright: ignore[reportArgumentType]  (it takes a config too)
+        save_remote_code(model, staging, config)
     config.save_pretrained(staging)
     if model.can_generate():
         model.generation_config.save_pretrained(staging)

@@ -1,14 +1,13 @@
-"""The README.md of a quantized model on the Hub: what it is, how to load it, what it holds, who wrote it.
+"""The README.md of a quantized model on the Hub: metadata, how to load the model, its formats and sizes.
 
-A card of ours ends in a line with the digest of the text above it. Whoever edits the card makes it theirs: the digest
-no longer fits, and from then on it is kept as it is.
+A generated card ends in a line with the digest of the text above it. Once someone edits the card, the digest no longer
+fits, and the card is theirs: it is never generated again.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -16,14 +15,12 @@ from typing import Any
 
 import transformers
 from huggingface_hub import ModelCard, ModelCardData
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
-from transformers.modelcard import TASK_MAPPING
 from yaml import YAMLError
 
 from hf_trainweights.files.digests import package_versions
-from hf_trainweights.models.selection import Choice
+from hf_trainweights.models.host.models import has_adapters, tasks_of
+from hf_trainweights.models.summary import Choice
 
 CARD_NAME = "README.md"
 
@@ -39,7 +36,7 @@ _MARK_LENGTH = len(_MARK.format("0" * 64))
 
 
 def is_generated(text: str) -> bool:
-    """Return whether a card is one that `model_card` wrote and nobody has edited since.
+    """Return whether `model_card` wrote a card and nobody has edited it since.
 
     Args:
         text: The whole card. Line ends do not matter, a checkout may have changed them.
@@ -53,19 +50,19 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
     """Return the text of a model's card.
 
     Args:
-        model: The model; one that was dequantized, or saves its adapters alone, gets a card without what is said of
-            quantized weights.
-        repo_id: Where it is going to lie.
-        tags: Tags beside our own.
-        earlier: A card for an earlier version of it. What it, or one beside the weights that the model was loaded
-            from, says of licence and task is kept.
+        model: The model; the card of one that was dequantized, or saves its adapters alone, does not mention quantized
+            weights.
+        repo_id: Full name of the repository that the card is for.
+        tags: Further tags.
+        earlier: The card of an earlier version. The licence and the task of the card beside the weights that the model
+            was loaded from are kept, else those of this one.
 
     Returns:
-        Metadata and Markdown. Equal models of equal names give equal text.
+        Metadata and Markdown. The same model under the same name gives the same text.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     title = f"# {repo_id.rpartition('/')[2]}"
-    if quantizer is None or getattr(model, "_hf_peft_config_loaded", False):
+    if quantizer is None or has_adapters(model):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
     cards = [_metadata(text) for text in (_card_beside(model.config.name_or_path), earlier) if text]
@@ -83,7 +80,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
 
 
 def with_tags(text: str, tags: Iterable[str]) -> str:
-    """Return a card with tags added to those it has, and otherwise as it was.
+    """Return a card with further tags, and otherwise as it was.
 
     Args:
         text: Any card.
@@ -98,22 +95,8 @@ def with_tags(text: str, tags: Iterable[str]) -> str:
     return str(card)
 
 
-def hub_id(model: PreTrainedModel) -> str | None:
-    """Return the Hub id that a model was loaded from, None where it was not.
-
-    Args:
-        model: Any model; ask before the working directory changes, or a relative path may look like an id.
-    """
-    source = model.config.name_or_path or ""
-    try:
-        validate_repo_id(source)
-    except HFValidationError:
-        return None
-    return None if source == "" or os.path.exists(source) else source
-
-
 def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str | None:
-    """Return the Hub id of the float model that a model was quantized from, None where nobody knows."""
+    """Return the Hub id of the float model that a model was quantized from, None where it is not known."""
     quantizer: Any = model.hf_quantizer
     known = quantizer.quantization_config.base_model
     if known is not None or not quantizer.pre_quantized:
@@ -123,7 +106,7 @@ def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str 
 
 
 def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the licence and the task that cards tell, which quantizing does not change."""
+    """Return the licence and the task of the cards: quantizing changes neither."""
     licensed = next((card for card in cards if card.get("license")), {})
     inherited = {key: licensed[key] for key in _LICENSE if key in licensed}
     task = next((card["pipeline_tag"] for card in cards if card.get("pipeline_tag")), None)
@@ -131,13 +114,9 @@ def _inherited(cards: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _task(model: PreTrainedModel) -> str | None:
-    """Return the Hub's name of what a model's class is for, None for a bare one."""
-    tasks = [
-        task
-        for task, classes in TASK_MAPPING.items()
-        if any(type(model).__name__ in ([names] if isinstance(names, str) else names) for names in classes.values())
-    ]
-    # Of several the last one says the most: Gemma 3 takes images too, BART is no fill-mask model.
+    """Return the Hub's name for the task of a model's class, None for a class without a head."""
+    tasks = tasks_of(type(model).__name__)
+    # Of several tasks the last one is the most specific: Gemma 3 takes images too, BART is no fill-mask model.
     return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
 
 
@@ -171,7 +150,7 @@ def _about(choices: Sequence[Choice], base: str | None) -> str:
 
 def _use(model: PreTrainedModel, repo_id: str) -> str:
     quantized = hasattr(model, "hf_quantizer")
-    # A class of the user's own has no import line that we could know.
+    # How to import a class of the user's own is not known.
     name = type(model).__name__ if hasattr(transformers, type(model).__name__) else "AutoModel"
     package = "hf_trainweights" if quantized else "transformers"
     notice = "import hf_trainweights  # first: without this line the model loads with random weights\n"

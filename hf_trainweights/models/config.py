@@ -1,4 +1,4 @@
-"""TrainWeightsConfig: what a user chooses, validated once, and kept in a model's config.json."""
+"""TrainWeightsConfig: the user's choices, validated once and kept in a model's config.json."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import copy
 import inspect
 import json
 import logging
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.overrides import check_expression, check_overrides, find_override, format_of
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
@@ -26,22 +26,22 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     """Which weights to quantize, and to which format.
 
     Args:
-        format: Name of the format for all weights that nothing else is said of: one of `FORMATS`.
+        format: Name of the format for all weights that no override names: one of `FORMATS`.
         group_size: Weights that share a scale; None for the format's default (int4: 128, int8: a whole row).
         modules_to_not_convert: Modules to leave alone beside the output head: names, suffixes of names, or regular
             expressions that match from the start of a name.
-        overrides: Another format for some modules or parameters: a full name, or `re:` and a regular expression for
-            the whole name, to a format's name, a dict such as `{"format": "int8", "group_size": 64}`, or None to
-            leave the weight alone. Exact names win, then the first expression that matches.
+        overrides: Another format for some modules or parameters. Each key is a full name, or `re:` and a regular
+            expression for the whole name; each value is a format's name, a dict such as
+            `{"format": "int8", "group_size": 64}`, or None to leave the weight alone. Exact names win, then the first
+            expression that matches.
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
-        activations: "int8" to round what is multiplied with the weights to int8 too, for speed: dynamically, one scale
-            a token. Where no product of integers is faster it is left as it is: with small weights, and for a few
-            tokens of 16 bits. Only with format "int8" and no groups; the error of a product is about four times that
-            of bfloat16.
-        base_model: Hub id of the float model; a model that is loaded from there by this configuration has it in its
+        activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token. Small
+            weights, and a few tokens of 16 bits, keep float activations, because integers are not faster there. Only
+            with format "int8" and no groups; the error of a product is about four times that of bfloat16.
+        base_model: Hub id of the float model; a model that is loaded from the Hub by this configuration has it in its
             own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
-        quant_method: What config.json says beside the values.
+        quant_method: The name of this method in config.json.
 
     Raises:
         ConfigError: A value is not allowed; the message lists those that are.
@@ -52,9 +52,6 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         >>> config.format_for(["model.layers.0.mlp.down_proj"])
         (Int8(group_size=None, activations=None), True)
     """
-
-    # Why the file that this was read from is not valid.
-    read_error: ConfigError | None = None
 
     def __init__(
         self,
@@ -83,7 +80,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         self.activations = activations
         self.group_size = _format_of(format, group_size, activations).get_config().get("group_size")
         self.modules_to_not_convert = _check_names(modules_to_not_convert)
-        self.overrides = _check_overrides(overrides)
+        self.overrides = check_overrides(overrides)
         if type(include_embeddings) is not bool:
             raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
         self.include_embeddings = include_embeddings
@@ -95,12 +92,12 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     def from_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base returns a tuple where it is asked to)
         cls, config_dict: Mapping[str, Any], **kwargs: Any
     ) -> Any:
-        """Return the configuration that a file holds.
+        """Return the configuration that a dict holds: `quantization_config` of a config.json, or the user's own.
 
         Args:
             config_dict: JSON values as `to_dict` returns them. Keys that only a newer version knows are kept, written
                 back, and logged.
-            kwargs: As for Transformers: values that replace those of the file, and `return_unused_kwargs`.
+            kwargs: As for Transformers: values that replace those of the dict, and `return_unused_kwargs`.
 
         Returns:
             The configuration; with `return_unused_kwargs=True` also a dict of the `kwargs` that it does not have.
@@ -113,21 +110,23 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             Int4(group_size=32)
         """
         known = {key: value for key, value in config_dict.items() if key in _known_keys()}
-        result = super().from_dict(known, **kwargs)
-        config = result[0] if isinstance(result, tuple) else result
-        for key in config_dict.keys() - known.keys():
-            _check_unknown(key, config_dict[key])
-            setattr(config, key, config_dict[key])
+        try:
+            result = super().from_dict(known, **kwargs)
+            config = result[0] if isinstance(result, tuple) else result
+            for key in config_dict.keys() - known.keys():
+                _check_unknown(key, config_dict[key])
+                setattr(config, key, config_dict[key])
+        except ConfigError as error:
+            where = f"quantization_config (in config.json, or passed as a dict): {error.where}"
+            raise ConfigError(where, error.expected, error.found, error.next_step) from error
         return result
 
     def check_quantizing(self) -> None:
         """Check that a float model can be quantized by this configuration.
 
         Raises:
-            ConfigError: A value of a file is not allowed, or a key is unknown: another version's, or misspelt.
+            ConfigError: A key is unknown: another version's, or misspelt.
         """
-        if self.read_error is not None:
-            raise self.read_error
         unknown = ", ".join(sorted(vars(self).keys() - _known_keys()))
         if unknown:
             raise ConfigError("quantization_config", f"keys among {', '.join(_known_keys())}", unknown, "Leave it out.")
@@ -141,19 +140,13 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """Return the format for a weight and whether an override chose it.
 
         Args:
-            names: The names the weight goes by: its module's and its own.
+            names: The names of the weight: its module's and its own, under each of its ties.
 
         Returns:
             The format, or None to leave the weight alone; and True if an override says so.
         """
-        names = list(names)
-        for name in names:
-            if name in self.overrides:
-                return _override_format(self.overrides[name]), True
-        for selector, override in self.overrides.items():
-            if selector.startswith("re:") and any(re.fullmatch(selector[3:], name) for name in names):
-                return _override_format(override), True
-        return self.default_format, False
+        selector = find_override(self.overrides, names)
+        return (self.default_format, False) if selector is None else (format_of(self.overrides[selector]), True)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON values, as config.json holds it.
@@ -169,29 +162,6 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]
 
 
-class StoredConfig(TrainWeightsConfig):
-    """What Transformers reads `quantization_config` of a config.json with, before it tells of which model it is."""
-
-    @classmethod
-    def from_dict(cls, config_dict: Mapping[str, Any], **kwargs: Any) -> Any:
-        """Return the configuration as `TrainWeightsConfig` reads it.
-
-        Args:
-            config_dict: As for `TrainWeightsConfig`.
-            kwargs: Likewise.
-
-        Returns:
-            A `TrainWeightsConfig`; where a value is not allowed, one whose `read_error` says so. The quantizer raises
-            it as soon as it knows the file.
-        """
-        try:
-            return TrainWeightsConfig.from_dict(config_dict, **kwargs)
-        except ConfigError as error:
-            config = TrainWeightsConfig()
-            config.read_error = error
-            return config
-
-
 def _known_keys() -> list[str]:
     return list(inspect.signature(TrainWeightsConfig).parameters)
 
@@ -199,12 +169,6 @@ def _known_keys() -> list[str]:
 def _format_of(name: str, group_size: int | None, activations: str | None) -> Format:
     parameters = {"group_size": group_size, "activations": activations}
     return get_format({"format": name, **{key: value for key, value in parameters.items() if value is not None}})
-
-
-def _override_format(override: str | Mapping[str, Any] | None) -> Format | None:
-    if override is None:
-        return None
-    return get_format({"format": override} if isinstance(override, str) else override)
 
 
 def _check_names(names: Sequence[str] | None) -> list[str] | None:
@@ -218,29 +182,8 @@ def _check_names(names: Sequence[str] | None) -> list[str] | None:
             'Write ["lm_head"], even for a single name.',
         )
     for name in names:
-        _check_expression("modules_to_not_convert", name)
+        check_expression("modules_to_not_convert", name)
     return list(names)
-
-
-def _check_overrides(overrides: Mapping[str, Any] | None) -> dict[str, Any]:
-    checked: dict[str, Any] = {}
-    if overrides is not None and not isinstance(overrides, Mapping):
-        raise ConfigError(
-            "overrides", "a dict of names to formats", repr(overrides), 'E.g. {"re:.*down_proj": "int8"}.'
-        )
-    for selector, override in (overrides or {}).items():
-        where = f"overrides[{selector!r}]"
-        if not isinstance(selector, str) or not (override is None or isinstance(override, str | Mapping)):
-            allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"
-            raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
-        if selector.startswith("re:"):
-            _check_expression(where, selector[3:])
-        try:
-            _override_format(override)
-        except ConfigError as error:
-            raise ConfigError(where, error.expected, error.found, error.next_step) from error
-        checked[selector] = dict(override) if isinstance(override, Mapping) else override
-    return checked
 
 
 def _check_unknown(key: str, value: Any) -> None:
@@ -254,12 +197,3 @@ def _check_unknown(key: str, value: Any) -> None:
     if hasattr(TrainWeightsConfig, key):
         raise ConfigError(key, f"one of {known}", "the name of a method", "Leave it out.")
     _logger.warning("TrainWeightsConfig keeps %s=%r but does not use it: it knows %s.", key, value, known)
-
-
-def _check_expression(where: str, expression: str) -> None:
-    try:
-        re.compile(expression)
-    except re.error as error:
-        raise ConfigError(
-            where, "a regular expression", f"{expression!r} ({error})", "Escape what is meant literally."
-        ) from error

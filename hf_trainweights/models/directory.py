@@ -1,7 +1,7 @@
 """Saved models as directories: loaded as the class that saved them, quantized from one directory into another.
 
-Nothing here reads a whole file. The source's shards are memory-mapped, and each weight is quantized as it is read: what
-is needed is memory for the quantized model and one weight of the source.
+No whole file is read. The source's shards are memory-mapped, and each weight is quantized as it is read, so the process
+needs memory for the quantized model and one weight of the source.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.atomic import create_directory, sync_tree
 from hf_trainweights.files.staging import save_errors
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.selection import Summary
+from hf_trainweights.models.summary import Summary
 
-# What a quantized copy has its own of, and what only the float model or its training needs.
+# Files that are not copied: those that the quantized model writes itself, and float weights or training state.
 _LEFT_BEHIND = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
     *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
 )
-# The only folder of files that a tokenizer or processor has.
+# Tokenizers and processors have no other folder.
 _FOLDERS = ("additional_chat_templates",)
 
 
 def quantize_directory(
     source: str | os.PathLike[str], out: str | os.PathLike[str], config: TrainWeightsConfig
 ) -> Summary:
-    """Quantizes a saved model into another directory, with its tokenizer, processor and generation configuration.
+    """Quantize a saved model into another directory, with its tokenizer, processor and generation configuration.
 
     The weights are those of `from_pretrained(source, dtype="auto", quantization_config=config)` of the class that the
     model was saved as, written by `save_pretrained(out)`. The source stays as it is.
@@ -46,7 +46,7 @@ def quantize_directory(
         config: Which weights to quantize, and to which format.
 
     Returns:
-        What was quantized and what was left alone.
+        The choice for each parameter.
 
     Raises:
         ConfigError: `out` is not empty; the model is quantized already, is of no class of Transformers, or lacks
@@ -76,19 +76,19 @@ def quantize_directory(
 
 
 def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """Loads a saved model as the class that its config.json names, with the dtypes it was saved in, and all of it.
+    """Load a saved model as the class that its config.json names, in the dtypes it was saved in, with all its weights.
 
     Args:
         source: Directory or Hub id of a model, float or quantized.
         options: Further arguments of `from_pretrained`.
 
     Returns:
-        The model; its weights are views of the memory-mapped files wherever nothing has to be converted.
+        The model; weights that need no conversion are views of the memory-mapped files.
 
     Raises:
         ConfigError: It is of no class of Transformers, or lacks weights.
         CorruptFileError: A file is damaged.
-        TrainWeightsError: What quantizing on the fly raises.
+        TrainWeightsError: Quantizing on the fly failed.
 
     Example:
         >>> load_saved("models/llama-int4").device  # doctest: +SKIP
@@ -112,21 +112,18 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
     return model
 
 
-def parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
-    """Tells the parameters of a saved model from its buffers by its config.json; no weight is read.
+def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
+    """Return the names of the parameters of a saved model, by its config.json: no weight is read.
 
     Args:
         directory: A saved model or a Trainer's checkpoint.
 
     Returns:
-        Names of the parameters, tied ones under each of theirs; None without a config.json that names a class of
+        Names of the parameters, all names of a tied one; None without a config.json that names a class of
         Transformers.
 
-    Raises:
-        Nothing that a whole config.json causes.
-
     Example:
-        >>> parameter_names("out/checkpoint-500")  # doctest: +SKIP
+        >>> saved_parameter_names("out/checkpoint-500")  # doctest: +SKIP
         {'lm_head.weight', 'model.embed_tokens.weight', ...}
     """
     try:
@@ -141,11 +138,11 @@ def parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
 
 
 def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
-    """Copies what lies beside the weights of a model: tokenizer, processor, licence, generation configuration.
+    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration.
 
     Args:
         source: Directory or Hub id of a model.
-        out: Where to; made if missing.
+        out: The directory to copy to; made if missing.
 
     Raises:
         OSError: A file cannot be read or written.
@@ -170,7 +167,7 @@ def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
 
 
 def _saved_class(saved: PretrainedConfig) -> tuple[str, Any]:
-    """Return the name of the class that a model was saved as, and the class; None if Transformers has none such."""
+    """Return the name of the class that a model was saved as, and the class, None if Transformers does not have it."""
     name = next(iter(saved.architectures or ()), "none")
     return name, getattr(transformers, name, None)
 

@@ -1,8 +1,8 @@
 """`quantize_`: any nn.Module in place, without Transformers' loading.
 
-`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` with their defaults carry it, and
+`module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` carry it with their defaults, and
 `load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A
-Transformers model becomes what `from_pretrained` would have made of it, and saves itself likewise.
+Transformers model becomes the same as one that `from_pretrained` quantized, and saves itself likewise.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import QuantizationError
 from hf_trainweights.formats.base import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
-from hf_trainweights.models.selection import Choice, Summary, check_choice, choose, model_skips
+from hf_trainweights.models.selection import check_choice, choose
+from hf_trainweights.models.summary import Choice, Summary
 from hf_trainweights.tensor.modules import as_parameter, choose_layouts_, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -28,13 +30,13 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
 
     Args:
         module: Any module with its weights loaded. Weights that are quantized already stay as they are.
-        config: Which weights, and to which format.
+        config: Which weights to quantize, and to which format.
 
     Returns:
-        What was done with each parameter; the same is logged in one line.
+        The choice for each parameter; it is also logged in one line.
 
     Raises:
-        ConfigError: There is nothing to quantize, or the configuration was read from a file and has unknown keys.
+        ConfigError: There is nothing to quantize, or the configuration was read from a dict and has unknown keys.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Example:
@@ -43,7 +45,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
     config.check_quantizing()
-    summary = choose(module, config, model_skips(module, config))
+    summary = choose(module, config, modules_kept_in_float(module, config.include_embeddings))
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)
@@ -55,11 +57,11 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
 
 
 def quantize_chosen(module: nn.Module, summary: Summary) -> None:
-    """Quantize the weights that were chosen, in place, all or none.
+    """Quantize the chosen weights in place, all or none.
 
     Args:
-        module: The module they were chosen from.
-        summary: What was chosen. Weights that are quantized already stay as they are.
+        module: The module that they are chosen from.
+        summary: The choices. Weights that are quantized already stay as they are.
 
     Raises:
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
@@ -96,8 +98,8 @@ def _check_values(choice: Choice) -> None:
 
 
 def _all_finite(weight: Tensor) -> bool:
-    # No sum gets rid of NaN or Inf, and it takes a third of the time of the largest magnitude, which carries both, too.
-    # Only a sum of finite values may overflow.
+    # A sum that is finite has no NaN or Inf in it, and takes a third of the time of the largest magnitude. A sum of
+    # finite values may overflow, so the largest magnitude has the last word.
     if weight.numel() == 0 or weight.sum().isfinite():
         return True
     return bool(largest_magnitude(weight.contiguous()).isfinite().all())

@@ -1,9 +1,8 @@
-"""The Transformers side: which hook of `from_pretrained` and friends does what. Thin on purpose."""
+"""The hooks that Transformers calls while it loads, saves and dequantizes a model; thin on purpose."""
 
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,21 +12,20 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.card import hub_id
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.conversion import (
-    LoadState,
-    QuantizeThenMerge,
-    TrainWeightsDeserialize,
-    TrainWeightsQuantize,
-    deserialize_converters,
-    return_freed_memory,
-)
+from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
+from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
+from hf_trainweights.models.host.checkpoints import drop_conversions
+from hf_trainweights.models.host.converters import offer_before_merging
+from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.hub import hub_id
+from hf_trainweights.models.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
-from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, model_skips, survey
+from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.models.summary import Summary, check_not_empty
 from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
+from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
 _logger = logging.get_logger(__name__)
 
@@ -35,15 +33,15 @@ _logger = logging.get_logger(__name__)
 class TrainWeightsHfQuantizer(HfQuantizer):
     """Quantizes a model while it loads, and loads, saves and reports a quantized one.
 
+    The hooks take the arguments that `HfQuantizer` documents.
+
     Args:
-        quantization_config: What the user chose, or what config.json says.
+        quantization_config: The user's configuration, or the one in config.json.
         kwargs: `pre_quantized`, whether the checkpoint is quantized already.
 
     Raises:
-        ConfigError: A float model is to be quantized, and a value or a key of the configuration is not allowed.
+        ConfigError: A float model is to be quantized, and a key of the configuration is unknown.
     """
-
-    requires_parameters_quantization = True
 
     def __init__(self, quantization_config: TrainWeightsConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
@@ -51,10 +49,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
+        self._model_bytes = 0
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
-        """Return what was quantized and what was left alone, per parameter.
+        """Return the choice for each parameter: quantized or left alone, and why.
 
         Raises:
             ConfigError: No model was loaded with this quantizer yet.
@@ -66,13 +65,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return self._summary
 
     def adopt(self, model: PreTrainedModel) -> Summary:
-        """Make a model that was quantized in place what `from_pretrained` would have made of it.
+        """Make a model that was quantized in place the same as one that `from_pretrained` quantized.
 
         Args:
             model: A model with quantized weights.
 
         Returns:
-            What is quantized in it and what is not.
+            The choice for each parameter.
 
         Raises:
             ConfigError: Nothing is quantized.
@@ -82,107 +81,45 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
             self.postprocess_model(model)
         else:
-            self._summary = survey(model, self.quantization_config, model_skips(model, self.quantization_config))
+            self._survey(model)
         return self.summary()
+
+    def _survey(self, model: PreTrainedModel) -> None:
+        config = self.quantization_config
+        self._summary = survey(model, config, modules_kept_in_float(model, config.include_embeddings))
 
     # Before the weights are loaded
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that would leave weights in float.
-
-        Args:
-            args: Not used.
-            kwargs: `device_map`, as the user gave it, and again when a string was resolved to a dict.
 
         Raises:
             ConfigError: A float checkpoint is to be quantized onto the disk.
         """
-        del args
-        device_map = kwargs.get("device_map")
-        on_disk = isinstance(device_map, dict) and "disk" in device_map.values()
-        if on_disk and not self.pre_quantized:
-            raise ConfigError(
-                "device_map",
-                "memory for every weight that is quantized on the fly",
-                'modules on "disk", which Transformers would leave in float',
-                "Save a quantized copy first (save_pretrained), then load that with this device_map.",
-            )
-        # Only the second call sees what "auto" became, and only by changing that dict can it be changed.
-        if on_disk and "weights_only" not in kwargs:
-            assert isinstance(device_map, dict)
-            device_map.update(self._without_disk(device_map))
+        # Transformers calls this with the user's map, and again with the one that it made of "auto".
+        if not self.pre_quantized:
+            refuse_disk(device_map)
 
     def update_device_map(self, device_map: Any) -> Any:
-        """Return the device map with "cpu" for "disk": a quantized file is memory-mapped, so it stays on the disk.
+        """Return the device map with "cpu" for "disk"."""
+        return map_disk_to_cpu(device_map)
 
-        Args:
-            device_map: What the user gave.
-        """
-        return self._without_disk(device_map) if isinstance(device_map, dict) else device_map
-
-    def _without_disk(self, device_map: dict[str, Any]) -> dict[str, Any]:
-        if "disk" in device_map.values():
-            _logger.warning('Modules on "disk" are memory-mapped on "cpu" instead: nothing is copied until it is used.')
-        return {name: "cpu" if device == "disk" else device for name, device in device_map.items()}
-
-    def update_attn_implementation(self, config: Any) -> Any:
-        """Return the configuration unchanged; the first hook of Transformers 5.23 that tells which model it is of.
-
-        Args:
-            config: The model's configuration.
-
-        Raises:
-            ConfigError: Its `quantization_config` has a value that is not allowed.
-        """
-        self._check_read(config)
-        return config
-
-    def _check_read(self, config: Any) -> None:
-        """Raise what is wrong with the model's config.json, with its path or repository."""
-        error = self.quantization_config.read_error
-        if error is not None:
-            where = f"{Path(config.name_or_path or '', 'config.json')}: quantization_config: {error.where}"
-            raise ConfigError(where, error.expected, error.found, error.next_step) from error
+    def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
+        """Return limits for `device_map="auto"` by which no module of a quantized checkpoint goes to the "disk"."""
+        return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self._check_read(model.config)
         self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
         config = self.quantization_config
-        summary = choose(model, config, model_skips(model, config))
+        summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
+        self._model_bytes = summary.bytes_after
         return model
 
-    @property
-    def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
-        """The names in a file of each parameter name that quantized weights have."""
-        suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
-        return {leaf: [stored_name(leaf, suffix) for suffix in suffixes] for leaf in self._leaves()}
-
-    def _leaves(self) -> set[str]:
-        return {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
-
-    def update_tp_plan(self, config: Any) -> Any:
-        """Return the configuration unchanged; Transformers up to 5.20 asks for it.
-
-        Args:
-            config: The model's configuration.
-
-        Raises:
-            ConfigError: Its `quantization_config` has a value that is not allowed.
-        """
-        self._check_read(config)
-        return config
-
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
-        """Return the bytes per weight that a parameter takes, scales included, for `device_map="auto"`.
-
-        Args:
-            model: The model on the meta device.
-            param_name: Full name of the parameter.
-            param: The parameter.
-        """
+        """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
@@ -193,38 +130,25 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     # While the weights are loaded
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is one of the chosen.
-
-        Args:
-            model: The model on the meta device.
-            param_name: Full name of the parameter.
-            kwargs: Not used.
-        """
+        """Return whether a parameter is one of those that were chosen."""
         return param_name in self.state.choices
 
     def get_quantize_ops(self) -> TrainWeightsQuantize:
-        """Return the op that quantizes a float weight."""
+        """Return the operation that quantizes a float weight."""
         return TrainWeightsQuantize(self.state)
 
     def get_weight_conversions(self) -> list[Any]:
         """Return the converters that put the weights of a quantized checkpoint together."""
-        return deserialize_converters(self.state, self._leaves()) if self.pre_quantized else []
+        leaves = {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
+        return deserialize_converters(self.state, leaves) if self.pre_quantized else []
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
     ) -> list[Any]:
-        """Return the model's converters, experts quantized before they are merged, and our own.
-
-        Args:
-            weight_conversions: The model's renamings and converters.
-            model: The model on the meta device.
-        """
+        """Return the model's converters and our own; experts are quantized before they are merged."""
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
-        return [
-            QuantizeThenMerge.wrap(conversion) if hasattr(conversion, "operations") else conversion
-            for conversion in weight_conversions
-        ]
+        return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
 
@@ -236,20 +160,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             self.quantization_config = copy.copy(self.quantization_config)
             self.quantization_config.base_model = hub_id(model)
             model.config.quantization_config = self.quantization_config
-        config = self.quantization_config
-        self._summary = survey(model, config, model_skips(model, config))
-        check_not_empty(self._summary, config)
+        self._survey(model)
+        check_not_empty(self.summary(), self.quantization_config)
         _logger.info("%s", self._summary)
         choose_layouts_(model)
         return_freed_memory()
-        # Transformers would revert our converters when it saves, and they have no inverse: the names are flat already.
-        conversions = getattr(model, "_weight_conversions", None)
-        if conversions is not None:
-            model._weight_conversions = [  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
-                conversion
-                for conversion in conversions
-                if not any(isinstance(op, TrainWeightsDeserialize) for op in getattr(conversion, "operations", ()))
-            ]
+        # Our converters have no inverse, and a save needs none: it gets the names of the file.
+        drop_conversions(model, TrainWeightsDeserialize)
         attach_saving(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model

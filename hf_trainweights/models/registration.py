@@ -1,27 +1,30 @@
-"""What importing the package changes in Transformers and torch: they learn of the quantizer and of two functions."""
+"""What importing the package changes in Transformers and torch: they get to know the quantizer and two functions."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch.serialization import add_safe_globals
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
+from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
-from hf_trainweights.models.config import QUANT_METHOD, StoredConfig
+from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
-    """Register the quantizer with Transformers, and with torch the functions that files may call; twice is as once.
+    """Register the quantizer with Transformers, and with torch the functions that files may call.
+
+    A second call changes nothing.
 
     Args:
         quantizer: The `HfQuantizer` subclass.
-        callable_by_files: What `torch.load(weights_only=True)` may call. Files name these by the package alone, so that
-            modules may move.
+        callable_by_files: Functions that `torch.load(weights_only=True)` may call. Files name these by the package
+            alone, so that modules may move.
     """
-    # Transformers refuses a second registration, as after a reload of the package.
-    if QUANT_METHOD not in AUTO_QUANTIZER_MAPPING:
-        register_quantization_config(QUANT_METHOD)(StoredConfig)
+    # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
+    with contextlib.suppress(ValueError):
+        register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
         register_quantizer(QUANT_METHOD)(quantizer)
     for function in callable_by_files:
         function.__module__ = __name__.partition(".")[0]

@@ -24,7 +24,6 @@ from huggingface_hub import CommitInfo
 from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.integrations.accelerate import load_offloaded_parameter
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
@@ -33,6 +32,8 @@ from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import bin_name, is_weight_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.host.checkpoints import load_offloaded
+from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.placeholders import Placeholders
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -241,8 +242,8 @@ def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = N
     state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
-            state_dict[name] = load_offloaded_parameter(model, name)
-    for name, source in model.all_tied_weights_keys.items():
+            state_dict[name] = load_offloaded(model, name)
+    for name, source in tied_names(model).items():
         if _is_same(state_dict.get(name), state_dict.get(source)):
             del state_dict[name]
     return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}

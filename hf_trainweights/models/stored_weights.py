@@ -20,7 +20,7 @@ _AGAIN = "Download it again, or save it again from the source."
 
 
 class StoredWeight(NamedTuple):
-    """Where a weight lies and what it takes there.
+    """The file that a weight lies in, and its size there.
 
     Args:
         file: The file; where its stored tensors lie in several, one of them.
@@ -41,8 +41,8 @@ def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Sto
         Every weight under its name in the checkpoint, a quantized one under the name of the float weight.
 
     Raises:
-        CorruptFileError: A file is truncated, is not what its name says, or holds a pickle with a global that is not
-            allowed; or a stored tensor of a weight is missing.
+        CorruptFileError: A file is missing or truncated, is of another kind than its name says, or holds a pickle with
+            a global that is not allowed; or a stored tensor of a weight is missing.
     """
     tensors: dict[str, StoredWeight] = {}
     for file in map(Path, files):
@@ -95,7 +95,7 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
 
 
 def _reason(error: Exception) -> str:
-    """Return the part of an error that says what is wrong; torch puts advice to trust the file around it."""
+    """Return the reason in an error, without torch's advice to trust the file."""
     lines = str(error).strip().splitlines()
     told = [line.strip().partition(". Please use")[0] for line in lines if "WeightsUnpickler error" in line]
     return ": ".join([type(error).__name__, *(told or lines[:1])])

@@ -14,7 +14,8 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_trainweights.demo import run as demo
-from hf_trainweights.demo.run import Result, Row
+from hf_trainweights.demo.measurement import Row
+from hf_trainweights.demo.run import Result
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 from trainweights_cli.main import app

@@ -23,7 +23,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.config import CONFIG_VERSION, QUANT_METHOD, StoredConfig
+from hf_trainweights.models.config import CONFIG_VERSION, QUANT_METHOD
 
 ALL_FORMATS = ", ".join(FORMATS)
 
@@ -135,7 +135,7 @@ def test_an_unknown_value_that_json_cannot_hold_is_refused(value: object) -> Non
         TrainWeightsConfig.from_dict({"dtype": value})
 
 
-@pytest.mark.parametrize("key", ["default_format", "format_for", "to_dict", "update", "read_error"])
+@pytest.mark.parametrize("key", ["default_format", "format_for", "to_dict", "update"])
 def test_an_unknown_key_must_not_hide_a_method(key: str) -> None:
     with pytest.raises(ConfigError, match=rf"{key}: expected one of format, .* found the name of a method"):
         TrainWeightsConfig.from_dict({key: 1})
@@ -148,12 +148,18 @@ def test_values_beside_a_files_are_taken_as_transformers_takes_them() -> None:
     assert (config.include_embeddings, config.new, unused) == (True, 1, {"token": "x"})
 
 
-def test_an_error_in_a_file_waits_until_the_file_is_known() -> None:
-    config = StoredConfig.from_dict({"format": "int3"})
-    assert type(config) is TrainWeightsConfig
-    with pytest.raises(ConfigError, match=r"format: expected one of .* found 'int3'"):
-        config.check_quantizing()
-    assert type(StoredConfig.from_dict(TrainWeightsConfig(**EVERYTHING).to_dict())) is TrainWeightsConfig
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"format": "int3"}, r"format: expected one of .*, found 'int3'\. "),
+        ({"version": 99}, r"version: expected 1, found 99\. Install"),
+        ({"overrides": {"lm_head": "int3"}}, r"overrides\['lm_head'\]: expected one of"),
+        ({"dequantize": True}, r"dequantize: expected no such key"),
+    ],
+)
+def test_an_error_in_a_dict_says_that_it_may_come_from_a_file(stored: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^quantization_config \(in config\.json, or passed as a dict\): {message}"):
+        TrainWeightsConfig.from_dict(stored)
 
 
 # Values

@@ -15,18 +15,13 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Chunk, Concatenate, MergeModulelist, WeightConverter, WeightTransform
+from transformers.core_model_loading import MergeModulelist
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import CorruptFileError, QuantizationError, TrainWeightsError
 from hf_trainweights.formats import FORMATS, get_format
-from hf_trainweights.models.conversion import (
-    LoadState,
-    QuantizeThenMerge,
-    TrainWeightsDeserialize,
-    TrainWeightsQuantize,
-    deserialize_converters,
-)
+from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize
+from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.selection import choose
 
 # The group size must divide 64, the rows of the tiny models.
@@ -153,60 +148,6 @@ def test_a_dequantized_mixture_of_experts_is_saved_under_the_names_it_was_loaded
         assert torch.equal(written.get_tensor(name), rounded)
 
 
-@pytest.mark.parametrize(
-    "converter",
-    [
-        WeightConverter(["a", "b"], "c", [Concatenate(dim=0)]),
-        WeightConverter("a", ["b", "c"], [Chunk(dim=0)]),
-        WeightConverter("x.*.a", "x.a", [MergeModulelist(dim=1)]),
-        WeightConverter(["x.*.a", "x.*.b"], "x.c", [MergeModulelist(dim=0), Concatenate(dim=2)]),
-        type("Own", (WeightConverter,), {"__slots__": ()})("x.*.a", "x.a", [MergeModulelist(dim=0)]),
-    ],
-    ids=lambda converter: str([type(operation).__name__ for operation in converter.operations]),
-)
-def test_converters_that_do_something_else_stay_as_they_are(converter: WeightConverter) -> None:
-    assert QuantizeThenMerge.wrap(converter) is converter
-
-
-def test_a_wrapped_converter_keeps_patterns_scope_and_place() -> None:
-    converter = WeightConverter(["x.*.a", "x.*.b"], "x.c", [MergeModulelist(dim=0), Concatenate(dim=1)], force_cpu=True)
-    converter.scope_prefix, converter.base_model_prefix = "text", "model"
-    wrapped = QuantizeThenMerge.wrap(converter)
-    assert isinstance(wrapped, QuantizeThenMerge)
-    for attribute in (
-        "source_patterns",
-        "target_patterns",
-        "operations",
-        "force_cpu",
-        "scope_prefix",
-        "base_model_prefix",
-    ):
-        assert getattr(wrapped, attribute) == getattr(converter, attribute)
-
-
-@pytest.mark.parametrize("kind", ["stored tensors", "experts"])
-def test_a_copied_converter_does_the_same_for_a_weight_of_its_own(kind: str, state: LoadState) -> None:
-    merge = WeightConverter(["x.*.a", "x.*.b"], "x.c", [MergeModulelist(dim=0), Concatenate(dim=1)], force_cpu=True)
-    merge.scope_prefix, merge.base_model_prefix = "text", "model"
-    original = (
-        deserialize_converters(state, {"weight"})[0] if kind == "stored tensors" else QuantizeThenMerge.wrap(merge)
-    )
-    copies = [copy.deepcopy(original) for _ in range(2)]
-    for number, copied in enumerate(copies):
-        assert type(copied) is type(original)
-        copied.add_tensor(f"target {number}", "key", original.source_patterns[0], number)
-        copied.quantization_operation = TrainWeightsQuantize(state)
-    own = {"collected_tensors", "layer_targets", "quantization_operation"}
-    for copied in copies:
-        for attribute in {*WeightTransform.__slots__, *WeightConverter.__slots__} - own:
-            assert getattr(copied, attribute) == getattr(original, attribute)
-    assert [list(copied.layer_targets) for copied in copies] == [["target 0"], ["target 1"]]
-    assert all(len(copied.collected_tensors[original.source_patterns[0]]) == 1 for copied in copies)
-    assert not original.collected_tensors
-    assert not original.layer_targets
-    assert original.quantization_operation is None
-
-
 # ---- the ops themselves
 
 
@@ -255,23 +196,6 @@ def test_a_copied_op_shares_the_state_of_the_load(operation: type, state: LoadSt
     original = operation(state)
     assert copy.deepcopy(original).state is state
     assert original.hf_quantizer, "Transformers casts scales to the dtype of the model without this attribute"
-
-
-def test_the_first_error_is_kept_and_what_follows_takes_no_memory(state: LoadState) -> None:
-    skeleton = torch.empty(1 << 10, 1 << 10, dtype=torch.bfloat16, device="meta")
-
-    def fail(where: str) -> Tensor:
-        raise QuantizationError(where, "a", "b", "C.")
-
-    first = state.build(skeleton, lambda: fail("first"))
-    second = state.build(skeleton, lambda: fail("second"))
-    third = state.build(skeleton, lambda: pytest.fail("a weight was built though the load has failed"))
-    assert state.error is not None
-    assert state.error.where.endswith("first")
-    for stand_in in (first, second, third):
-        assert isinstance(stand_in, nn.Parameter)
-        assert (stand_in.shape, stand_in.dtype, stand_in.device.type) == (skeleton.shape, skeleton.dtype, "cpu")
-        assert stand_in.untyped_storage().nbytes() <= 2
 
 
 # ---- float checkpoints that are damaged

@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, QuantizationError, SaveError
-from hf_trainweights.models.directory import load_saved, parameter_names, quantize_directory
+from hf_trainweights.models.directory import load_saved, quantize_directory, saved_parameter_names
 
 INT4 = {"format": "int4", "group_size": 32}
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "spiece.model", "preprocessor_config.json")
@@ -161,7 +161,7 @@ def test_parameters_are_told_from_buffers_by_the_configuration_alone(tmp_path: P
     model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"))
     model.config.architectures = ["ResNetModel"]
     model.config.save_pretrained(tmp_path)
-    names = parameter_names(tmp_path)
+    names = saved_parameter_names(tmp_path)
     assert names == {name for name, _ in model.named_parameters()}
     assert any("running_mean" in name for name in model.state_dict().keys() - names)
 
@@ -169,7 +169,7 @@ def test_parameters_are_told_from_buffers_by_the_configuration_alone(tmp_path: P
 def test_tied_parameters_have_each_of_their_names(llama: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(llama, tie_word_embeddings=True)
     model.save_pretrained(tmp_path / "tied")
-    names = parameter_names(tmp_path / "tied")
+    names = saved_parameter_names(tmp_path / "tied")
     assert names is not None
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
 
@@ -178,7 +178,7 @@ def test_tied_parameters_have_each_of_their_names(llama: Path, tmp_path: Path) -
 def test_without_a_class_of_transformers_no_parameters_are_told(
     architectures: list[str] | None, llama: Path, tmp_path: Path
 ) -> None:
-    assert parameter_names(tmp_path) is None
+    assert saved_parameter_names(tmp_path) is None
     config = json.loads((llama / "config.json").read_text())
     (llama / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
-    assert parameter_names(llama) is None
+    assert saved_parameter_names(llama) is None

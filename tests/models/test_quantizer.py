@@ -22,6 +22,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.integrations.accelerate import compute_module_sizes
+from transformers.quantizers.base import HfQuantizer
 
 import hf_trainweights
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, TrainWeightsHfQuantizer, get_model_size_in_bytes
@@ -118,7 +119,11 @@ def test_the_flags_are_what_transformers_asks_for(quantized: PreTrainedModel) ->
     assert quantizer.is_trainable is True
     assert quantizer.is_qat_trainable is False
     assert quantizer.is_compileable is True
-    assert quantizer.update_tp_plan(quantized.config) is quantized.config
+
+
+def test_every_method_but_our_own_is_a_hook_of_the_installed_transformers() -> None:
+    methods = {name for name in vars(TrainWeightsHfQuantizer) if not name.startswith("__")}
+    assert {name for name in methods if not hasattr(HfQuantizer, name)} == {"summary", "adopt", "_survey"}
 
 
 def test_the_summary_needs_a_load() -> None:
@@ -249,6 +254,19 @@ def test_disk_is_memory_mapped_for_a_quantized_checkpoint_and_said_once(
         assert str(file) in mapped.read_text()
 
 
+def test_no_hook_changes_a_map_that_it_is_given() -> None:
+    quantizer = TrainWeightsHfQuantizer(INT8, pre_quantized=True)
+    for options in ({"weights_only": True}, {}):
+        given = {"model": "disk", "lm_head": "cpu"}
+        quantizer.validate_environment(device_map=given, **options)
+        assert quantizer.update_device_map(given) == {"model": "cpu", "lm_head": "cpu"}
+        assert given == {"model": "disk", "lm_head": "cpu"}
+    limits = {"cpu": 60_000}
+    assert quantizer.adjust_max_memory(limits)["cpu"] > limits["cpu"] == 60_000
+    float_quantizer = TrainWeightsHfQuantizer(INT8, pre_quantized=False)
+    assert float_quantizer.adjust_max_memory(limits) == limits
+
+
 @pytest.mark.parametrize(
     "config",
     [
@@ -279,7 +297,7 @@ def test_the_size_that_device_maps_are_made_from_is_the_size_that_is_held(
 def test_a_plain_dict_is_a_configuration(float_directory: FloatDirectory, expected: list[Tensor]) -> None:
     model = load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int8"})
     assert computes(model, expected)
-    with pytest.raises(ConfigError, match=r"^format: expected one of int8"):
+    with pytest.raises(ConfigError, match=r"^quantization_config \(.*passed as a dict\): format: expected one of int8"):
         load(float_directory(), quantization_config={"quant_method": "trainweights", "format": "int3"})
     with pytest.raises(ConfigError, match=r"^quantization_config: expected keys among format.*found formt\."):
         load(float_directory(), quantization_config={"quant_method": "trainweights", "formt": "int4"})
@@ -488,7 +506,7 @@ def test_a_pickle_with_a_foreign_global_is_never_loaded(
         load(directory, **options)
 
 
-IN_FILE = r"changed/config\.json: quantization_config: "
+IN_FILE = r"^quantization_config \(in config\.json, or passed as a dict\): "
 
 
 @pytest.mark.parametrize(

@@ -19,16 +19,9 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.selection import (
-    Choice,
-    Summary,
-    choose,
-    is_conv1d,
-    is_experts,
-    is_transposed,
-    model_skips,
-    survey,
-)
+from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.selection import choose, is_listed, survey
+from hf_trainweights.models.summary import Choice
 
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"
@@ -181,48 +174,6 @@ def test_square_experts_are_found_whatever_their_layout() -> None:
     assert choices(nn.ModuleDict({"m": Experts(hidden=64, inner=32)}))["m.gate_up_proj"].format == Int4(32)
 
 
-@pytest.mark.parametrize(
-    ("attribute", "shape", "expected"),
-    [
-        ("num_experts", (4, 8, 64), True),
-        ("is_transposed", (4, 8, 64), True),
-        ("other", (4, 8, 64), False),
-        ("num_experts", (8, 64), False),
-        ("num_experts", (2, 4, 8, 64), False),
-        ("num_experts", (4, 1, 64), False),
-        ("num_experts", (4, 64, 1), False),
-    ],
-)
-def test_experts_are_matrices_of_a_module_that_has_experts(
-    attribute: str, shape: tuple[int, ...], expected: bool
-) -> None:
-    owner = nn.Module()
-    setattr(owner, attribute, 1)
-    assert is_experts(owner, torch.zeros(shape)) == expected
-
-
-def test_a_class_that_says_it_is_of_experts_has_experts() -> None:
-    class MyExpertWeights(nn.Module):
-        pass
-
-    assert is_experts(MyExpertWeights(), torch.zeros(4, 8, 64))
-
-
-@pytest.mark.parametrize("declared", [False, True])
-def test_what_a_module_declares_of_its_layout_is_taken(declared: bool) -> None:
-    module = Experts()
-    module.is_transposed = declared
-    assert is_transposed(module, module.down_proj) == declared
-
-
-def test_only_transformers_conv1d_is_one() -> None:
-    class Conv1D(nn.Linear):
-        """Another layer of that name."""
-
-    assert not is_conv1d(Conv1D(4, 4))
-    assert not is_conv1d(nn.Conv1d(4, 4, 3))
-
-
 def test_conv1d_is_stored_the_other_way_round() -> None:
     choice = choices(nn.Sequential(Conv1D(6, 64)))["0.weight"]
     assert choice.transposed
@@ -296,6 +247,25 @@ def test_rules(name: str) -> None:
     arguments, skip, expected = RULES[name]
     found = outcomes(Model(), TrainWeightsConfig("int4", group_size=32, **arguments), skip)
     assert {key: found[key] for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("pattern", "name", "expected"),
+    [
+        ("lm_head", "lm_head", True),
+        ("lm_head", "model.lm_head", True),
+        ("layers.1", "layers.1.mlp", True),
+        ("layers.1", "layers.11.mlp", False),
+        ("layers.1", "model.layers.1.mlp", False),
+        ("layers.*", "layers.11.mlp", True),
+        ("mlp.gate", "mlp.gate_proj", False),
+        ("a|b", "b.weight", True),
+        ("fc1", "decoder.layers.23.fc1", True),
+        (".*", "anything", True),
+    ],
+)
+def test_a_pattern_matches_a_suffix_or_from_the_start_up_to_a_module(pattern: str, name: str, expected: bool) -> None:
+    assert is_listed(name, [pattern]) == expected
 
 
 # Tied weights
@@ -372,7 +342,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
     # This is what from_pretrained shows before it loads: two parameters, and the names of those that will be one.
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     config = TrainWeightsConfig("int4", group_size=32, **arguments)
-    found = choices(model, config, tuple(model_skips(model, config)))
+    found = choices(model, config, tuple(modules_kept_in_float(model, config.include_embeddings)))
     chosen = {name: found[f"{name}.weight"].format is not None for name in ("model.embed_tokens", "lm_head")}
     # Tied, what the head gets, the embedding gets too.
     assert chosen == {"model.embed_tokens": head if tie else embedding, "lm_head": head}
@@ -383,7 +353,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
 
 def test_a_transformers_model_is_chosen_from_on_meta() -> None:
     model = tiny_llama()
-    summary = choose(model, INT4, tuple(model_skips(model, INT4)))
+    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
     assert len(summary.quantized) == 7
     assert len(summary.tensors) == 7 + 3 + 2
     assert str(summary) == (
@@ -395,25 +365,9 @@ def test_a_transformers_model_is_chosen_from_on_meta() -> None:
 def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=64, n_layer=1, n_head=2))
-    summary = choose(model, INT4, tuple(model_skips(model, INT4)))
+    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
     assert len(summary.quantized) == 4
     assert all(choice.transposed for choice in summary.quantized)
-
-
-def test_the_numbers_are_bytes() -> None:
-    module = nn.Sequential(nn.Linear(1024, 1024, dtype=torch.bfloat16), nn.LayerNorm(1024, dtype=torch.bfloat16))
-    summary = choose(module, TrainWeightsConfig("int4", group_size=128))
-    assert summary.bytes_before == 2 * (1024 * 1024 + 3 * 1024)
-    assert summary.bytes_after == 1024 * 1024 // 2 + 1024 * 8 * 2 + 2 * 3 * 1024
-    assert [choice.numel for choice in summary.tensors] == [1024 * 1024, 1024, 1024, 1024]
-    assert str(summary).endswith("; 2.1 MB -> 0.5 MB")
-
-
-def test_nothing_found_is_told_in_words() -> None:
-    summary = choose(nn.Sequential(nn.LayerNorm(8)), INT4)
-    assert summary.quantized == ()
-    assert str(summary) == f"quantized: none; left alone: 2 {NOT_A_WEIGHT}; 0.0 MB -> 0.0 MB"
-    assert str(Summary(())) == "quantized: none; left alone: none; 0.0 MB -> 0.0 MB"
 
 
 def test_fallbacks_and_overrides_are_told_apart() -> None:

@@ -19,7 +19,7 @@ from helpers import assert_close_product
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.profiler import ProfilerActivity, profile
-from transformers import LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.pytorch_utils import Conv1D
 from weights import same_stored
 
@@ -27,7 +27,6 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, ge
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import FLOAT_DTYPES
-from hf_trainweights.models.selection import model_skips
 from hf_trainweights.tensor.modules import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import FALLBACKS
 
@@ -743,15 +742,6 @@ def tiny_llama(tie: bool) -> LlamaForCausalLM:
             tie_word_embeddings=tie,
         )
     ).eval()
-
-
-def test_skips_are_those_of_a_transformers_model_and_none_of_another() -> None:
-    assert model_skips(net(), INT4) == []
-    assert model_skips(tiny_llama(tie=False), INT4) == ["lm_head"]
-    assert "lm_head" not in model_skips(tiny_llama(tie=True), CONFIGS["int4"])
-    t5 = T5ForConditionalGeneration(T5Config(vocab_size=32, d_model=64, d_kv=16, d_ff=96, num_layers=1, num_heads=2))
-    assert "wo" in model_skips(t5, INT4)
-    assert "wo" in model_skips(t5, CONFIGS["int4"])
 
 
 @pytest.mark.parametrize("tie", [False, True])

@@ -1,16 +1,12 @@
-"""The demo's own model: a small Llama trained on the sources of Python's standard library, found on any machine.
+"""The demo's own model: a small Llama and its tokenizer, trained on the demo's corpus.
 
-Nothing is downloaded, not even a tokenizer: it is trained on the same text. The same seed, Python version and number of
-threads give the same model.
+The same seed, Python version and number of threads give the same model.
 """
 
 from __future__ import annotations
 
-import os
-import platform
 import random
-import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,16 +14,12 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.demo.corpus import Corpus
 
-# What to show for a long job: the line it belongs to, what it is at, steps done and steps in all.
+# Called with the progress of a long job: its line, its current stage, the steps done and the steps in all.
 Report = Callable[[str, str, int, int], None]
 
 END_OF_TEXT = "<|endoftext|>"
-# Every 20th file is never trained on: some 600,000 characters.
-_HELD_OUT_EVERY = 20
-# Not the library itself: packages that were installed, and tests.
-_OTHER_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
 
 
 @dataclass(frozen=True)
@@ -55,56 +47,6 @@ class Recipe:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class Corpus:
-    """Text to train on and text to be judged by.
-
-    Args:
-        name: What it is, for people.
-        train: The texts to train on, one a file.
-        held_out: The texts kept apart.
-    """
-
-    name: str
-    train: tuple[str, ...]
-    held_out: tuple[str, ...]
-
-
-def read_corpus(root: Path | None = None) -> Corpus:
-    """Read the sources of Python's standard library.
-
-    Args:
-        root: Another directory of Python files.
-
-    Returns:
-        All files in the order of their names, every 20th of them held out.
-
-    Raises:
-        UnsupportedError: There are no sources: some distributions ship the library compiled or in a zip file.
-    """
-    root = root or Path(sysconfig.get_paths()["stdlib"])
-    files = sorted(_python_files(root))
-    if len(files) < _HELD_OUT_EVERY:
-        raise UnsupportedError(
-            str(root),
-            "the Python sources of the standard library",
-            f"{len(files)} files",
-            "Use a Python that has them, or give a model of your own with --model.",
-        )
-    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    return Corpus(
-        f"Python {platform.python_version()} standard library",
-        tuple(text for i, text in enumerate(texts) if i % _HELD_OUT_EVERY),
-        tuple(texts[::_HELD_OUT_EVERY]),
-    )
-
-
-def _python_files(root: Path) -> Iterator[Path]:
-    for directory, subdirectories, names in os.walk(root):
-        subdirectories[:] = set(subdirectories) - _OTHER_DIRECTORIES
-        yield from (Path(directory, name) for name in names if name.endswith(".py"))
-
-
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer.
 
@@ -129,13 +71,13 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 
 def train_model(directory: Path, corpus: Corpus, recipe: Recipe, report: Report) -> list[float]:
-    """Train a Llama and its tokenizer from nothing and save both.
+    """Train a Llama and its tokenizer from scratch and save both.
 
     Args:
         directory: Where to save; made if missing.
         corpus: The text.
         recipe: Size and training.
-        report: Told after each step.
+        report: Called after each step.
 
     Returns:
         The loss of each step, in nats per token.
@@ -147,6 +89,13 @@ def train_model(directory: Path, corpus: Corpus, recipe: Recipe, report: Report)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(recipe.seed)
         model = LlamaForCausalLM(_llama_config(recipe, tokenizer))
+    losses = _optimize(model, batches, recipe, report)
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return losses
+
+
+def _optimize(model: LlamaForCausalLM, batches: torch.Tensor, recipe: Recipe, report: Report) -> list[float]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.1)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -162,8 +111,6 @@ def train_model(directory: Path, corpus: Corpus, recipe: Recipe, report: Report)
         optimizer.zero_grad()
         losses.append(loss.item())
         report("training", f"loss {losses[-1]:.2f}", len(losses), recipe.steps)
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
     return losses
 
 
@@ -189,7 +136,7 @@ def _llama_config(recipe: Recipe, tokenizer: PreTrainedTokenizerFast) -> LlamaCo
 
 
 def _take_texts(corpus: Corpus, recipe: Recipe) -> list[str]:
-    """Return training texts in random order, as many as the training will see."""
+    """Return as many training texts, in random order, as the training will see."""
     texts = list(corpus.train)
     random.Random(recipe.seed).shuffle(texts)
     # A token of this vocabulary is 2.6 characters of Python; 4 leave a margin.
@@ -202,7 +149,10 @@ def _take_texts(corpus: Corpus, recipe: Recipe) -> list[str]:
 
 
 def _batches(texts: list[str], tokenizer: PreTrainedTokenizerFast, recipe: Recipe) -> torch.Tensor:
-    """Return the token ids of every step, int64 [steps, batch_size, window_tokens], no window twice before all once."""
+    """Return the token ids of every step, int64 [steps, batch_size, window_tokens].
+
+    No window is used a second time before every window was used once.
+    """
     stream = [token for ids in tokenizer(texts)["input_ids"] for token in (*ids, tokenizer.eos_token_id)]
     count = len(stream) // recipe.window_tokens
     windows = torch.tensor(stream[: count * recipe.window_tokens]).view(count, recipe.window_tokens)

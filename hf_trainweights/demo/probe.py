@@ -1,0 +1,56 @@
+"""The same input for every variant of the demo's model: held-out text and a prompt."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_trainweights.demo.corpus import Corpus
+from hf_trainweights.demo.float_model import load_tokenizer
+
+PROMPT = "class Error(Exception):\n    def __init__(self"
+
+_WINDOW_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class Probe:
+    """The input that every variant of a model gets.
+
+    Args:
+        tokenizer: The model's tokenizer.
+        windows: Held-out text, int64 [number of windows, tokens].
+        device_map: Where to load the variants to.
+    """
+
+    tokenizer: PreTrainedTokenizerBase
+    windows: Tensor
+    device_map: str
+
+
+def make_probe(source: str, corpus: Corpus, max_windows: int, device_map: str) -> Probe:
+    """Return a probe of windows spread evenly over the held-out text.
+
+    Args:
+        source: Directory or Hub id of the model.
+        corpus: The text.
+        max_windows: The most windows to take.
+        device_map: Where to load the model's variants to.
+
+    Returns:
+        The probe; each window starts with the begin-of-text token if the tokenizer has one.
+
+    Raises:
+        ConfigError: The model has no tokenizer.
+    """
+    tokenizer = load_tokenizer(source)
+    tokens = torch.tensor(tokenizer("".join(corpus.held_out), add_special_tokens=False)["input_ids"])
+    windows = tokens[: len(tokens) // _WINDOW_TOKENS * _WINDOW_TOKENS].view(-1, _WINDOW_TOKENS)
+    windows = windows[:: -(-len(windows) // max_windows)]
+    if tokenizer.bos_token_id is not None:
+        windows = F.pad(windows, (1, 0), value=tokenizer.bos_token_id)
+    return Probe(tokenizer, windows, device_map)

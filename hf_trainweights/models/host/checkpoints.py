@@ -1,0 +1,78 @@
+"""The way from a model back to a checkpoint: Transformers' names, its own code, weights that lie elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_trainweights.models.host.converters import QuantizerOp
+from hf_trainweights.models.host.versions import private
+
+
+def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
+    """Make a model forget converters that it was loaded by, so that saving does not try to revert them.
+
+    Args:
+        model: A loaded model; one that was not loaded from a checkpoint has none.
+        operation: The kind of operation whose converters are dropped.
+    """
+    conversions: Any = getattr(model, "_weight_conversions", None)
+    if conversions is not None:
+        kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
+        model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+
+
+def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors as a checkpoint of a model has them: experts one by one, under their names there.
+
+    Args:
+        model: The model.
+        tensors: Full names in the model to tensors.
+
+    Returns:
+        Names in the checkpoint to views or copies of the tensors.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    return private("core_model_loading", "revert_weight_conversion")(model, tensors)
+
+
+def names_not_saved(model: PreTrainedModel) -> set[str]:
+    """Return the names in a model's state dict that Transformers leaves out of its files; none where it does not say.
+
+    Args:
+        model: The model.
+    """
+    return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
+
+
+def load_offloaded(model: PreTrainedModel, name: str) -> Tensor:
+    """Return a parameter that accelerate keeps on another device or on the disk.
+
+    Args:
+        model: The model, which has the parameter on the meta device.
+        name: Full name of the parameter.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    return private("integrations.accelerate", "load_offloaded_parameter")(model, name)
+
+
+def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:
+    """Copy the files of a model's own code and name them in its configuration.
+
+    Args:
+        model: A model whose code came with its checkpoint.
+        directory: The directory to copy to.
+        config: The configuration, which is changed.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    private("dynamic_module_utils", "custom_object_save")(model, directory, config=config)

@@ -1,0 +1,72 @@
+"""What a model of Transformers says about its own weights and purpose."""
+
+from __future__ import annotations
+
+from importlib import import_module
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.models.host.versions import private_attribute
+
+
+def tied_names(module: nn.Module) -> dict[str, str]:
+    """Return the parameters that a model ties, or will tie after its weights are loaded.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        The name of each tied parameter to that of its source; empty for a module that is no Transformers model.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    return private_attribute(module, "all_tied_weights_keys") if isinstance(module, PreTrainedModel) else {}
+
+
+def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[str]:
+    """Return the modules that a model asks to keep in float: output head, tied embeddings, and float32 modules.
+
+    Args:
+        module: Any module; one that is no Transformers model asks for nothing.
+        include_embeddings: Whether to leave the output head and tied embeddings out.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    if not isinstance(module, PreTrainedModel):
+        return []
+    tied, head = tied_names(module), module.get_output_embeddings()
+    embeddings = {name.removesuffix(".weight") for name in (*tied, *tied.values())}
+    embeddings |= {name for name, submodule in module.named_modules() if submodule is head}
+    last = {name.removesuffix(".weight") for name in [name for name, _ in module.named_parameters()][-1:]}
+    kept = last - embeddings if include_embeddings else last | embeddings
+    # These hold for every dtype: a module that must not be float16 must not be int8 either.
+    for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
+        kept |= set(private_attribute(module, attribute) or ())
+    return sorted(kept)
+
+
+def has_adapters(model: PreTrainedModel) -> bool:
+    """Return whether a model has adapters, so that saving it saves these alone.
+
+    Args:
+        model: The model.
+    """
+    loaded = getattr(model, "_hf_peft_config_loaded", None)
+    return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
+
+
+def tasks_of(class_name: str) -> list[str]:
+    """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them.
+
+    Args:
+        class_name: Name of the class, e.g. `LlamaForCausalLM`.
+    """
+    tables = getattr(import_module("transformers.modelcard"), "TASK_MAPPING", {})
+    return [
+        task
+        for task, classes in tables.items()
+        if any(class_name in ([names] if isinstance(names, str) else names) for names in classes.values())
+    ]

@@ -1,0 +1,55 @@
+"""The versions of Transformers that are supported, and the error for any other."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import UnsupportedError
+
+SUPPORTED = ">=5.17,<5.24"
+
+
+def unsupported(name: str) -> UnsupportedError:
+    """Return the error for a private name that the installed version lacks.
+
+    Args:
+        name: The name.
+    """
+    found = f"{transformers.__version__}, which does not have it"
+    return UnsupportedError(name, f"transformers{SUPPORTED}", found, f"pip install 'transformers{SUPPORTED}'")
+
+
+def private(module: str, name: str) -> Any:
+    """Return a private function that no fallback replaces.
+
+    Args:
+        module: The module, without the package's name.
+        name: Its name there.
+
+    Raises:
+        UnsupportedError: The installed version does not have it.
+    """
+    try:
+        return getattr(import_module(f"transformers.{module}"), name)
+    except (ImportError, AttributeError) as error:
+        raise unsupported(f"transformers.{module}.{name}") from error
+
+
+def private_attribute(model: PreTrainedModel, name: str) -> Any:
+    """Return a private attribute that no fallback replaces.
+
+    Args:
+        model: The model.
+        name: Name of the attribute.
+
+    Raises:
+        UnsupportedError: The installed version does not have it.
+    """
+    try:
+        return getattr(model, name)
+    except AttributeError as error:
+        raise unsupported(f"{type(model).__name__}.{name}") from error

@@ -1,0 +1,37 @@
+"""One demo of a tiny model, run once for all tests of this folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hf_trainweights.demo.corpus import Corpus, read_corpus
+from hf_trainweights.demo.run import Result, run_demo
+from hf_trainweights.demo.training import Recipe
+from hf_trainweights.formats import FORMATS
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Recipe:
+    return Recipe(hidden_size=128, num_layers=1, vocab_size=320, steps=30, batch_size=8, window_tokens=32)
+
+
+@pytest.fixture(scope="session")
+def corpus() -> Corpus:
+    return read_corpus()
+
+
+@pytest.fixture(scope="session")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("demo") / "out"
+
+
+@pytest.fixture(scope="session")
+def reports() -> list[tuple[str, str, int, int]]:
+    return []
+
+
+@pytest.fixture(scope="session")
+def result(out: Path, reports: list[tuple[str, str, int, int]], tiny: Recipe) -> Result:
+    return run_demo(out, list(FORMATS), tiny, lambda *report: reports.append(report))

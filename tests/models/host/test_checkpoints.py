@@ -1,0 +1,122 @@
+"""The way back to a checkpoint goes through names that the installed Transformers has, and others are named."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from safetensors.torch import load_file
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_trainweights import TrainWeightsConfig, export_compressed_tensors
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.models.conversion import TrainWeightsDeserialize
+from hf_trainweights.models.host.checkpoints import (
+    checkpoint_tensors,
+    drop_conversions,
+    load_offloaded,
+    names_not_saved,
+    save_remote_code,
+)
+
+EXPERTS = "model.layers.1.mlp.experts"
+NAME = "model.layers.0.mlp.up_proj.weight"
+
+
+def reloaded(name: str, directory: Path) -> PreTrainedModel:
+    """Return a model that was loaded from a quantized checkpoint."""
+    architecture = ARCHITECTURES[name]
+    architecture.build().save_pretrained(directory / "float")
+    load: Callable[..., PreTrainedModel] = architecture.auto_class.from_pretrained
+    load(directory / "float", quantization_config=TrainWeightsConfig("int8")).save_pretrained(directory / "quantized")
+    return load(directory / "quantized")
+
+
+def has_ours(conversions: Any) -> bool:
+    operations = [op for conversion in conversions for op in getattr(conversion, "operations", ())]
+    return any(isinstance(op, TrainWeightsDeserialize) for op in operations)
+
+
+def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_trainweights.models.quantizer.drop_conversions", lambda *_: None)
+    model = reloaded("qwen3_moe", tmp_path)
+    assert has_ours(model._weight_conversions)
+    others = [each for each in model._weight_conversions if not has_ours([each])]
+    drop_conversions(model, TrainWeightsDeserialize)
+    assert model._weight_conversions == others
+
+
+def test_a_model_that_was_not_loaded_has_no_converters_to_forget() -> None:
+    model = ARCHITECTURES["llama"].build()
+    drop_conversions(model, TrainWeightsDeserialize)
+    assert not hasattr(model, "_weight_conversions")
+
+
+def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:
+    model = ARCHITECTURES["qwen3_moe"].build()
+    weight = model.get_parameter(f"{EXPERTS}.down_proj")
+    tensors = checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight.detach()})
+    assert sorted(tensors) == [f"{EXPERTS}.{expert}.down_proj.weight" for expert in range(4)]
+    assert torch.equal(tensors[f"{EXPERTS}.2.down_proj.weight"], weight[2])
+
+
+def test_names_that_transformers_does_not_save_are_told() -> None:
+    model = ARCHITECTURES["llama"].build()
+    assert names_not_saved(model) == set()
+    model._keys_to_ignore_on_save = [NAME]
+    assert names_not_saved(model) == {NAME}
+    model._keys_to_ignore_on_save = None
+    assert names_not_saved(model) == set()
+
+
+def test_where_transformers_does_not_tell_them_all_tensors_are_exported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert hasattr(PreTrainedModel, "_keys_to_ignore_on_save")
+    model = reloaded("llama", tmp_path)
+    export_compressed_tensors(model, tmp_path / "expected")
+    del model._keys_to_ignore_on_save
+    monkeypatch.delattr(PreTrainedModel, "_keys_to_ignore_on_save")
+    export_compressed_tensors(model, tmp_path / "exported")
+    exported, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("exported", "expected"))
+    assert exported.keys() == expected.keys()
+
+
+def test_an_offloaded_parameter_is_fetched() -> None:
+    model = ARCHITECTURES["llama"].build()
+    expected = model.get_parameter(NAME).detach().clone()
+    accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
+    assert model.get_parameter(NAME).is_meta
+    assert torch.equal(load_offloaded(model, NAME), expected)
+
+
+def test_the_code_of_a_model_is_copied_and_named(tmp_path: Path) -> None:
+    class OwnModel(type(ARCHITECTURES["llama"].build())):
+        _auto_class = "AutoModel"
+
+    model = OwnModel(ARCHITECTURES["llama"].build().config)
+    save_remote_code(model, tmp_path, model.config)
+    assert (tmp_path / Path(__file__).name).is_file()
+    assert model.config.auto_map == {"AutoModel": f"{Path(__file__).stem}.OwnModel"}
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("core_model_loading.revert_weight_conversion", lambda model: checkpoint_tensors(model, {})),
+        ("integrations.accelerate.load_offloaded_parameter", lambda model: load_offloaded(model, NAME)),
+        ("dynamic_module_utils.custom_object_save", lambda model: save_remote_code(model, Path(), model.config)),
+    ],
+)
+def test_a_function_that_is_missing_is_named_with_the_versions_that_have_it(
+    name: str, call: Callable[[nn.Module], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(f"transformers.{name}")
+    with pytest.raises(UnsupportedError, match=rf"^transformers\.{name}: expected transformers>=5\.17.*pip install"):
+        call(ARCHITECTURES["llama"].build())
