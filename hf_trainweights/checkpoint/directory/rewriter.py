@@ -26,6 +26,7 @@ from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME, OptimizerFile, is_lossy, read_weights_to_store
 from hf_trainweights.checkpoint.directory.verification import require_intact
+from hf_trainweights.checkpoint.directory.weights_encoder import Weights
 from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
@@ -93,14 +94,21 @@ def compress_directory(
     optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
     weights = None if keep_weights else read_weights_to_store(inventory, previous, buffers, optimizer)
     with rewriting(path):
-        entries, anchor = {}, previous and previous.anchor
-        if weights is not None:
-            entries, record = save_weights(job, weights)
-            remove_files(inventory.replaced_by(weights.file_name))
-            anchor = record and record.to_dict()
+        entries, anchor = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer)
         fields = manifest_fields(path, previous, metrics, choices)
         return write_complete_manifest(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+
+
+def _compress_weights(
+    job: SaveJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
+) -> tuple[dict[str, FileEntry], Mapping[str, Any] | None]:
+    """Save the weights in the place of the files that hold them, and return their entries and the anchor's record."""
+    if weights is None:
+        return {}, previous and previous.anchor
+    entries, record = save_weights(job, weights)
+    remove_files(inventory.replaced_by(weights.file_name))
+    return entries, record and record.to_dict()
 
 
 def restore_directory(path: str | Path) -> Manifest:
