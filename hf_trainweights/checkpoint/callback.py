@@ -208,7 +208,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         return not sharded
 
     def _has_room(self, directory: Path) -> bool:
-        """Return whether the files can be written anew beside themselves; a checkpoint that cannot stays plain."""
+        """Return whether there is room to rewrite the files; without it the checkpoint stays plain."""
         needed = rewriting_bytes(directory)
         free = shutil.disk_usage(directory).free
         if free < needed:
@@ -221,7 +221,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         return free >= needed
 
     def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
-        """Return the model's weights under its own names if the file has others, else None: the file serves."""
+        """Return the model's weights under its own names where the file has other names, else None."""
         stored = stored_weight_names(directory)
         if module is None or stored is None or not isinstance(module, PreTrainedModel):
             return None

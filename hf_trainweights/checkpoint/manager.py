@@ -1,4 +1,4 @@
-"""`CheckpointManager`: a training loop that saves itself, and goes on exactly where it stopped."""
+"""`CheckpointManager`: saves a training loop, and resumes it exactly where it stopped."""
 
 from __future__ import annotations
 

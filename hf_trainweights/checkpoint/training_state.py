@@ -50,7 +50,7 @@ def build_checkpoint(
         extra: Nested lists, tuples and dicts of tensors and scalars, to be stored exactly.
 
     Returns:
-        A dict as described in this module. Its tensors share memory with the model and the optimizer.
+        A dict with the keys of this module's table. Its tensors share memory with the model and the optimizer.
 
     Raises:
         ConfigError: A parameter is of a tensor subclass that cannot be taken apart.

@@ -1,4 +1,4 @@
-"""What a codec is: a tensor in, a few byte arrays and JSON parameters out, and back.
+"""`Codec`: a tensor becomes a few byte arrays and JSON parameters, and a tensor again.
 
 The law: **a `codec_id` never changes meaning; a changed encoding is a new id.** A file written today is
 decoded for ever. Multi-byte numbers are little-endian, as in every file that torch and safetensors write.
@@ -31,7 +31,7 @@ _DTYPE_NAMES = (
 )
 ALL_DTYPES: frozenset[torch.dtype] = frozenset(getattr(torch, name) for name in _DTYPE_NAMES.split())
 ROLES = ("weight", "exp_avg", "exp_avg_sq", "buffer", "other")
-"""What a tensor of a checkpoint is: a parameter, one of Adam's moments, a module's buffer, or anything else."""
+"""The roles of tensors in a checkpoint: a parameter, one of Adam's moments, a module's buffer, or anything else."""
 
 # The limits of torch; the product of smaller sizes stays exact in its 64-bit arithmetic.
 _MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
@@ -48,7 +48,7 @@ class EncodedTensor:
         params: All that `decode` needs besides shape, dtype and references. JSON; floats survive `repr`.
         bound: None if decoding is bit-exact. Else the largest error of a decoded element, found by decoding
             every element; its unit is the codec's (see there).
-        decoded: What `decode` will return, of a codec whose decoded tensors others refer to and which has it anyway.
+        decoded: The tensor that `decode` will return, if the codec has it anyway and other tensors refer to it.
     """
 
     payloads: list[Tensor]

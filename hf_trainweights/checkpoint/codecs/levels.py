@@ -10,7 +10,7 @@ Each element has a level q, or is the *same* as its prediction, or is *exact*, s
 The tensor is viewed as a matrix [R, C], split between the two dimensions that make it most square, and cut into
 tiles of at most 2**16 elements: 2**16 // C whole rows, or 2**16 columns of a longer row. If there is more than one
 tile and C >= 128, its rows are coded in the order of their classes, which rise from 0 to 7 with the size of a row's
-levels, and within a class in their own order: a tile has one Huffman code, so it should hold like rows.
+levels, and within a class in their own order: a tile has one Huffman code, so its rows should be alike.
 
 | block | content |
 |---|---|
@@ -120,7 +120,7 @@ class Levels:
 
 
 def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor | None) -> None:
-    """Complete the tile `out` [r, c], contiguous, that was decoded in `work_in(out)`."""
+    """Complete the contiguous tile `out` [r, c], which was decoded in the memory that `work_in(out)` returned."""
     if out.dtype != torch.float32:
         out.copy_(torch.from_numpy(decoded))
     if exact is not None and elements is not None:

@@ -1,4 +1,4 @@
-"""A tensor as a matrix, and the matrix as tiles that one piece of work fits."""
+"""A tensor viewed as a matrix, and the matrix cut into tiles that are worked on one after the other."""
 
 from __future__ import annotations
 

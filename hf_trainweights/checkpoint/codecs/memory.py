@@ -61,7 +61,7 @@ _scratch = _Scratch()
 
 
 def scratch(use: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """Return memory that one piece of a tensor after the other is computed in.
+    """Return memory for computing one piece of a tensor after the other.
 
     Args:
         use: What for; each use has a buffer of its own, which grows to the largest shape and stays.

@@ -25,7 +25,7 @@ from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, 
 from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 
 CACHED = 1 << 16
-"""Words that are worked on at once: with all that is made of them they stay in the processor's cache."""
+"""Words that are worked on at once: they and all intermediate results stay in the processor's cache."""
 
 _SAMPLE = 4096
 
@@ -147,7 +147,7 @@ def plane_bits(words: np.ndarray) -> float:
 
 
 def write_plain(writer: BlockWriter, words: np.ndarray, dtype: torch.dtype) -> None:
-    """Write the planes of a chunk that is no difference to anything."""
+    """Write the planes of a chunk of the tensor itself, not of a difference."""
     parts = (fold(words[part], dtype) for part in chunk_ranges(len(words), CACHED))
     write_planes(writer, words.itemsize, len(words), parts)
 

@@ -133,7 +133,7 @@ def _difference_is_smaller(words: np.ndarray, rows: np.ndarray, columns: np.ndar
 
 
 def _is_exact(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> bool:
-    """Tell that no number's code wraps around to 0: that of the one number 2**31 below its prediction does."""
+    """Return whether no code wraps around to 0, as that of a number 2**31 below its prediction would."""
     lowest, highest = int(rows.min()) + int(columns.min()), int(rows.max()) + int(columns.max())
     if words.min() >= 0 and lowest >= 0 and highest <= np.iinfo(words.dtype).max:
         return True

@@ -1,7 +1,8 @@
 """Shared by the codecs of Adam's exp_avg_sq: the means of log2 over rows and columns.
 
 The tensor is viewed as a matrix [R, C] (see `levels`). Means are whole multiples of 1/128, over a sample of the
-elements that are positive; a row's is taken first, a column's of what it leaves. Means of fewer than 16 elements
+elements that are positive; the means of rows are taken first, those of columns from
+the residuals. Means of fewer than 16 elements
 are zero and not stored. The payload is one block (see `entropy`), int16: the rows' if C >= 16, then the columns' if
 R >= 16, in units of 1/128; all low bytes, then all high.
 """
@@ -57,7 +58,7 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
-    """Return the payload of what `log_means` measured."""
+    """Return the payload of the means, as `log_means` returns them."""
     R, C = len(row_means), len(column_means)
     stored = torch.cat([row_means[: _stored(R, C)], column_means[: _stored(C, R)]])
     writer = BlockWriter()

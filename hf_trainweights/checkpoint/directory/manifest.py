@@ -93,7 +93,7 @@ class Manifest:
         epoch: Epochs done, a fraction within one, or None where unknown.
         metrics: What the caller logged. JSON; NaN and infinities are allowed.
         metadata: Anything else worth keeping. JSON.
-        anchor: State of the anchor that later checkpoints may be stored against, see `anchors.AnchorState`.
+        anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
