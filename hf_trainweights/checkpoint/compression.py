@@ -15,6 +15,7 @@ from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights
 from hf_trainweights.files.temporary import Claim
+from hf_trainweights.files.weight_files import safetensors_files
 
 
 @dataclass(frozen=True)
@@ -130,13 +131,13 @@ def rewriting_bytes(directory: Path) -> int:
     """Return the free space that rewriting takes: one encoded file at a time, and its payload until it is written."""
     sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
     # Shards become one file; where they do not have the modules' names, they are set aside as one file as well.
-    shards = sum(file.stat().st_size for file in directory.glob("model*.safetensors"))
+    shards = sum(file.stat().st_size for file in safetensors_files(directory))
     return 2 * max([shards, *sizes])
 
 
 def stored_weight_names(directory: Path) -> set[str] | None:
     """Return the names in a directory's model*.safetensors files, None if there are none."""
-    files = sorted(directory.glob("model*.safetensors"))
+    files = safetensors_files(directory)
     names: set[str] = set()
     for file in files:
         with safe_open(file, framework="pt") as shard:

@@ -15,7 +15,6 @@ Files of a variant have one of their own, `trainweights_files.<variant>.json`. D
 
 from __future__ import annotations
 
-import fnmatch
 import hashlib
 import importlib.metadata
 import json
@@ -28,14 +27,13 @@ from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.signed_json import sign_json
+from hf_trainweights.files.weight_files import may_be_loaded
 
 _STEM = "trainweights_files"
 _FORMAT = "trainweights-files"
 _FORMAT_VERSION = 1
 _PACKAGES = ("hf_trainweights", "safetensors", "torch", "transformers")
 _MAX_BYTES = 16 << 20  # about 150 bytes a file; the largest models have a few hundred
-# What loaders look for: one that no digest covers may be loaded beside the others, or instead of them.
-_WEIGHT_PATTERNS = ("*.safetensors", "*_model*.bin", "*.index*.json")
 
 
 @dataclass(frozen=True)
@@ -141,7 +139,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         problem = _problem(directory / name, entry)
         if problem:
             problems[name] = problem
-    present = [each.name for each in directory.iterdir() if _is_loadable(each.name)]
+    present = [each.name for each in directory.iterdir() if may_be_loaded(each.name)]
     return ModelReport(
         directory,
         tuple(sorted(files)),
@@ -180,10 +178,6 @@ def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _is_loadable(name: str) -> bool:
-    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _WEIGHT_PATTERNS)
-
-
 def _read(file: Path) -> dict[str, Any]:
     """Return what a file of digests holds, after checking that it is what `write_digests` writes."""
     next_step = "Compare the model with its source: nothing vouches for it now."
@@ -213,6 +207,6 @@ def _is_valid(content: Mapping[str, Any]) -> bool:
     """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
     types = {"sha256": str, "size_bytes": int}
     return all(isinstance(version, str) for version in content["versions"].values()) and all(
-        _is_loadable(name) and Path(name).name == name and {key: type(value) for key, value in entry.items()} == types
+        may_be_loaded(name) and Path(name).name == name and {key: type(value) for key, value in entry.items()} == types
         for name, entry in content["files"].items()
     )

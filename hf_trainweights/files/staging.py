@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +11,9 @@ from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import make_directories, remove_tree, sync_tree
 from hf_trainweights.files.cleanup import remove_abandoned
+from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.swap import JOURNAL, NEW, swap_in
 from hf_trainweights.files.temporary import claim_directory, lock_directory
-
-_UNTOUCHED = "Nothing was changed there."
 
 
 @dataclass
@@ -49,7 +47,7 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
         SaveError: It cannot be written, the disk is full, or another save into it is running; what was there before is
             there. Only where the disk also refused to put it back, it is kept aside, and the error says where.
     """
-    with save_errors(directory, _UNTOUCHED):
+    with save_errors(directory, "Nothing was changed there."):
         make_directories(directory)
         with lock_directory(directory) as is_free:
             if not is_free:
@@ -72,33 +70,3 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
                 if not (claim.path / JOURNAL).exists():
                     remove_tree(claim.path, ignore_errors=True)
                 claim.release()
-
-
-@contextlib.contextmanager
-def save_errors(path: Path, outcome: str) -> Iterator[None]:
-    """Turn what the operating system refuses while `path` is written into a `SaveError`.
-
-    Args:
-        path: What is written.
-        outcome: What is true of it then, a sentence.
-
-    Raises:
-        SaveError: The block raised an OSError.
-    """
-    try:
-        yield
-    except SaveError:
-        raise
-    except OSError as error:
-        expected, next_step = "a directory that can be written to", "Check its permissions, or choose another one."
-        if error.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            expected, next_step = "enough free disk space", "Free some space, or choose another directory."
-        elif error.errno in {errno.EEXIST, errno.ENOTDIR, errno.EISDIR}:
-            expected, next_step = "a directory of files", "Choose another name, or remove what is in the way."
-        raise SaveError(str(path), expected, str(error), f"{outcome} {next_step}") from error
-    except Exception as error:
-        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
-        if type(error).__module__.startswith("safetensors"):
-            next_step = f"{outcome} Check the free space."
-            raise SaveError(str(path), "to write the weights", str(error), next_step) from error
-        raise

@@ -29,6 +29,9 @@ ENTRY_POINTS = (
 # What lies beside weights and does not change what a loader makes of them.
 _UNREAD = ("README.md", "trainweights_files*.json")
 
+# Names by which some loader might take a file for weights, beside the others or instead of them.
+_LOADABLE = ("*.safetensors", "*_model*.bin", "*.index*.json")
+
 _WEIGHT_FILE = re.compile(
     r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?P<shard>-\d{5}-of-\d{5})?\.(?P<kind>safetensors|bin)"
     r"(?P<index>\.index(?:\.(?P<index_variant>[^.]+))?\.json)?"
@@ -48,6 +51,28 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
     """
     match = _WEIGHT_FILE.fullmatch(name)
     return match is not None and (match["variant"] or match["index_variant"]) == variant
+
+
+def may_be_loaded(name: str) -> bool:
+    """Return whether some loader might take a file for weights; more names than `is_weight_file` knows.
+
+    Args:
+        name: A file name without its directory.
+
+    Example:
+        >>> may_be_loaded("consolidated.safetensors"), may_be_loaded("training_args.bin")
+        (True, False)
+    """
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in _LOADABLE)
+
+
+def safetensors_files(directory: Path) -> list[Path]:
+    """Return the safetensors files of a model, whole or sharded, of any variant, sorted.
+
+    Args:
+        directory: Where the model lies.
+    """
+    return sorted(directory.glob("model*.safetensors"))
 
 
 def entry_point_rank(name: str) -> int | None:

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.completeness import weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.directory.plain_weights import WEIGHT_FILES, shard_names
 from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
     if path.is_file():
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
     found = {}
-    weights = [path / name for name in WEIGHT_FILES if (path / name).is_file()][:1]
+    weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
     if weights:
         is_index = weights[0].suffix == ".json"
         _require_readable(weights[0])

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.atomic import create_directory, sync_tree
-from hf_trainweights.files.staging import save_errors
+from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.summary import Summary
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.directory.plain_weights import WEIGHT_FILES, shard_names
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 # Progress and extras of a plain loop, written by `save_checkpoint`.
 STATE_NAME = "trainweights_state.pt"
@@ -33,7 +33,7 @@ def plain_problem(directory: Path) -> str | None:
     if problem:
         return problem
     folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]  # one per further adapter
-    weights = [folder / name for folder in folders for name in WEIGHT_FILES if (folder / name).is_file()]
+    weights = [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
     if not weights:
         return "no weight file is there"
     optimizer = directory / "optimizer.pt"
@@ -53,7 +53,7 @@ def weights_problem(path: Path) -> str | None:
     """Say why a weight file cannot be loaded, as far as its structure shows.
 
     Args:
-        path: A file whose name is in `WEIGHT_FILES`.
+        path: A file whose name is in `ENTRY_POINTS`.
 
     Returns:
         The reason, or None.

@@ -14,11 +14,11 @@ from hf_trainweights.checkpoint.directory.completeness import zip_problem
 from hf_trainweights.checkpoint.directory.garbage import unused_anchors
 from hf_trainweights.checkpoint.directory.inventory import is_torch_file
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.directory.save_job import os_errors_as_save_errors
 from hf_trainweights.checkpoint.directory.verification import list_files
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.files import disk
 from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.save_errors import save_errors
 
 CHOICES = ("policy", "keep_weights")
 """Keys in a manifest's metadata that say how the directory was rewritten."""
@@ -36,7 +36,7 @@ def rewriting(path: Path) -> Iterator[None]:
     Raises:
         SaveError: The disk is full or refuses, also in the block.
     """
-    with os_errors_as_save_errors(path):
+    with save_errors(path, "Every file there is whole, old or new."):
         times = path.stat()
         try:
             remove_files([path / MANIFEST_NAME])

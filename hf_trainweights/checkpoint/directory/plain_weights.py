@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.errors import CorruptFileError
-
-# In the order in which transformers and peft look for them.
-WEIGHT_FILES = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-    "adapter_model.safetensors",
-    "adapter_model.bin",
-)
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 
 def weight_files(path: Path) -> list[Path]:
@@ -36,33 +26,13 @@ def weight_files(path: Path) -> list[Path]:
     Raises:
         CorruptFileError: An index cannot be read.
     """
-    present = [name for name in WEIGHT_FILES if (path / name).is_file()]
+    present = [name for name in ENTRY_POINTS if (path / name).is_file()]
     family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
     files = [path / name for name in family]
     for index in [file for file in files if file.name.endswith(".index.json")]:
         with _readable(index):
             files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
     return files
-
-
-def shard_names(index: Path) -> list[str]:
-    """Return the shards that an index file lists.
-
-    Args:
-        index: A `*.index.json` file.
-
-    Returns:
-        File names in the index's directory, each once, sorted.
-
-    Raises:
-        ValueError: It is no JSON, or names something that is no plain `.safetensors` or `.bin` file name.
-        OSError: It cannot be read.
-    """
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
-    for name in names:
-        if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
-            raise ValueError(f"{name!r} is not the name of a shard")
-    return names
 
 
 def read_weights(first: Path) -> dict[str, Any]:

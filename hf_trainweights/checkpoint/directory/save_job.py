@@ -11,7 +11,6 @@ from typing import BinaryIO
 
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.errors import SaveError
 from hf_trainweights.files.atomic import create_file, replace_file
 
 ANCHOR_EVERY_SAVES = 8
@@ -45,25 +44,6 @@ class SaveJob:
     def in_place(cls, path: Path, policy: Policy, anchor_every: int | None) -> SaveJob:
         """Return the job of a checkpoint whose files are replaced one by one where they lie."""
         return cls(path, path, policy, anchor_every, replace_file)
-
-
-@contextlib.contextmanager
-def os_errors_as_save_errors(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block, in which `path` is written, into a `SaveError`.
-
-    Args:
-        path: The checkpoint directory.
-
-    Raises:
-        SaveError: The block raised an OSError.
-    """
-    try:
-        yield
-    except SaveError:
-        raise
-    except OSError as error:
-        next_step = "Free space or mend the disk and save again; earlier checkpoints are untouched."
-        raise SaveError(str(path), "a disk that takes the checkpoint", str(error), next_step) from error
 
 
 @contextlib.contextmanager

@@ -12,9 +12,10 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEnt
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.sha256 import file_sha256
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
+from hf_trainweights.files.weight_files import ENTRY_POINTS
 
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
-_PREFERRED_BY_LOADERS = frozenset({"model.safetensors", "model.safetensors.index.json", "adapter_model.safetensors"})
+_PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
 
 @dataclass(frozen=True)

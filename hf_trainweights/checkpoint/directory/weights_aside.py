@@ -10,9 +10,9 @@ import torch
 
 from hf_trainweights.checkpoint.directory.in_place import remove_files, rewriting
 from hf_trainweights.checkpoint.directory.inventory import take_inventory
-from hf_trainweights.checkpoint.directory.save_job import os_errors_as_save_errors
 from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME
 from hf_trainweights.files.atomic import create_file_aside, move_file
+from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import Claim
 
 
@@ -30,7 +30,7 @@ def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
         SaveError: The disk is full or refuses; nothing is left behind.
     """
     path = Path(path).absolute()
-    with os_errors_as_save_errors(path), create_file_aside(path) as (claim, file):
+    with save_errors(path, "Its files are as they were."), create_file_aside(path) as (claim, file):
         torch.save(dict(weights), file)
     return claim
 

@@ -18,13 +18,14 @@ import torch
 
 from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors, os_errors_as_save_errors
+from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights, encode_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.files.atomic import create_directory
+from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.sha256 import DigestedFile
 
 
@@ -55,7 +56,7 @@ def save_new_directory(
         ConfigError: The manifest's fields hold something that JSON cannot.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
-    with os_errors_as_save_errors(path), create_directory(path) as temporary:
+    with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
         job = SaveJob.aside(path, temporary, policy, anchor_every)
         files, anchor = save_weights(job, weights)
         for name, (tree, plan) in trees.items():
