@@ -49,35 +49,8 @@ class Format(ABC):
         group_size = getattr(self, "group_size", None)
         return f"{self.name} g{group_size}" if group_size else self.name
 
-    @property
-    def canonical(self) -> Format:
-        """The format of files; another one only where this is a memory layout that is private to a kernel."""
-        return self
-
-    def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return stored tensors in the canonical format, exactly.
-
-        Args:
-            tensors: Stored tensors in this format.
-
-        Returns:
-            The tensors themselves where this format is the canonical one, else new ones.
-        """
-        return dict(tensors)
-
-    def from_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return stored tensors of the canonical format in this one: the inverse of `to_canonical`.
-
-        Args:
-            tensors: Stored tensors in the canonical format.
-
-        Returns:
-            The tensors themselves where this format is the canonical one, else new ones.
-        """
-        return dict(tensors)
-
     def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of some rows, in the canonical format.
+        """Return the tensors of some rows.
 
         Args:
             tensors: Stored tensors of a weight `[N, K]`.

@@ -36,48 +36,68 @@ _MASKS = {
 }
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | None) -> Tensor | None:
+def linear(
+    x: Tensor, held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, bias: Tensor | None
+) -> Tensor | None:
     """As `hf_trainweights.kernels.linear`.
 
     Args:
         x: `[*, K]`.
-        tensors: `qdata` and `scale` in the format `form`.
-        form: `Int4` or `Int4Tiles`.
+        held: `qdata` and `scale`.
+        form: The format.
+        layout: The tiles that they are in; None for the stored tensors.
         bias: `[N]` or None.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
+    qdata, scale = held["qdata"], held["scale"]
     if x.dtype not in FLOAT_DTYPES or torch.promote_types(scale.dtype, x.dtype) != x.dtype:
         return None
-    if not isinstance(form, Int4Tiles):
+    if layout is None:
         served = x.device.type == "cpu" or cuda.serves(x, qdata, form.group_size)
         return LINEAR(x, qdata, scale, bias) if served else None
     on_cpu = x.device.type == "cpu" and x.dtype == scale.dtype
-    return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if on_cpu else None
+    return TILED_LINEAR(x, qdata, scale, bias, layout.tile_rows) if on_cpu else None
 
 
-def few_rows(
-    tensors: Mapping[str, Tensor], form: Int4Tiles, dtype: torch.dtype
+def prepare_few_rows(
+    held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """As `hf_trainweights.kernels.few_rows`: by PyTorch's op on tiles.
+    """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles.
 
     Args:
-        tensors: `qdata` and `scale` in the format `form`.
-        form: The tiles.
+        held: `qdata` and `scale`.
+        form: The format.
+        layout: The tiles that they are in; None for the stored tensors, which the op does not read.
         dtype: Dtype of x.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
-    ready = qdata.dim() == 2 and qdata.is_contiguous() and form.tile_rows == int4_tiles.tile_rows()
-    if not ready or scale.dtype != dtype:
+    del form
+    qdata, scale = held["qdata"], held["scale"]
+    if layout is None or layout.tile_rows != int4_tiles.tile_rows() or scale.dtype != dtype:
+        return None
+    if qdata.dim() != 2 or not qdata.is_contiguous():
         return None
     N, K = qdata.shape[0], qdata.shape[1] * 2
 
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def multiply_few(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         if not 0 < M <= TILED_ROWS or not x.is_contiguous():
             return None
         return _add(multiply_tiles(x.view(M, K), qdata, scale), bias).view(*x.shape[:-1], N)
 
-    return multiply
+    return multiply_few
+
+
+def slowness(dtype: torch.dtype) -> str | None:
+    """As `hf_trainweights.kernels.slowness`: PyTorch's op is fast in bfloat16 alone.
+
+    Args:
+        dtype: Dtype that the weights show.
+    """
+    if dtype == torch.bfloat16:
+        return None
+    return (
+        "int4 weights without bfloat16 activations: on the CPU they take longer than float weights. "
+        "dtype=torch.bfloat16, or int8, is fast."
+    )
 
 
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -87,16 +87,18 @@ _INTEGERS = {count: torch.tensor(1.5 * 2.0**52 + _MIDDLES[count], dtype=torch.fl
 _SMALLEST_TOP = 2.0**-103
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | None) -> Tensor | None:
+def linear(x: Tensor, held: Mapping[str, Tensor], form: Int8, layout: None, bias: Tensor | None) -> Tensor | None:
     """Return the product, or None for other devices, groups on a CPU, and a scale that does not fit the dtype of x.
 
     Args:
         x: `[*, K]`.
-        tensors: `qdata` `[N, K]` and `scale` `[N, 1]`.
+        held: `qdata` `[N, K]` and `scale` `[N, 1]`.
         form: The format.
+        layout: None: the codes are read as they are stored.
         bias: `[N]` or None.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
+    del layout
+    qdata, scale = held["qdata"], held["scale"]
     dtype = x.dtype
     exact = scale.dtype == dtype or torch.promote_types(scale.dtype, dtype) == dtype
     served = (form.group_size is None and qdata.device.type == "cpu") or cuda.serves(x, qdata, form.group_size)
@@ -105,17 +107,19 @@ def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int8, bias: Tensor | 
     return LINEAR(x, qdata, scale, bias, form.activations is not None)
 
 
-def few_rows(
-    tensors: Mapping[str, Tensor], form: Int8, dtype: torch.dtype
+def prepare_few_rows(
+    held: Mapping[str, Tensor], form: Int8, layout: None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """As `hf_trainweights.kernels.few_rows`: by the op that reads the codes as they are, in float32 by digits.
+    """As `hf_trainweights.kernels.prepare_few_rows`: by the op that reads the codes as they are, in float32 by digits.
 
     Args:
-        tensors: `qdata` `[N, K]` and `scale` `[N, 1]`.
+        held: `qdata` `[N, K]` and `scale` `[N, 1]`.
         form: The format.
+        layout: None: the codes are read as they are stored.
         dtype: Dtype of x.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
+    del layout
+    qdata, scale = held["qdata"], held["scale"]
     on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
     if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
         return None
@@ -126,7 +130,7 @@ def few_rows(
     if not _prefers_pack(1, N, K, dtype, quantize_x) and _prefers_digits(1, N, K, dtype, quantize_x):
         digit_rows = 1 if pack_rows else _LEFT_ROWS
 
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def multiply_few(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         if not 0 < M <= max(pack_rows, digit_rows) or not x.is_contiguous():
             return None
@@ -139,7 +143,7 @@ def few_rows(
             return None
         return out.view(*x.shape[:-1], N)
 
-    return multiply if pack_rows or digit_rows else None
+    return multiply_few if pack_rows or digit_rows else None
 
 
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:

@@ -17,7 +17,8 @@ from hf_trainweights.formats.base import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import Choice, Summary, check_choice, choose, model_skips
-from hf_trainweights.tensor.modules import as_parameter, choose_layouts_, parameter_places, put_parameter
+from hf_trainweights.tensor.layouts import choose_layouts_
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ from hf_trainweights.models.conversion import (
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
 from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, model_skips, survey
 from hf_trainweights.models.stored_weights import check_weight_files
-from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
+from hf_trainweights.tensor.layouts import choose_layouts_
+from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
 
 _logger = logging.get_logger(__name__)
@@ -51,6 +53,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
+        # What one save was given instead of the model's own; it sets this on a copy.
+        self.state_dict_to_save: Mapping[str, Any] | None = None
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
@@ -269,7 +273,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default), {}
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""

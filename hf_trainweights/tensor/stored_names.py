@@ -67,10 +67,9 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
         default: The format that the model's configuration names.
 
     Returns:
-        The weight's stored tensors in its canonical format by their names in a file: its own, or copies where a
-        kernel's private layout holds it.
+        The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
+        it.
     """
-    weight = weight.canonical()
     flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
     if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
@@ -80,7 +79,7 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
 
 
 def _needs_format(weight: QuantizedTensor, default: Format) -> bool:
-    return weight.format.canonical != default or weight.transposed
+    return weight.format != default or weight.transposed
 
 
 def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, default: Format) -> QuantizedTensor:
@@ -194,7 +193,7 @@ class FoldStoredTensors:
 
 def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
     """Return what `flatten_weight` stores of a weight."""
-    return {*weight.format.canonical.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
+    return {*weight.format.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

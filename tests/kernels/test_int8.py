@@ -17,7 +17,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.formats.base import FLOAT_DTYPES, Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import few_rows, int8, layout, linear
+from hf_trainweights.kernels import int8, linear, prepare_few_rows
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -389,16 +389,16 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
 @pytest.mark.usefixtures("amx")
 def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(form: Format, dtype: torch.dtype) -> None:
     weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
-    weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
+    held, layout = weight.in_layout(weight.best_layout()).held
     bias = x(128, dtype=dtype, seed=2)
-    at_once = few_rows(weight.tensors, weight.format, dtype)
+    at_once = prepare_few_rows(held, form, layout, dtype)
     assert at_once is not None
     for shape in [(1, 128), (2, 2, 128), (128,)]:
         for added in (None, bias):
             inputs = x(*shape, dtype=dtype)
             result = at_once(inputs, added)
             assert result is not None
-            expected = linear(inputs, weight.tensors, weight.format, added)
+            expected = linear(inputs, held, form, layout, added)
             assert expected is not None
             assert torch.equal(result, expected)
             assert result.shape == expected.shape
@@ -409,7 +409,7 @@ def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(form: Format, d
 
 def test_float32_has_few_rows_only_where_integers_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
-    assert few_rows(quantized(80, 96, torch.float32).tensors, Int8(), torch.float32) is None
+    assert prepare_few_rows(quantized(80, 96, torch.float32).tensors, Int8(), None, torch.float32) is None
 
 
 def test_few_rows_follow_what_the_weight_holds() -> None:
@@ -424,4 +424,4 @@ def test_few_rows_follow_what_the_weight_holds() -> None:
         assert torch.equal(F.linear(inputs, first), before)
         first.qdata = second.qdata
         assert torch.equal(F.linear(inputs, first), -before)
-    assert few_rows(first.tensors, Int8(), torch.float16) is None
+    assert prepare_few_rows(first.tensors, Int8(), None, torch.float16) is None
