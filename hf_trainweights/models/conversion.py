@@ -7,8 +7,6 @@ its weight through `LoadState.build`, which keeps the first typed error; the qua
 from __future__ import annotations
 
 import copy
-import ctypes
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -62,17 +60,6 @@ class LoadState:
             return str(self.stored[name].file)
         files = sorted({weight.file for weight in self.stored.values()})
         return str(files[0] if len(files) == 1 else files[0].parent) if files else "state_dict"
-
-
-def return_freed_memory() -> None:
-    """Give memory that was freed back to the operating system, where the C library can (glibc).
-
-    Between quantized weights stay holes where buffers were, in some processes 37 MB beside 92 MB of weights.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)
 
 
 class _SharedOp(ConversionOps):

@@ -22,12 +22,12 @@ from hf_trainweights.models.conversion import (
     TrainWeightsDeserialize,
     TrainWeightsQuantize,
     deserialize_converters,
-    return_freed_memory,
 )
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
 from hf_trainweights.models.selection import Summary, check_choice, check_not_empty, choose, model_skips, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.layouts import choose_layouts_
+from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
 

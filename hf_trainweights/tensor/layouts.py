@@ -12,10 +12,15 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_trainweights import kernels
+from hf_trainweights.kernels.layouts import Layout
+from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
+
+# Freed memory that is kept at most while weights are exchanged.
+_FREED_BYTES = 4 << 20
 
 
 def choose_layouts_(module: nn.Module) -> None:
@@ -79,9 +84,18 @@ def canonical_layouts(weights: Iterable[torch.Tensor]) -> Iterator[None]:
         if isinstance(weight, QuantizedTensor) and weight.kernel_layout is not None
     ]
     try:
-        for weight, _ in private:
-            weight.hold_(weight.canonical().held)
+        _hold_one_by_one_((weight, None) for weight, _ in private)
         yield
     finally:
-        for weight, layout in private:
-            weight.hold_(weight.in_layout(layout).held)
+        _hold_one_by_one_(private)
+
+
+def _hold_one_by_one_(weights: Iterable[tuple[QuantizedTensor, Layout | None]]) -> None:
+    freed_bytes = 0
+    for weight, layout in weights:
+        freed_bytes += weight.stored_bytes
+        weight.hold_(weight.in_layout(layout).held)
+        # The C library fills other holes first, so that freed memory would add up to the size of the model.
+        if freed_bytes > _FREED_BYTES:
+            return_freed_memory()
+            freed_bytes = 0
