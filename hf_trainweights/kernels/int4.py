@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import cuda, int4_tiles
 from hf_trainweights.kernels.cpu_features import product_dtype

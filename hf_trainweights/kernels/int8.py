@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import FLOAT_DTYPES, largest_magnitude
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
 from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype

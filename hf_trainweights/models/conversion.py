@@ -21,7 +21,7 @@ from hf_trainweights.models.selection import Choice
 from hf_trainweights.models.stored_weights import StoredWeight
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, unflatten_weight
 
 
 class LoadState:
@@ -177,7 +177,7 @@ def deserialize_converters(state: LoadState, leaves: set[str]) -> list[WeightCon
         state: What the ops share.
         leaves: Names that quantized parameters have in their modules, e.g. `weight`, `down_proj`.
     """
-    suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
+    suffixes = stored_suffixes()
     return [
         _OwnConverter(
             source_patterns=[stored_name(leaf, suffix) for suffix in suffixes],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import QuantizationError
-from hf_trainweights.formats.base import largest_magnitude
+from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import Choice, Summary, check_choice, choose, model_skips

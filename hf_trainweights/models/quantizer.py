@@ -29,7 +29,7 @@ from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, FoldStoredTensors, stored_name
+from hf_trainweights.tensor.stored_names import FoldStoredTensors, stored_name, stored_suffixes
 
 _logger = logging.get_logger(__name__)
 
@@ -161,7 +161,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     @property
     def serialized_names(self) -> dict[str, list[str]]:  # type: ignore[override]
         """The names in a file of each parameter name that quantized weights have."""
-        suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
+        suffixes = stored_suffixes()
         return {leaf: [stored_name(leaf, suffix) for suffix in suffixes] for leaf in self._leaves()}
 
     def _leaves(self) -> set[str]:

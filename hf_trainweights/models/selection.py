@@ -18,7 +18,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

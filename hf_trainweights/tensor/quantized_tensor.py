@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor.dispatch import dispatch
 from hf_trainweights.tensor.handlers import REPLACEMENTS
 from hf_trainweights.tensor.held_tensor import Held, HeldTensor

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weights import random_weight
 
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, int4, int8, linear

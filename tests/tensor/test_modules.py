@@ -26,7 +26,7 @@ from weights import same_stored
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, get_model_size_in_bytes, quantize_
 from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.kernels.int4_tiles import tile_rows
 from hf_trainweights.models.selection import model_skips
 from hf_trainweights.tensor.dispatch import FALLBACKS

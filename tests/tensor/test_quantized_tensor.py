@@ -32,7 +32,7 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_bytes,
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor import dispatch
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
