@@ -20,12 +20,10 @@ from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
-# The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the
-# product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms).
+# The largest M for PyTorch's op: docs/performance.md, "Thresholds".
 TILED_ROWS = 32
 
-# Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16. A product with fewer than 256
-# rows of weights is slower (128 rows: .63 ns a weight at M = 256, 256 rows: .53, 1024 rows: .49).
+# Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16.
 BLOCK_ELEMENTS = 1 << 20
 BLOCK_ROWS = 256
 

@@ -71,7 +71,7 @@ def test_products_of_every_format_keep_the_bound_where_their_dtype_is_slow(
     N: int, rows: int, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpu(ICE_LAKE, monkeypatch)
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: False)
     weight = QuantizedTensor.quantize(random_weight(N, 1024, dtype=dtype), FORMATS[name]())
     weight = weight.in_layout(weight.best_layout())
     x, bias = random_weight(rows, 1024, dtype=dtype, seed=1), random_weight(N, dtype=dtype, seed=2)
