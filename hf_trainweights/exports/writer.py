@@ -47,15 +47,19 @@ def export_compressed_tensors(
     """
     directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    target = Path(out)
     with canonical_layouts(model.parameters()):
-        tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
-        with staged_directory(target) as staging:
-            if directory is not None:
-                copy_companions(directory, staging)
-            _write_config(model, staging, quantization_config)
-            _write_shards(tensors, staging, max_shard_size)
-            move_into_place(staging, target, variant=None, quantized=True)
+        # In a function of its own: its tensors are gone before the weights are brought back into their layouts.
+        _export(model, directory, Path(out), max_shard_size)
+
+
+def _export(model: PreTrainedModel, directory: Path | None, target: Path, max_shard_size: int | str) -> None:
+    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
+    with staged_directory(target) as staging:
+        if directory is not None:
+            copy_companions(directory, staging)
+        _write_config(model, staging, quantization_config)
+        _write_shards(tensors, staging, max_shard_size)
+        move_into_place(staging, target, variant=None, quantized=True)
 
 
 def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:
