@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from hf_trainweights import TrainWeightsConfig, quantize_
-from hf_trainweights.formats import FORMATS
-from hf_trainweights.formats.base import Format, multiply, reciprocal, round_scale
+from hf_trainweights.formats import FORMATS, Format, reciprocal, round_scale, scale_codes
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Ternary(Format):
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return codes times scale."""
         codes = torch.stack([tensors["qdata"] >> 2 * place & 3 for place in range(4)], dim=-1).flatten(-2)
-        return multiply(codes.to(torch.int8).sub_(1), tensors["scale"], dtype)
+        return scale_codes(codes.to(torch.int8).sub_(1), tensors["scale"], dtype)
 
 
 FORMATS[Ternary.name] = Ternary

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from hf_trainweights.kernels import cpu_features as instructions
-from hf_trainweights.kernels import int8
+from hf_trainweights.kernels.digits import has_integer_products
 
 needs_integer_products = pytest.mark.skipif(
-    not int8._has_integer_products(), reason="without VNNI sums of two products of integers are cut off at 16 bits"
+    not has_integer_products(), reason="without VNNI sums of two products of integers are cut off at 16 bits"
 )
 
 

@@ -1,8 +1,8 @@
 """A module's state dict as plain tensors, and back, so that a file names no class.
 
-A parameter that is a tensor subclass (a quantized weight) is stored as the dict of its inner tensors, by the names that
-its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of a module that was built alike, so
-nothing on disk says which class to make.
+A quantized weight is stored as the dict of its stored tensors, and a parameter of another tensor subclass as that of
+its inner tensors, by the names that its `__tensor_flatten__` gives. Loading copies them into the same inner tensors of
+a module that was built alike, so nothing on disk says which class to make.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -26,7 +27,7 @@ def module_state(module: nn.Module) -> dict[str, Any]:
         module: Any module.
 
     Returns:
-        An ordered dict that shares memory with the module.
+        An ordered dict that shares memory with the module, but for weights that a kernel holds in a layout of its own.
 
     Raises:
         ConfigError: A tensor is of a subclass without `__tensor_flatten__`.
@@ -128,6 +129,8 @@ def state_sha256(state: Mapping[str, Any]) -> str:
 def _plain(tensor: Tensor, name: str) -> Tensor | dict[str, Any]:
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
+    if isinstance(tensor, QuantizedTensor):
+        return dict(tensor.tensors)
     flatten: Any = getattr(tensor, "__tensor_flatten__", None)
     if flatten is None:
         expected = "a plain tensor or a subclass with __tensor_flatten__"
@@ -142,12 +145,27 @@ def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
             raise _mismatch(f"{name} as {stored.dtype} {list(stored.shape)}", found)
         target.copy_(stored)
         return
+    if isinstance(target, QuantizedTensor):
+        _copy_quantized(target, stored, name)
+        return
     flatten: Any = getattr(target, "__tensor_flatten__", None)
     inner_names = flatten()[0] if flatten else []
     if set(inner_names) != set(stored):
         raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(inner_names)))
     for inner in inner_names:
         _copy_inner(getattr(target, inner), stored[inner], f"{name}.{inner}")
+
+
+def _copy_quantized(target: QuantizedTensor, stored: Mapping[str, Any], name: str) -> None:
+    # The stored tensors themselves, or copies of those that a kernel holds in a layout of its own.
+    canonical = target.canonical()
+    tensors = canonical.tensors
+    if tensors.keys() != stored.keys():
+        raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(tensors)))
+    for inner, tensor in tensors.items():
+        _copy_inner(tensor, stored[inner], f"{name}.{inner}")
+    if canonical is not target:
+        target.copy_(canonical)
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -13,7 +13,7 @@ import bisect
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters
@@ -39,23 +40,18 @@ _EXPERT_MODULE = r".*\.experts\.\d+\..*"
 
 _BYTES_PER_WORD = 4
 
-# From the name of a weight, tensors without memory, and a function that makes them, to what is written for them.
-Put = Callable[[str, Mapping[str, Tensor], Callable[[], Mapping[str, Tensor]]], Mapping[str, Tensor]]
-
 
 def lay_out(
-    model: PreTrainedModel, state_dict: Mapping[str, Tensor], put: Put
-) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    model: PreTrainedModel, state_dict: Mapping[str, Tensor]
+) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
     """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
 
     Args:
         model: A quantized model.
-        state_dict: All its tensors, a tied one once, none on the meta device.
-        put: `Placeholders.put`, or what else turns a function that makes the tensors of a weight into tensors. Called
-            once for each quantized weight, with the name, tensors on the meta device, and the function.
+        state_dict: All its tensors, a tied one once, none on the meta device, none in a kernel's private layout.
 
     Returns:
-        Name in the checkpoint to a view of the model's own tensor or to what `put` returned; and JSON values.
+        Name in the checkpoint to a tensor that is made when it is asked for; and JSON values.
 
     Raises:
         ConfigError: Nothing is quantized.
@@ -70,11 +66,17 @@ def lay_out(
     _check_weights(model, quantized)
     left_out = {*quantized, *names_not_saved(model)}
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
-    tensors = checkpoint_tensors(model, others)
-    _check_float_experts(model, tensors)
-    for name, rows in _matrices(model, quantized).items():
-        tensors |= _put_weight(name, quantized[name], rows, put)
+    plain = checkpoint_tensors(model, others)
+    _check_float_experts(model, plain)
+    tensors = {name: _ready(tensor) for name, tensor in plain.items()}
+    for name, matrices in _matrices(model, quantized).items():
+        for saved_name, rows in matrices.items():
+            tensors |= _name_tensors(saved_name, quantized[name], rows)
     return dict(sorted(tensors.items())), _configure(model, quantized)
+
+
+def _ready(tensor: Tensor) -> TensorToWrite:
+    return TensorToWrite(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -102,7 +104,7 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
     misfits: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, weight in weights.items():
         owner = model.get_submodule(name.rpartition(".")[0])
-        form = weight.format.canonical
+        form = weight.format
         if form.name not in _SCHEMES or form.tensor_names != ("qdata", "scale"):
             misfits[f"weights in {form}", in_float].append(name)
         elif weight.numel() == 0:
@@ -111,14 +113,14 @@ def _check_weights(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor
             misfits["weights that their layer keeps transposed", in_float].append(name)
         elif isinstance(owner, nn.Embedding):
             misfits["quantized embeddings", in_float].append(name)
-        elif weight.scale.dtype != model.dtype:
+        elif weight.scale_dtype != model.dtype:
             # A reader casts scales to the dtype of the model, and so to other weights.
-            found = f"scales in {weight.scale.dtype} in a model in {model.dtype}"
-            misfits[found, f"Load or cast the model in {weight.scale.dtype}."].append(name)
+            found = f"scales in {weight.scale_dtype} in a model in {model.dtype}"
+            misfits[found, f"Load or cast the model in {weight.scale_dtype}."].append(name)
     if misfits:
         (found, next_step), names = next(iter(misfits.items()))
         raise _unsupported(names, found, next_step)
-    experts = {name: weight.format.canonical for name, weight in weights.items() if weight.dim() == 3}
+    experts = {name: weight.format for name, weight in weights.items() if weight.dim() == 3}
     if len(set(experts.values())) > 1:
         found = "experts in " + " and ".join(sorted({str(form) for form in experts.values()}))
         raise _unsupported(experts, found, "Quantize all experts to one format: Transformers reads all by one.")
@@ -162,32 +164,28 @@ def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) ->
     return matrices
 
 
-def _put_weight(name: str, weight: QuantizedTensor, matrices: Mapping[str, slice], put: Put) -> Mapping[str, Tensor]:
-    form = weight.format.canonical
+def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, TensorToWrite]:
+    """Return the tensors of one matrix of a checkpoint as they are in the layout.
 
-    def lay_out_matrices(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        tensors = {}
-        for saved_name, rows in matrices.items():
-            codes, scale = (stored[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
-            tensors |= _name_tensors(saved_name, form, codes, scale)
-        return tensors
-
-    like = lay_out_matrices(form.empty(weight.stored_shape, weight.scale.dtype, "meta"))
-    return put(name, like, lambda: lay_out_matrices(weight.canonical().tensors))
-
-
-def _name_tensors(name: str, form: Format, codes: Tensor, scale: Tensor) -> dict[str, Tensor]:
-    """Return the tensors of one matrix of a checkpoint as they are in the layout."""
-    if _SCHEMES[form.name][2] == "float-quantized":
-        return {name: codes, f"{name}_scale": scale}
-    packed = pack(codes) if codes.dtype == torch.int8 else codes
-    return {f"{name}_packed": packed, f"{name}_scale": scale, f"{name}_shape": torch.tensor(form.shape_of(codes))}
+    Args:
+        name: Name of the matrix.
+        weight: The weight that it is in.
+        rows: Its rows among those of all experts.
+    """
+    codes, scale = (weight.tensors[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
+    if _SCHEMES[weight.format.name][2] == "float-quantized":
+        return {name: _ready(codes), f"{name}_scale": _ready(scale)}
+    packed = _ready(codes)
+    if codes.dtype == torch.int8:
+        packed = TensorToWrite(tuple(pack(codes.to("meta")).shape), torch.int32, lambda: pack(codes))
+    shape = torch.tensor(weight.format.shape_of(codes))
+    return {f"{name}_packed": packed, f"{name}_scale": _ready(scale), f"{name}_shape": _ready(shape)}
 
 
 def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:
     """Return the configuration: a group for each format, the most frequent one for whatever is not named."""
-    modules = {n.rpartition(".")[0]: weight.format.canonical for n, weight in weights.items() if weight.dim() == 2}
-    experts = {weight.format.canonical for weight in weights.values() if weight.dim() == 3}
+    modules = {n.rpartition(".")[0]: weight.format for n, weight in weights.items() if weight.dim() == 2}
+    experts = {weight.format for weight in weights.values() if weight.dim() == 3}
     counts = Counter(modules.values())
     formats = sorted({*modules.values(), *experts}, key=lambda form: (-counts[form], str(form)))
     groups = {}

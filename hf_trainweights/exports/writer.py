@@ -10,16 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import split_state_dict_into_shards_factory
-from safetensors.torch import save_file
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trainweights.exports import compressed_tensors
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.models.directory import copy_companions, load_saved
 from hf_trainweights.models.host.checkpoints import save_remote_code
-from hf_trainweights.models.placeholders import Placeholders
 from hf_trainweights.models.saving import is_replaced, whole_state_dict
+from hf_trainweights.tensor.layouts import canonical_layouts
 
 
 def export_compressed_tensors(
@@ -49,14 +48,18 @@ def export_compressed_tensors(
     """
     directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    placeholders = Placeholders()
-    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model), placeholders.put)
-    target = Path(out)
+    with canonical_layouts(model.parameters()):
+        # In a function of its own: its tensors are gone before the weights are brought back into their layouts.
+        _export(model, directory, Path(out), max_shard_size)
+
+
+def _export(model: PreTrainedModel, directory: Path | None, target: Path, max_shard_size: int | str) -> None:
+    tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
     with staged_files(target, lambda name: is_replaced(name, variant=None)) as staged:
         if directory is not None:
             copy_companions(directory, staged.path)
         _write_config(model, staged.path, quantization_config)
-        placeholders.fill(_write_shards(tensors, staged.path, max_shard_size))
+        _write_shards(tensors, staged.path, max_shard_size)
 
 
 def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:
@@ -71,16 +74,13 @@ def _write_config(model: PreTrainedModel, staging: Path, quantization_config: di
         model.generation_config.save_pretrained(staging)
 
 
-def _write_shards(tensors: Mapping[str, Tensor], staging: Path, max_shard_size: int | str) -> list[Path]:
+def _write_shards(tensors: Mapping[str, TensorToWrite], staging: Path, max_shard_size: int | str) -> None:
     """Write safetensors files, and their index where there are several.
 
     Args:
-        tensors: By name; views are well.
+        tensors: By name.
         staging: Where to.
         max_shard_size: As for `export_compressed_tensors`.
-
-    Returns:
-        The safetensors files.
     """
     split = split_state_dict_into_shards_factory(
         dict(tensors),
@@ -89,10 +89,8 @@ def _write_shards(tensors: Mapping[str, Tensor], staging: Path, max_shard_size: 
         max_shard_size=max_shard_size,
     )
     for file, names in split.filename_to_tensors.items():
-        shard = {name: tensors[name].cpu().contiguous() for name in names}
-        save_file(shard, staging / file, metadata={"format": "pt"})
+        write_safetensors(staging / file, {name: tensors[name] for name in names}, {"format": "pt"})
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-    return [staging / file for file in split.filename_to_tensors]

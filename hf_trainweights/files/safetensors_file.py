@@ -1,13 +1,19 @@
-"""Safetensors files: their header, and where their tensors lie."""
+"""Safetensors files: their header, files that are written tensor by tensor, and the alignment of int8 codes."""
 
 from __future__ import annotations
 
 import json
+import math
 import struct
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_trainweights.errors import CorruptFileError
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError, SaveError
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -18,24 +24,6 @@ _INT8_ALIGNMENT, _HEADER_ALIGNMENT = 16, 8
 _MOVED_BYTES = 8 << 20
 
 _AGAIN = "Download it again, or save it again from the source."
-
-
-class StoredTensorPlace(NamedTuple):
-    """Where a tensor lies in a safetensors file.
-
-    Args:
-        file: The file.
-        name: Its name there.
-        shape: Its shape.
-        start: Its first byte, counted from the beginning of the file.
-        end: The byte behind its last.
-    """
-
-    file: Path
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    end: int
 
 
 def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
@@ -72,23 +60,59 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
     return header
 
 
-def tensor_places(file: Path) -> list[StoredTensorPlace]:
-    """Return where each tensor of a safetensors file lies.
+class TensorToWrite(NamedTuple):
+    """A tensor that is made when its turn to be written comes.
 
     Args:
-        file: Path of the file.
+        shape: Its shape.
+        dtype: Its dtype.
+        make: Makes it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    make: Callable[[], Tensor]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def write_safetensors(file: Path, tensors: Mapping[str, TensorToWrite], metadata: dict[str, str]) -> None:
+    """Write the file that `safetensors.torch.save_file` writes of these tensors, with one of them in memory at a time.
+
+    Args:
+        file: Path of the file; replaced.
+        tensors: By name.
+        metadata: What the header says of them.
 
     Raises:
-        CorruptFileError: It is no whole safetensors file.
+        SaveError: A tensor that was made has another shape or dtype than was said.
+        OSError: The file cannot be written.
     """
-    header = read_safetensors_header(file)
-    # The format allows no holes, so the tensors are the end of the file.
-    data = file.stat().st_size - max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    return [
-        StoredTensorPlace(file, name, tuple(entry["shape"]), data + start, data + end)
-        for name, entry in header.items()
-        for start, end in [entry["data_offsets"]]
-    ]
+    # Of tensors without elements safetensors makes a header that has the same names, in the order of the file.
+    template = save({name: torch.empty(0, dtype=each.dtype) for name, each in tensors.items()}, metadata)
+    header: dict[str, Any] = json.loads(template[8:])
+    names, end = [name for name in header if name in tensors], 0
+    for name in names:
+        start, end = end, end + tensors[name].nbytes
+        header[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
+    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with file.open("wb") as stream:
+        stream.write(struct.pack("<Q", len(text)) + text)
+        for name in names:
+            stream.write(_bytes_of(name, tensors[name]))
+
+
+def _bytes_of(name: str, tensor: TensorToWrite) -> memoryview:
+    made = tensor.make()
+    if (tuple(made.shape), made.dtype) != (tuple(tensor.shape), tensor.dtype):
+        expected = f"{tensor.dtype} of shape {tuple(tensor.shape)}, as was said"
+        found = f"{made.dtype} of shape {tuple(made.shape)}"
+        raise SaveError(name, expected, found, "Say shape and dtype of the tensor that is made.")
+    return made.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
 def align_int8(file: Path) -> None:

@@ -7,10 +7,13 @@ from dataclasses import fields
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+
+__all__ = ["FORMATS", "Format", "float32_blocks", "get_format", "reciprocal", "round_scale", "scale_codes"]
 
 FORMATS: dict[str, type[Format]] = {
     "int8": Int8,

@@ -7,7 +7,7 @@ knows nothing of modules, files or devices. Groups run along K; G is the number 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
@@ -15,23 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, QuantizationError
-
-FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-# Rows are quantized in blocks of about this many elements. Choosing the scales of a block takes some twenty calls
-# whatever its size, 50 us; 4 MB of bfloat16 outweigh them and are still in the last-level cache for the second pass.
-BLOCK_ELEMENTS = 1 << 21
-
-# Their values are read in tiles of about this many elements for each thread, 512 kB of float32, which with a scratch
-# tile stay in the second-level cache through a dozen operations. Half as many are 10 % slower, for the calls; with
-# twice as many int4 is 6 % slower, for misses.
-TILE_ELEMENTS = 1 << 17
-
-_BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
-
-# The smallest scale: a float16 scale of 2**-24 codes every float16 value exactly; below 2**-126 a float32
-# reciprocal overflows to infinity.
-_SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude
 
 
 @dataclass(frozen=True)
@@ -49,35 +33,8 @@ class Format(ABC):
         group_size = getattr(self, "group_size", None)
         return f"{self.name} g{group_size}" if group_size else self.name
 
-    @property
-    def canonical(self) -> Format:
-        """The format of files; another one only where this is a memory layout that is private to a kernel."""
-        return self
-
-    def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return stored tensors in the canonical format, exactly.
-
-        Args:
-            tensors: Stored tensors in this format.
-
-        Returns:
-            The tensors themselves where this format is the canonical one, else new ones.
-        """
-        return dict(tensors)
-
-    def from_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return stored tensors of the canonical format in this one: the inverse of `to_canonical`.
-
-        Args:
-            tensors: Stored tensors in the canonical format.
-
-        Returns:
-            The tensors themselves where this format is the canonical one, else new ones.
-        """
-        return dict(tensors)
-
     def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of some rows, in the canonical format.
+        """Return the tensors of some rows.
 
         Args:
             tensors: Stored tensors of a weight `[N, K]`.
@@ -144,7 +101,7 @@ class Format(ABC):
 
     @abstractmethod
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return rows `[*, n, K]` of `dtype` from their stored tensors, each value rounded as `multiply` does.
+        """Return rows `[*, n, K]` of `dtype` from their stored tensors, each value rounded as `scale_codes` does.
 
         Args:
             tensors: The stored tensors of these rows.
@@ -272,106 +229,6 @@ class Format(ABC):
                     found,
                     "The file is damaged or belongs to another model; save it again from the source.",
                 )
-
-
-def tiles(values: Tensor) -> Iterator[slice]:
-    """Yield slices of the first dimension that together cover it, each of values that fit the cores' own caches.
-
-    Args:
-        values: `[n, *]`, no dimension empty.
-    """
-    # An accelerator has no such cache to stay in, and a launch costs it more than a miss.
-    elements = TILE_ELEMENTS * torch.get_num_threads() if values.device.type == "cpu" else BLOCK_ELEMENTS
-    step = max(1, elements // values[0].numel())
-    for start in range(0, len(values), step):
-        yield slice(start, min(start + step, len(values)))
-
-
-def float32_tiles(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield the tiles of `values` in float32, and where each lies.
-
-    Args:
-        values: Any float dtype, `[n, *]`, no dimension empty.
-
-    Returns:
-        Slices of the first dimension, each with its values: one buffer, which may be overwritten and soon is.
-    """
-    buffer = values.new_empty(0, dtype=torch.float32)
-    for tile in tiles(values):
-        part = values[tile]
-        yield tile, buffer.resize_(part.shape).copy_(part)
-
-
-def largest_magnitude(values: Tensor) -> Tensor:
-    """Return the largest magnitude along the last dimension.
-
-    Without its sign, a float is the larger the larger its bits are as an integer. Integers take half the time: the
-    float operation must watch for NaN.
-
-    Args:
-        values: Float32, bfloat16 or float16, `[n, *, g]`, contiguous, no dimension empty.
-
-    Returns:
-        A new float32 tensor `[n, *]`.
-    """
-    bits = values.view(_BITS[values.dtype])
-    magnitudes, largest = bits.new_empty(0), bits.new_empty(bits.shape[:-1])
-    for tile in tiles(bits):
-        part = bits[tile]
-        torch.bitwise_and(part, torch.iinfo(bits.dtype).max, out=magnitudes.resize_(part.shape))
-        torch.amax(magnitudes, dim=-1, out=largest[tile])
-    return largest.view(values.dtype).float()
-
-
-def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
-    """Return float32 scales rounded to the dtype they are stored in, zero only where they were zero.
-
-    The codes are chosen after this rounding, so what is stored is what was used. A scale is kept small enough that
-    the largest code times the scale is finite in `dtype`, and large enough that its reciprocal is finite.
-
-    Args:
-        scale: Float32, any shape, non-negative.
-        largest_code: The largest magnitude a code can have.
-        dtype: Dtype in which the scale is stored.
-
-    Returns:
-        A new tensor of `dtype` and the shape of `scale`.
-    """
-    largest = torch.finfo(dtype).max / (1 << (largest_code - 1).bit_length())
-    bounded = scale.clamp(_SMALLEST_SCALE[dtype], largest)
-    rounded = bounded.to(dtype)
-    if dtype == torch.float16:
-        # It has few bits left below 2**-17: a scale rounded down by half would clip the row's largest weights at half
-        # their size. So it goes up to the next one, 2**-24 away, where more than bfloat16's half step of 2**-8 is lost.
-        rounded = torch.where(rounded.float() * (1 + 2**-8) < bounded, rounded + 2**-24, rounded)
-    return rounded.masked_fill_(scale == 0, 0.0)
-
-
-def reciprocal(scale: Tensor) -> Tensor:
-    """Return float32 1 / scale, and 0 where the scale is 0, so that an all-zero row keeps codes of 0.
-
-    Args:
-        scale: Scales of any float dtype and shape; a zero scale stands for a group of zeros.
-    """
-    return scale.float().reciprocal().masked_fill_(scale == 0, 0.0)
-
-
-def multiply(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes times scale, rounded once to `dtype`.
-
-    From a float32 scale to bfloat16 or float16 the product is rounded to float32 first; all others are exact there.
-
-    Args:
-        codes: Integer or float8 codes, `[*, n, K]`, each exact in `dtype`.
-        scale: Scales that broadcast against `codes`.
-        dtype: Dtype to return.
-
-    Returns:
-        A new tensor of the shape of `codes`.
-    """
-    if torch.promote_types(scale.dtype, dtype) == dtype:
-        return codes.to(dtype).mul_(scale.to(dtype))
-    return codes.to(torch.float32).mul_(scale.float()).to(dtype)
 
 
 def _take(stored: Tensor, indices: Tensor) -> Tensor:

@@ -17,15 +17,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import (
+from hf_trainweights.formats.arithmetic import (
     FLOAT_DTYPES,
-    Format,
-    float32_tiles,
-    multiply,
+    cache_blocks,
+    float32_blocks,
     reciprocal,
     round_scale,
-    tiles,
+    scale_codes,
 )
+from hf_trainweights.formats.base import Format
 
 _LARGEST = 448
 # Sign, and the seven bits of exponent and mantissa, where float16 has them; and what they are worth less there.
@@ -49,20 +49,20 @@ class Float8E4M3(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `float8(w * (1 / scale))`, the scale rounded to its dtype first."""
         inverse = reciprocal(out["scale"].copy_(round_scale(amax / _LARGEST, _LARGEST, rows.dtype)))
-        for tile, values in float32_tiles(rows):
+        for block, values in float32_blocks(rows):
             # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
-            out["qdata"][tile].copy_(values.mul_(inverse[tile]).clamp_(-_LARGEST, _LARGEST))
+            out["qdata"][block].copy_(values.mul_(inverse[block]).clamp_(-_LARGEST, _LARGEST))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`, each product rounded once."""
         qdata, scale = tensors["qdata"], tensors["scale"]
         plain = type(qdata) is Tensor and qdata.device.type == "cpu" and qdata.numel() > 0
         if not plain or dtype not in FLOAT_DTYPES:
-            return multiply(qdata, scale, dtype)
+            return scale_codes(qdata, scale, dtype)
         rows, factors = qdata.reshape(-1, K), scale.reshape(-1, 1).float() * _FLOAT16_OF_CODE
         out = torch.empty(rows.shape, dtype=dtype)
-        for tile in tiles(rows):
-            out[tile] = _float16(rows[tile]).float().mul_(factors[tile])
+        for block in cache_blocks(rows):
+            out[block] = _float16(rows[block]).float().mul_(factors[block])
         return out.view(qdata.shape)
 
 

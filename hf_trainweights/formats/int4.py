@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.base import Format, float32_tiles, multiply, reciprocal, round_scale
+from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
+from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
 
@@ -82,22 +83,22 @@ class Int4(Format):
         candidates = round_scale(amax / divisors, 8, rows.dtype) * _signs(groups, amax)
         scale = out["scale"].copy_(_best(groups, candidates))
         inverse, scratch = reciprocal(scale).unsqueeze(-1), amax.new_empty(0)
-        for tile, values in float32_tiles(groups):
-            codes = _encode(values, inverse[tile], scratch.resize_(values.shape))
-            out["qdata"][tile].copy_(pack_int4(codes.flatten(1)))
+        for block, values in float32_blocks(groups):
+            codes = _encode(values, inverse[block], scratch.resize_(values.shape))
+            out["qdata"][block].copy_(pack_int4(codes.flatten(1)))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the unpacked codes times their scale."""
         codes, scale = unpack_int4(tensors["qdata"]), tensors["scale"]
         groups = codes.unflatten(-1, (scale.shape[-1], self.group_size))
-        return multiply(groups, scale.unsqueeze(-1), dtype).view(*codes.shape[:-1], K)
+        return scale_codes(groups, scale.unsqueeze(-1), dtype).view(*codes.shape[:-1], K)
 
 
 def _signs(groups: Tensor, amax: Tensor) -> Tensor:
     """Return the sign of each group's scale: 1 where the tail of the negative values is at least as long."""
     lowest = torch.empty_like(amax)
-    for tile, values in float32_tiles(groups):
-        torch.amin(values, dim=-1, out=lowest[tile])
+    for block, values in float32_blocks(groups):
+        torch.amin(values, dim=-1, out=lowest[block])
     return torch.where(lowest == -amax, 1, -1)
 
 
@@ -106,9 +107,9 @@ def _best(groups: Tensor, candidates: Tensor) -> Tensor:
     inverses, factors = reciprocal(candidates).unsqueeze(-1), candidates.float().unsqueeze(-1)
     errors = torch.empty_like(candidates, dtype=torch.float32)
     scratch = errors.new_empty(0)
-    for tile, values in float32_tiles(groups):
+    for block, values in float32_blocks(groups):
         scratch.resize_(values.shape)
-        for inverse, factor, error in zip(inverses[:, tile], factors[:, tile], errors[:, tile], strict=True):
+        for inverse, factor, error in zip(inverses[:, block], factors[:, block], errors[:, block], strict=True):
             difference = _encode(values, inverse, scratch).mul_(factor).sub_(values)
             torch.sum(difference.square_(), dim=-1, out=error)
     best, smallest = candidates[0], errors[0]

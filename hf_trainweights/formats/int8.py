@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.base import Format, float32_tiles, multiply, reciprocal, round_scale
+from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
+from hf_trainweights.formats.base import Format
 
 
 @dataclass(frozen=True)
@@ -81,13 +82,13 @@ class Int8(Format):
         # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
         fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
         inverse = inverse.unsqueeze(-1)
-        for tile, values in float32_tiles(groups):
-            values.mul_(inverse[tile]).round_()
-            codes[tile].copy_(values if fits else values.clamp_(-128, 127))
+        for block, values in float32_blocks(groups):
+            values.mul_(inverse[block]).round_()
+            codes[block].copy_(values if fits else values.clamp_(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""
         qdata, scale = tensors["qdata"], tensors["scale"]
         G = scale.shape[-1]
         groups = qdata.unflatten(-1, (G, K // G))
-        return multiply(groups, scale.unsqueeze(-1), dtype).view(qdata.shape)
+        return scale_codes(groups, scale.unsqueeze(-1), dtype).view(qdata.shape)

@@ -1,90 +1,116 @@
 """Products with quantized weights that do not dequantize them first: one file a format, one line in `KERNELS`.
 
 A kernel is a `torch.library` op of plain tensors, so that torch.compile and torch.export keep it whole and PyTorch's
-dispatcher chooses its implementation by device. A fast path is never needed for a right result: what no kernel takes
-is dequantized and multiplied.
+dispatcher chooses its implementation by device. A fast path is never needed for a right result: a weight that no
+kernel takes is dequantized and multiplied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels import int4, int4_tiles, int8
+from hf_trainweights.kernels.layouts import Layout
 
-FewRows = Callable[[Tensor, Tensor | None], Tensor | None]
+# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `linear`.
+MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
-# By the format's name: a function with the arguments of `linear`.
-KERNELS: dict[str, Callable[[Tensor, Mapping[str, Tensor], Any, Tensor | None], Tensor | None]] = {
-    "int8": int8.linear,
-    "int4": int4.linear,
-    "int4_tiles": int4.linear,
-}
 
-# By the format's name: a function with the arguments of `few_rows`.
-FEW_ROWS: dict[str, Callable[[Mapping[str, Tensor], Any, torch.dtype], FewRows | None]] = {
-    "int8": int8.few_rows,
-    "int4_tiles": int4.few_rows,
-}
+class Kernel(NamedTuple):
+    """The functions of one format.
 
-# By the canonical format's name: a function with the arguments of `layout`.
-LAYOUTS: dict[str, Callable[[Any, Sequence[int], torch.dtype, torch.device], Format]] = {
-    "int4": int4_tiles.layout,
+    Args:
+        linear: With the arguments of `kernels.linear`.
+        prepare_few_rows: With the arguments of `kernels.prepare_few_rows`.
+        choose_layout: From the shape of a weight on the CPU and the dtype of its scales to a layout or None; None
+            where the kernel reads the stored tensors as they are.
+        slowness: From the dtype of a weight to what users are told where products in it are slow on a CPU, else None.
+    """
+
+    linear: Callable[[Tensor, Mapping[str, Tensor], Any, Any, Tensor | None], Tensor | None]
+    prepare_few_rows: Callable[[Mapping[str, Tensor], Any, Any, torch.dtype], MultiplyFew | None]
+    choose_layout: Callable[[Sequence[int], torch.dtype], Layout | None] | None = None
+    slowness: Callable[[torch.dtype], str | None] | None = None
+
+
+# By the format's name.
+KERNELS = {
+    "int8": Kernel(int8.linear, int8.prepare_few_rows),
+    "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
 }
 
 
 def linear(
     x: Tensor,
-    tensors: Mapping[str, Tensor],
+    held: Mapping[str, Tensor],
     form: Format,
+    layout: Layout | None,
     bias: Tensor | None = None,
 ) -> Tensor | None:
     """Return `F.linear(x, weight, bias)` of a quantized weight, without the whole float weight in memory.
 
     Args:
         x: Float `[*, K]`, of the dtype that the weight shows; any strides.
-        tensors: The stored tensors of a weight `[N, K]`, as `form` names them.
-        form: Their format.
+        held: The tensors that hold a weight `[N, K]`.
+        form: Its format.
+        layout: The layout that they are in; None for the stored tensors of `form` themselves.
         bias: `[N]`, of the dtype of `x`, or None.
 
     Returns:
         A new tensor `[*, N]` of the dtype of `x`; None where there is no fast path, and the caller dequantizes.
     """
     kernel = KERNELS.get(form.name)
-    return None if kernel is None else kernel(x, tensors, form, bias)
+    return None if kernel is None else kernel.linear(x, held, form, layout, bias)
 
 
-def few_rows(tensors: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> FewRows | None:
-    """Return a function that multiplies the few rows of a decoding step, all that a weight settles being settled.
+def prepare_few_rows(
+    held: Mapping[str, Tensor], form: Format, layout: Layout | None, dtype: torch.dtype
+) -> MultiplyFew | None:
+    """Return a function that multiplies the few rows of a decoding step, and settle now all that the weight settles.
 
-    While a weight streams through the caches it drives Python's own code out of them, so that what takes 15 us when
-    it is repeated takes 100 us between two weights.
+    A weight that streams through the caches evicts Python's own code from them: steps that take 15 us when they are
+    repeated take 100 us between two weights.
 
     Args:
-        tensors: The stored tensors of a weight `[N, K]`, as `form` names them.
-        form: Their format.
+        held: The tensors that hold a weight `[N, K]`.
+        form: Its format.
+        layout: The layout that they are in; None for the stored tensors of `form` themselves.
         dtype: Dtype of x.
 
     Returns:
-        From x `[*, K]` of that dtype, without a gradient, and a bias `[N]` or None to what `linear` returns, the same
-        bits; the function returns None for an x that it leaves to `linear`. None where there is no such function.
+        A function that takes x of that dtype, without a gradient, and gives the same bits as `linear`; None where
+        there is no such function.
     """
-    prepare = FEW_ROWS.get(form.name)
-    return None if prepare is None else prepare(tensors, form, dtype)
+    kernel = KERNELS.get(form.name)
+    return None if kernel is None else kernel.prepare_few_rows(held, form, layout, dtype)
 
 
-def layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Format:
-    """Return the format in whose memory layout a weight is multiplied fastest: `form`, or one private to a kernel.
+def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout | None:
+    """Return the layout in which a weight is multiplied fastest; None for its stored tensors as they are.
 
     Args:
-        form: A canonical format.
+        form: Its format.
         shape: Shape of the stored weight, `[*, N, K]`.
         dtype: Dtype of its scales, which is that of the activations.
         device: Where the weight is.
     """
-    choose = LAYOUTS.get(form.name)
-    return form if choose is None else choose(form, shape, dtype, device)
+    kernel = KERNELS.get(form.name)
+    if kernel is None or kernel.choose_layout is None or device.type != "cpu":
+        return None
+    return kernel.choose_layout(shape, dtype)
+
+
+def slowness(form: Format, dtype: torch.dtype) -> str | None:
+    """Return what users are told of weights whose products on a CPU take longer than those of float weights, or None.
+
+    Args:
+        form: Format of the weights.
+        dtype: Dtype that they show.
+    """
+    kernel = KERNELS.get(form.name)
+    return None if kernel is None or kernel.slowness is None else kernel.slowness(dtype)

@@ -1,4 +1,4 @@
-"""What this CPU multiplies fast, by which the kernels choose their way."""
+"""The instructions of this CPU, by which the kernels choose their way."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ _ALLOWED = {
     "avx512_fp16": ("FP16", "AMX", "AVX10"),
 }
 
-# An Intel CPU with AVX512_BF16 and no AMX multiplies float32 faster from here on. Microseconds of F.linear in bfloat16
-# and float32, 4864x896: 2280 and 3270 with 16 rows, 5280 and 5180 with 48, 22250 and 14880 with 256.
+# An Intel CPU with AVX512_BF16 and no AMX multiplies float32 faster from here on: docs/performance.md, "Thresholds".
 _BFLOAT16_ROWS = 48
 
 
@@ -43,9 +42,7 @@ def has_amx() -> bool:
 def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
     """Return the dtype in which rows are multiplied with a dequantized weight in the least time.
 
-    Without instructions for a dtype of 16 bits PyTorch takes 4 to 9 times as long in it as in float32: F.linear with
-    256 rows, 4864x896, 14 ms in float32, 63 in bfloat16 on a CPU with AVX512_VNNI, 127 on one with AVX2, 130 in float16
-    on both (a Xeon whose oneDNN was limited to them).
+    Without instructions for a dtype of 16 bits PyTorch takes 4 to 9 times as long in it as in float32.
 
     Args:
         dtype: Dtype of the rows.

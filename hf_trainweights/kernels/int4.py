@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import cuda, int4_tiles
 from hf_trainweights.kernels.cpu_features import product_dtype
@@ -20,12 +20,10 @@ from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
 
-# The largest M for PyTorch's op, which takes .024 ns a weight and row; dequantizing takes .6 ns a weight and the
-# product .25 ns more (Xeon with AMX, one core, 4864x896, M = 32: 3.2 ms against 3.6 ms).
+# The largest M for PyTorch's op: docs/performance.md, "Thresholds".
 TILED_ROWS = 32
 
-# Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16. A product with fewer than 256
-# rows of weights is slower (128 rows: .63 ns a weight at M = 256, 256 rows: .53, 1024 rows: .49).
+# Weights that are dequantized at once, and the least rows of them: 2 MB of bfloat16.
 BLOCK_ELEMENTS = 1 << 20
 BLOCK_ROWS = 256
 
@@ -36,48 +34,68 @@ _MASKS = {
 }
 
 
-def linear(x: Tensor, tensors: Mapping[str, Tensor], form: Int4, bias: Tensor | None) -> Tensor | None:
+def linear(
+    x: Tensor, held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, bias: Tensor | None
+) -> Tensor | None:
     """As `hf_trainweights.kernels.linear`.
 
     Args:
         x: `[*, K]`.
-        tensors: `qdata` and `scale` in the format `form`.
-        form: `Int4` or `Int4Tiles`.
+        held: `qdata` and `scale`.
+        form: The format.
+        layout: The tiles that they are in; None for the stored tensors.
         bias: `[N]` or None.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
+    qdata, scale = held["qdata"], held["scale"]
     if x.dtype not in FLOAT_DTYPES or torch.promote_types(scale.dtype, x.dtype) != x.dtype:
         return None
-    if not isinstance(form, Int4Tiles):
+    if layout is None:
         served = x.device.type == "cpu" or cuda.serves(x, qdata, form.group_size)
         return LINEAR(x, qdata, scale, bias) if served else None
     on_cpu = x.device.type == "cpu" and x.dtype == scale.dtype
-    return TILED_LINEAR(x, qdata, scale, bias, form.tile_rows) if on_cpu else None
+    return TILED_LINEAR(x, qdata, scale, bias, layout.tile_rows) if on_cpu else None
 
 
-def few_rows(
-    tensors: Mapping[str, Tensor], form: Int4Tiles, dtype: torch.dtype
+def prepare_few_rows(
+    held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """As `hf_trainweights.kernels.few_rows`: by PyTorch's op on tiles.
+    """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles.
 
     Args:
-        tensors: `qdata` and `scale` in the format `form`.
-        form: The tiles.
+        held: `qdata` and `scale`.
+        form: The format.
+        layout: The tiles that they are in; None for the stored tensors, which the op does not read.
         dtype: Dtype of x.
     """
-    qdata, scale = tensors["qdata"], tensors["scale"]
-    ready = qdata.dim() == 2 and qdata.is_contiguous() and form.tile_rows == int4_tiles.tile_rows()
-    if not ready or scale.dtype != dtype:
+    del form
+    qdata, scale = held["qdata"], held["scale"]
+    if layout is None or layout.tile_rows != int4_tiles.tile_rows() or scale.dtype != dtype:
+        return None
+    if qdata.dim() != 2 or not qdata.is_contiguous():
         return None
     N, K = qdata.shape[0], qdata.shape[1] * 2
 
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+    def multiply_few(x: Tensor, bias: Tensor | None) -> Tensor | None:
         M = x.numel() // K
         if not 0 < M <= TILED_ROWS or not x.is_contiguous():
             return None
         return _add(multiply_tiles(x.view(M, K), qdata, scale), bias).view(*x.shape[:-1], N)
 
-    return multiply
+    return multiply_few
+
+
+def slowness(dtype: torch.dtype) -> str | None:
+    """As `hf_trainweights.kernels.slowness`: PyTorch's op is fast in bfloat16 alone.
+
+    Args:
+        dtype: Dtype that the weights show.
+    """
+    if dtype == torch.bfloat16:
+        return None
+    return (
+        "int4 weights without bfloat16 activations: on the CPU they take longer than float weights. "
+        "dtype=torch.bfloat16, or int8, is fast."
+    )
 
 
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

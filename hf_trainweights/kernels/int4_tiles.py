@@ -20,8 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels.layouts import Layout
 
 _logger = logging.getLogger(__name__)
 
@@ -30,64 +30,28 @@ _BLOCK_BYTES = 1 << 19
 
 
 @dataclass(frozen=True)
-class Int4Tiles(Int4):
+class Int4Tiles(Layout):
     """The tensors of `Int4` in another order; no code and no scale changes.
 
     Args:
-        group_size: As for `Int4`.
         tile_rows: Rows of a tile: 64 or 32, as `tile_rows()` finds it.
-
-    Raises:
-        ConfigError: `group_size` is none that `Int4` has.
     """
 
     name: ClassVar[str] = "int4_tiles"
-    tile_rows: int = 64
+    tile_rows: int
 
-    @property
-    def canonical(self) -> Int4:
-        """The format of files."""
-        return Int4(self.group_size)
-
-    def fallback(self, shape: Sequence[int]) -> Format:
-        """Return the canonical format where the tiles do not divide N."""
-        fits = 0 not in shape and shape[-2] % self.tile_rows == 0
-        return self if fits and self.canonical.fallback(shape) == self.canonical else self.canonical.fallback(shape)
-
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return `qdata` as `[*, N, K // 2]` uint8 and `scale` as `[*, K // group_size, N, 2]`."""
-        *lead, N, K = shape
-        return {
-            "qdata": ((*lead, N, K // 2), torch.uint8),
-            "scale": ((*lead, K // self.group_size, N, 2), scale_dtype),
-        }
-
-    def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
-        """Return `[*, N, K]`, two columns for each byte of a row."""
-        return (*qdata.shape[:-1], qdata.shape[-1] * 2)
-
-    def quantize(self, weight: Tensor, name: str = "weight") -> dict[str, Tensor]:
-        """Quantize to the canonical format, then tile.
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Return whether tiles can hold an int4 weight.
 
         Args:
-            weight: As for `Int4`.
-            name: What errors call the weight.
-
-        Raises:
-            QuantizationError: The weight is none that `Int4` can hold.
+            shape: Shape of the stored weight, `[*, N, K]`.
         """
-        return self.from_canonical(self.canonical.quantize(weight, name))
+        return 0 not in shape and shape[-2] % self.tile_rows == 0
 
-    def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
-        """Return what the canonical tensors stand for."""
-        return self.canonical.dequantize_rows(self.to_canonical(tensors), K, dtype)
-
-    def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
+    def take_rows(self, held: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         """Return `Int4`'s tensors of some rows."""
-        qdata, half = tensors["qdata"], self.tile_rows // 2
-        scale = torch.embedding(tensors["scale"][..., 0].t(), indices)
+        qdata, half = held["qdata"], self.tile_rows // 2
+        scale = torch.embedding(held["scale"][..., 0].t(), indices)
         tiles = qdata.view(-1, qdata.shape[1], 2, half)
         octets = tiles[indices // self.tile_rows, :, :, indices % half]
         shift = (indices % self.tile_rows // half * 4).to(torch.uint8)
@@ -104,9 +68,9 @@ class Int4Tiles(Int4):
         scale_and_zero[..., 0] = scale.mT
         return {"qdata": tiles.view(torch.uint8).view(*qdata.shape[:-1], -1), "scale": scale_and_zero}
 
-    def to_canonical(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def to_canonical(self, held: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return `Int4`'s tensors from tiles."""
-        qdata, scale = tensors["qdata"].contiguous(), tensors["scale"]
+        qdata, scale = held["qdata"].contiguous(), held["scale"]
         tiles = qdata.view(torch.int16).view(-1, qdata.shape[-1] // 2, 2, 2, self.tile_rows // 4)
         rows = tiles.new_empty(len(tiles), 2, self.tile_rows // 4, 2, tiles.shape[1])
         _exchange_codes(tiles.permute(2, 0, 3, 4, 1), rows.permute(3, 0, 1, 2, 4))
@@ -142,21 +106,17 @@ def _exchange(first: Tensor, second: Tensor, bits: int, mask: int, scratch: Tens
     first.bitwise_xor_(difference.bitwise_left_shift_(bits))
 
 
-def layout(form: Int4, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Format:
-    """Return the layout in which a weight is multiplied fastest: tiles where this CPU has an op for them.
+def choose_layout(shape: Sequence[int], dtype: torch.dtype) -> Int4Tiles | None:
+    """Return the tiles that this CPU has an op for, or None.
 
     Args:
-        form: Format of the weight.
-        shape: Shape of the stored weight.
+        shape: Shape of an int4 weight on the CPU, as stored.
         dtype: Dtype of its scales and of the activations.
-        device: Where it is.
     """
     # For float16 and float32 the op is scalar: at M = 4 it takes 25 times as long as F.linear.
-    rows = tile_rows() if device.type == "cpu" and dtype == torch.bfloat16 else None
-    if rows is None:
-        return form
-    tiles = Int4Tiles(form.group_size, rows)
-    return tiles if tiles.fallback(shape) == tiles else form
+    rows = tile_rows() if dtype == torch.bfloat16 else None
+    tiles = None if rows is None else Int4Tiles(rows)
+    return tiles if tiles is not None and tiles.fits(shape) else None
 
 
 @functools.cache
@@ -165,6 +125,12 @@ def tile_rows() -> int | None:
 
     Found by multiplying the unit matrix with a weight of all codes and both signs: that checks the op's arithmetic too.
     """
+    # Whoever builds a skeleton on the meta device may be the first to ask.
+    with torch.device("cpu"):
+        return _find_tile_rows()
+
+
+def _find_tile_rows() -> int | None:
     N, K = 64, 32
     codes = (torch.arange(N * K) * 7 // 3 % 16 - 8).view(N, K).to(torch.float32)
     codes[:, 0] = -8.0
@@ -172,7 +138,7 @@ def tile_rows() -> int | None:
     tensors = Int4(32).quantize(weight.to(torch.bfloat16))
     expected = Int4(32).dequantize(tensors, (N, K), torch.bfloat16)
     for rows in (64, 32):
-        tiles = Int4Tiles(32, rows).from_canonical(tensors)
+        tiles = Int4Tiles(rows).from_canonical(tensors)
         try:
             product = multiply_tiles(torch.eye(K, dtype=torch.bfloat16), tiles["qdata"], tiles["scale"])
         except (AttributeError, RuntimeError) as error:

@@ -15,7 +15,7 @@ from hf_trainweights.models.experts import quantize_experts, wrong_shape
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp, make_converter
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, TENSOR_SUFFIXES, stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, unflatten_weight
 
 
 class TrainWeightsQuantize(QuantizerOp):
@@ -118,7 +118,7 @@ def deserialize_converters(state: LoadState, leaves: set[str]) -> list[Any]:
         state: What the operations of this load share.
         leaves: Names that quantized parameters have in their modules, e.g. `weight`, `down_proj`.
     """
-    suffixes = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
+    suffixes = stored_suffixes()
     return [
         make_converter([stored_name(leaf, suffix) for suffix in suffixes], leaf, TrainWeightsDeserialize(state))
         for leaf in sorted(leaves)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Mapping
 
 import torch
@@ -56,14 +54,3 @@ class LoadState:
             return str(self.stored[name].file)
         files = sorted({weight.file for weight in self.stored.values()})
         return str(files[0] if len(files) == 1 else files[0].parent) if files else "state_dict"
-
-
-def return_freed_memory() -> None:
-    """Give memory that was freed back to the operating system, where the C library can (glibc).
-
-    Freed buffers leave holes between quantized weights: in some processes 37 MB beside 92 MB of weights.
-    """
-    if sys.platform == "linux":
-        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-        if trim is not None:
-            trim(0)

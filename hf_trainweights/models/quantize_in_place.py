@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import QuantizationError
-from hf_trainweights.formats.base import largest_magnitude
+from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import check_choice, choose
 from hf_trainweights.models.summary import Choice, Summary
-from hf_trainweights.tensor.modules import as_parameter, choose_layouts_, parameter_places, put_parameter
+from hf_trainweights.tensor.layouts import choose_layouts_
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)

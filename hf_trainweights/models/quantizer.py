@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from hf_trainweights.models.host.checkpoints import drop_conversions
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.hub import hub_id
-from hf_trainweights.models.load_state import LoadState, return_freed_memory
+from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.saving import attach_saving, flat_state_dict
 from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
-from hf_trainweights.tensor.modules import choose_layouts_, dequantize_
+from hf_trainweights.tensor.layouts import choose_layouts_
+from hf_trainweights.tensor.memory import return_freed_memory
+from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
 _logger = logging.get_logger(__name__)
@@ -50,6 +53,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
+        # What one save was given instead of the model's own; it sets this on a copy.
+        self.state_dict_to_save: Mapping[str, Any] | None = None
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
@@ -186,7 +191,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default), {}
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""

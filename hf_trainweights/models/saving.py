@@ -1,15 +1,15 @@
 """save_pretrained and push_to_hub of a quantized model: both serializations, all or nothing.
 
 Transformers 5 writes safetensors only. So its own save_pretrained writes into a temporary directory beside the old
-files. Weights that a kernel holds in a layout of its own are then written into the shards one by one, each shard is
-rewritten as a `.bin` of the same plain tensors where that is asked for, and every file is renamed into place. A file
-that is memory-mapped by the very model that is saved is replaced, never overwritten.
+files, while the weights are held as they lie there. Each shard is then rewritten as a `.bin` of the same plain tensors
+where that is asked for, and every file is renamed into place. A file that is memory-mapped by the very model that is
+saved is replaced, never overwritten.
 """
 
 from __future__ import annotations
 
 import contextlib
-import contextvars
+import copy
 import inspect
 import json
 import os
@@ -17,7 +17,7 @@ import tempfile
 import types
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import CommitInfo
@@ -33,26 +33,12 @@ from hf_trainweights.files.weight_files import bin_name, is_weight_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.host.checkpoints import load_offloaded
-from hf_trainweights.models.host.models import tied_names
+from hf_trainweights.models.host.models import has_adapters, tied_names
 from hf_trainweights.models.hub import Push, begin_push
-from hf_trainweights.models.placeholders import Placeholders
+from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
 
-
-class _Save(NamedTuple):
-    """What one save hands to the quantizer, past Transformers.
-
-    Args:
-        state_dict: What to save; the model's own if None. For a quantized model Transformers drops it.
-        placeholders: For tensors that are to be made after the file is there; None to make them at once.
-    """
-
-    state_dict: Mapping[str, Any] | None = None
-    placeholders: Placeholders | None = None
-
-
-_SAVE: contextvars.ContextVar[_Save] = contextvars.ContextVar("save", default=_Save())  # noqa: B039  (immutable)
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
@@ -151,16 +137,10 @@ def _save(
     """Save a model and, if there is a push, upload what was saved."""
     variant = options.get("variant")
     card = None
-    placeholders = Placeholders()
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
         staging = staged.path
-        # A class with a save_pretrained of its own might write them into files that are not looked into below.
-        usual = type(model).save_pretrained is PreTrainedModel.save_pretrained
-        with _handed(_Save(options.get("state_dict"), placeholders if usual else None)):
-            type(model).save_pretrained(model, staging, **options)
-        shards = [file for file in sorted(staging.iterdir()) if is_weight_file(file.name, variant)]
-        if shards:  # Adapters alone, or another rank's share, hold none of what was put in.
-            placeholders.fill(file for file in shards if file.suffix == ".safetensors")
+        with _as_in_files(model, options.get("state_dict")) as saved_model:
+            type(model).save_pretrained(saved_model, staging, **options)
         if not safe:
             _rewrite_as_bin(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
@@ -190,13 +170,28 @@ def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Pa
 
 
 @contextlib.contextmanager
-def _handed(save: _Save) -> Iterator[None]:
-    """Hand something to the quantizer, past Transformers."""
-    token = _SAVE.set(save)
-    try:
-        yield
-    finally:
-        _SAVE.reset(token)
+def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Iterator[PreTrainedModel]:
+    """Yield what Transformers is to save: the model, whose weights are held as they lie in files meanwhile.
+
+    Args:
+        model: A quantized model, or one that was.
+        given: The state dict to save; the model's own if None. For a quantized model Transformers drops it, so a copy
+            of the quantizer, in a copy of the model that shares all else with it, hands it over.
+    """
+    if not hasattr(model, "hf_quantizer"):
+        yield model
+        return
+    if given is not None:
+        # The model's own weights, where it is these that are given: they are not to be converted a second time.
+        own = dict(model.named_parameters(remove_duplicate=False))
+        given = {name: own[name] if _is_same(own.get(name), tensor) else tensor for name, tensor in given.items()}
+    quantizer: Any = copy.copy(model.hf_quantizer)
+    quantizer.state_dict_to_save = given
+    saved_model = copy.copy(model)
+    saved_model.hf_quantizer = quantizer
+    # Of a model with adapters only these are saved.
+    with canonical_layouts([] if has_adapters(model) else model.parameters() if given is None else given.values()):
+        yield saved_model
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
@@ -212,24 +207,26 @@ def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> 
     return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)
 
 
-def flat_state_dict(model: PreTrainedModel, default: Format) -> dict[str, Any]:
+def flat_state_dict(model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
     Args:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
+        given: The state dict to start from; the model's own if None.
 
     Returns:
-        Names to tensors. Where a kernel's private layout holds a weight they are copies, or within a save of this
-        module placeholders.
+        Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
+        are left out, because nothing but the adapters is saved.
     """
-    save = _SAVE.get()
-    state_dict = whole_state_dict(model, save.state_dict)
-    if save.placeholders is not None:
-        for name, tensor in state_dict.items():
-            if isinstance(tensor, QuantizedTensor):
-                state_dict[name] = save.placeholders.stand_in(name, tensor)
+    state_dict = whole_state_dict(model, given)
+    if has_adapters(model):
+        state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
     return flatten_state_dict(state_dict, default)
+
+
+def _is_in_private_layout(tensor: object) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor.kernel_layout is not None
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:

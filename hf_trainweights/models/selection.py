@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from torch import Tensor, nn
 
-from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
@@ -124,10 +125,9 @@ def _choose(
     transposed = is_transposed(owner, parameter)
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
     if isinstance(parameter, QuantizedTensor):
-        form, expected = parameter.format.canonical, wanted.fallback(parameter.stored_shape) if wanted else None
+        form, expected = parameter.format, wanted.fallback(parameter.stored_shape) if wanted else None
         reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
-        stored_bytes = form.stored_bytes(parameter.stored_shape, parameter.scale.dtype)
-        return Choice(name, owner, form, reason, parameter.transposed, numel, size, stored_bytes)
+        return Choice(name, owner, form, reason, parameter.transposed, numel, size, parameter.stored_bytes)
     if wanted is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size)
     *lead, N, K = parameter.shape

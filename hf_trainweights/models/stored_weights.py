@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.safetensors_file import read_safetensors_header
+from hf_trainweights.formats import FORMATS
 from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
 
 _AGAIN = "Download it again, or save it again from the source."
@@ -59,7 +60,9 @@ def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Sto
     weights = {name: stored for name, stored in tensors.items() if parse_stored_name(name) is None}
     for weight, stored in group_stored(tensors).items():
         present = next(iter(stored.values())).file
-        for suffix in {"qdata", "scale"} - stored.keys():
+        # Whether it is the right one of the formats shows when it is loaded.
+        missing = min((set(form.tensor_names) - stored.keys() for form in FORMATS.values()), key=len)
+        for suffix in missing:
             raise CorruptFileError(
                 str(present),
                 f"{stored_name(weight, suffix)} beside the other tensors of {weight}",

@@ -1,25 +1,17 @@
-"""Quantized weights of any nn.Module: held, dequantized, measured, exchanged in place, and shown by `print`."""
+"""Quantized weights of any nn.Module: made parameters, dequantized, measured, and exchanged in place."""
 
 from __future__ import annotations
 
-import functools
-import logging
 from collections import defaultdict
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from hf_trainweights import kernels
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
-
-_logger = logging.getLogger(__name__)
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
-    """Make a quantized weight a frozen parameter, in place.
-
-    nn.Parameter marks a tensor likewise, but a copy of it from `detach`: a tenth of the time that a reload takes.
+    """Make a quantized weight a frozen parameter, in place, whose layout `choose_layouts_` is to choose.
 
     Args:
         weight: A weight that nothing else holds.
@@ -33,34 +25,10 @@ def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
         >>> isinstance(weight, nn.Parameter), weight.requires_grad
         (True, False)
     """
+    # nn.Parameter does the same to a copy that it gets from `detach`, which takes a tenth of the time of a reload.
     weight._is_param = True  # type: ignore[attr-defined]
+    weight.layout_is_settled = True
     return weight  # type: ignore[return-value]
-
-
-def choose_layouts_(module: nn.Module) -> None:
-    """Hold each quantized weight of a linear layer in the memory layout in which it is multiplied fastest, in place.
-
-    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call.
-
-    Args:
-        module: Any module.
-    """
-    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
-        return
-    slow = 0
-    for places in parameter_places(module).values():
-        weight = getattr(*places[0])
-        if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
-            slow += weight.format.name == "int4" and weight.dtype != torch.bfloat16
-            form = kernels.layout(weight.format, weight.stored_shape, weight.scale.dtype, weight.device)
-            if form != weight.format and weight.dtype == weight.scale.dtype:
-                put_parameter(places, as_parameter(weight.in_layout(form)))
-    if slow:
-        _logger.warning(
-            "%d int4 weights without bfloat16 activations: on the CPU they take longer than float weights. "
-            "dtype=torch.bfloat16, or int8, is fast.",
-            slow,
-        )
 
 
 def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
@@ -92,7 +60,7 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     """Return the bytes that a module's parameters and buffers really hold.
 
     Args:
-        module: Any module; memory that several tensors share counts once, a quantized weight by its stored tensors.
+        module: Any module; memory that several tensors share counts once, a quantized weight by what holds it.
 
     Raises:
         NotImplementedError: A tensor is sparse.
@@ -103,58 +71,10 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     """
     sizes: dict[int, int] = {}
     for tensor in [*module.parameters(), *module.buffers()]:
-        for held in tensor.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
+        for held in tensor.held.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
             storage = held.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()
     return sum(sizes.values())
-
-
-def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it, while it has any.
-
-    PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
-
-    Args:
-        module: The module.
-        name: Name of the parameter there.
-        parameter: What it is to be.
-    """
-    own = vars(module)
-    if isinstance(parameter, QuantizedTensor):
-        if "extra_repr" not in own:
-            own["extra_repr"] = functools.partial(extra_repr, module)
-        own["__prepare_scriptable__"] = refuse_torchscript
-    elif own.get("__prepare_scriptable__") is refuse_torchscript:
-        others = (weight for key, weight in module._parameters.items() if key != name)
-        if not any(isinstance(weight, QuantizedTensor) for weight in others):
-            del own["__prepare_scriptable__"]
-            if getattr(own["extra_repr"], "func", None) is extra_repr:
-                del own["extra_repr"]
-
-
-register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
-
-
-def extra_repr(module: nn.Module) -> str:
-    """Return the module's own description and its quantized weights'.
-
-    Args:
-        module: The module to describe.
-    """
-    own = type(module).extra_repr(module)
-    weights = {
-        name: p.format.canonical for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedTensor)
-    }
-    return ", ".join(([own] if own else []) + [f"{name}={form}" for name, form in weights.items()])
-
-
-def refuse_torchscript() -> None:
-    """Raise: torch.jit.script calls this on every module, and would save quantized weights as garbage.
-
-    Raises:
-        UnsupportedError: Always.
-    """
-    raise unsupported_by_torchscript()
 
 
 def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from hf_trainweights import kernels
 from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels import MultiplyFew
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.tensor.quantized_tensor import SHORTCUTS, QuantizedTensor, compute_dequantized
+from hf_trainweights.tensor.dispatch import compute_dequantized
+from hf_trainweights.tensor.handlers import implements, replaces
+from hf_trainweights.tensor.held_tensor import Held
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
@@ -21,28 +25,27 @@ aten = torch.ops.aten
 BLOCK_ELEMENTS = 1 << 20
 
 
-# Stored tensors, format and shape `[N, K]` of one weight.
-Expert = tuple[dict[str, Tensor], Format, tuple[int, ...]]
+# Held tensors, format and shape `[N, K]` of one weight.
+Expert = tuple[Held, Format, tuple[int, ...]]
 
 
-def multiply(
-    x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], bias: Tensor | None = None
-) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of the weight that stored tensors stand for.
+def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Tensor | None = None) -> Tensor:
+    """Return `F.linear(x, weight, bias)` of a quantized weight.
 
     Args:
         x: Float `[*, K]`, of the dtype that the weight shows.
-        tensors: Its stored tensors.
-        form: Their format.
+        held: The tensors that hold the weight.
+        form: Its format.
         shape: `[N, K]`.
         bias: `[N]` or None.
 
     Returns:
         A new tensor `[*, N]` of the dtype of `x`.
     """
-    out = kernels.linear(x, tensors, form, bias)
+    out = kernels.linear(x, held.tensors, form, held.layout, bias)
     if out is not None:
         return out
+    tensors = held.to_canonical()
     if not is_plain(x):
         return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
     N, K = shape
@@ -87,25 +90,29 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return fits and (bias is None or bias.shape == weight.shape[:1])
 
 
+@implements(aten.linear.default, any_layout=True)
 def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if _takes(x, weight, bias):
-        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+        return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, x, weight, bias)
 
 
+@implements(aten.matmul.default, aten.mm.default, any_layout=True)
 def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
     """Multiply with the transpose of a stored matrix, the form in which F.linear arrives below autograd."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
-        return multiply(x, weight.tensors, weight.format, weight.stored_shape)
+        return multiply(x, weight.held, weight.format, weight.stored_shape)
     return compute_dequantized(func, x, weight)
 
 
+@implements(aten.addmm.default, any_layout=True)
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
     if not factors and _fits(x, weight, transposed=True) and bias.shape == weight.shape[1:]:
-        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
+        return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, bias, x, weight, **factors)
 
 
+@implements(aten.bmm.default, any_layout=True)
 def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     """Multiply expert by expert: no float weight of a whole layer is made."""
     if is_plain(first) and _fits(first, second, transposed=True):
@@ -115,6 +122,7 @@ def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     return compute_dequantized(func, first, second)
 
 
+@implements(aten._grouped_mm.default, any_layout=True)
 def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
     """Multiply the rows of each expert with it; an expert without rows is not touched."""
     fits = x.dim() == 2 and weight.dim() == 3 and _fits(x, weight, transposed=True)
@@ -128,7 +136,9 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
 
 
 def _expert(weight: QuantizedTensor, index: int) -> Expert:
-    return {name: tensor[index] for name, tensor in weight.tensors.items()}, weight.format, weight.stored_shape[1:]
+    tensors, layout = weight.held
+    part = Held({name: tensor[index] for name, tensor in tensors.items()}, layout)
+    return part, weight.format, weight.stored_shape[1:]
 
 
 def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
@@ -139,42 +149,47 @@ def _times(x: Tensor, expert: Expert) -> Tensor:
     return multiply(x, *expert)
 
 
-PRODUCTS: dict[Any, Callable[..., Any]] = {
-    aten.linear.default: _linear,
-    aten.matmul.default: _matmul,
-    aten.mm.default: _matmul,
-    aten.addmm.default: _addmm,
-    aten.bmm.default: _bmm,
-    aten._grouped_mm.default: _grouped_mm,
-    aten.baddbmm.default: compute_dequantized,
-}
+implements(aten.baddbmm.default)(compute_dequantized)
 
 
+@replaces(F.linear)
 def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
-    """Multiply without the way through the dispatcher, which costs as much as the product of one token.
-
-    Only where nothing else wants to see the product: autograd, autocast, a transform or a mode that watches ops.
-    """
-    watched = (
-        torch.is_grad_enabled()
-        or type(weight) is not QuantizedTensor
-        or not is_plain(x, bias)
-        or torch._C._is_any_autocast_enabled()
-        or torch._C._len_torch_dispatch_stack() != 0
-        or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-        or torch.autograd.forward_ad._current_level >= 0
-    )
-    if watched:
+    """Multiply without the way through the dispatcher, which costs as much as the product of one token."""
+    if type(weight) is not QuantizedTensor or not is_plain(x, bias) or not _nobody_watches():
         return NotImplemented
-    known = weight.few_rows
-    if known is None or known[0] is not weight.qdata:
-        known = weight.few_rows = weight.qdata, kernels.few_rows(weight.tensors, weight.format, weight.dtype)
-    multiply_few = known[1]
-    if multiply_few is not None and _takes(x, weight, bias):
+    multiply_few = weight.multiply_few or _settle(weight)
+    if _takes(x, weight, bias):
         out = multiply_few(x, bias)
         if out is not None:
             return out
     return _linear(F.linear, x, weight, bias)
 
 
-SHORTCUTS[F.linear] = _linear_at_once
+def _nobody_watches() -> bool:
+    """Return whether nothing but the result of a product is asked for; False where a release of torch cannot tell.
+
+    Autograd, autocast, transforms, modes that watch ops and compilers want to see each op.
+    """
+    try:
+        return not (
+            torch.compiler.is_compiling()
+            or torch.is_grad_enabled()
+            or torch._C._is_any_autocast_enabled()
+            or torch._C._len_torch_dispatch_stack() != 0
+            or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+            or torch.autograd.forward_ad._current_level >= 0
+        )
+    except AttributeError:
+        return False
+
+
+def _settle(weight: QuantizedTensor) -> MultiplyFew:
+    """Return the weight's function for few rows, and keep it on the weight until that holds other tensors."""
+    tensors, layout = weight.held
+    prepared = kernels.prepare_few_rows(tensors, weight.format, layout, weight.dtype)
+    weight.multiply_few = prepared or _leave_to_linear
+    return weight.multiply_few
+
+
+def _leave_to_linear(x: Tensor, bias: Tensor | None) -> None:
+    del x, bias

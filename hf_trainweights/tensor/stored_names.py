@@ -7,6 +7,7 @@ transposed flag as JSON in a uint8 tensor. The leading underscore keeps Transfor
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections import defaultdict
@@ -22,11 +23,12 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 FORMAT_SUFFIX = "format"
-TENSOR_SUFFIXES = tuple(sorted({name for form in FORMATS.values() for name in form.tensor_names}))
 
-_STORED_NAME = re.compile(
-    rf"(?P<module>.*\.|)_(?P<parameter>\w+)_(?P<suffix>{'|'.join((*TENSOR_SUFFIXES, FORMAT_SUFFIX))})"
-)
+
+def stored_suffixes() -> tuple[str, ...]:
+    """Return the suffixes that names in a file may have: the tensors of all registered formats, and `format`."""
+    tensor_names = {name for form in FORMATS.values() for name in form.tensor_names}
+    return (*sorted(tensor_names), FORMAT_SUFFIX)
 
 
 def stored_name(parameter_name: str, suffix: str) -> str:
@@ -54,8 +56,14 @@ def parse_stored_name(name: str) -> tuple[str, str] | None:
         >>> parse_stored_name("layers.0.q_proj._weight_scale")
         ('layers.0.q_proj.weight', 'scale')
     """
-    match = _STORED_NAME.fullmatch(name)
+    match = _stored_name_pattern(stored_suffixes()).fullmatch(name)
     return (match["module"] + match["parameter"], match["suffix"]) if match else None
+
+
+@functools.cache
+def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
+    # The shortest parameter, so that the suffix is the longest: of "_weight_zero_point" it is not "point".
+    return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>\w+?)_(?P<suffix>{'|'.join(map(re.escape, suffixes))})")
 
 
 def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[str, Tensor]:
@@ -67,10 +75,9 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
         default: The format that the model's configuration names.
 
     Returns:
-        The weight's stored tensors in its canonical format by their names in a file: its own, or copies where a
-        kernel's private layout holds it.
+        The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
+        it.
     """
-    weight = weight.canonical()
     flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
     if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
@@ -80,7 +87,7 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
 
 
 def _needs_format(weight: QuantizedTensor, default: Format) -> bool:
-    return weight.format.canonical != default or weight.transposed
+    return weight.format != default or weight.transposed
 
 
 def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, default: Format) -> QuantizedTensor:
@@ -194,7 +201,7 @@ class FoldStoredTensors:
 
 def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
     """Return what `flatten_weight` stores of a weight."""
-    return {*weight.format.canonical.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
+    return {*weight.format.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

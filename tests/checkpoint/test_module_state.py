@@ -4,8 +4,12 @@ import pytest
 import torch
 from torch import nn
 
+from hf_trainweights import QuantizedTensor
 from hf_trainweights.checkpoint.module_state import load_module_state, module_state, state_sha256
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels.int4_tiles import Int4Tiles
+from hf_trainweights.tensor.modules import as_parameter
 
 
 class Halves(torch.Tensor):
@@ -155,3 +159,21 @@ def test_the_hash_is_that_of_headers_and_little_endian_bytes():
     content = b'[["n"], "torch.int64", [], 8]\n' + (3).to_bytes(8, "little")
     content += b'[["w"], "torch.bfloat16", [2, 2], 8]\n' + bytes.fromhex("0000 803f 0040 4040")
     assert state_sha256(state) == hashlib.sha256(content).hexdigest()
+
+
+@pytest.mark.parametrize("rows", [32, 64])
+def test_a_weight_in_a_kernels_layout_is_stored_and_loaded_as_in_files(rows):
+    def layer(seed):
+        weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        module = nn.Linear(64, 128, bias=False)
+        quantized = QuantizedTensor.quantize(weight, Int4(32)).in_layout(Int4Tiles(rows))
+        module.weight = as_parameter(quantized)
+        return module
+
+    first, second = layer(0), layer(1)
+    state = module_state(first)
+    assert state["weight"].keys() == {"qdata", "scale"}
+    assert all(torch.equal(state["weight"][name], tensor) for name, tensor in first.weight.tensors.items())
+    load_module_state(second, state)
+    assert second.weight.kernel_layout == Int4Tiles(rows)
+    assert state_sha256(module_state(second)) == state_sha256(state)

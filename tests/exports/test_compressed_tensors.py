@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -13,7 +12,7 @@ from architectures import ARCHITECTURES
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from compressed_tensors.quantization import QuantizationConfig
 from peft import LoraConfig
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Chunk, WeightConverter
 
@@ -34,13 +33,12 @@ def quantized(architecture: str, dtype: torch.dtype = torch.float32, **config: A
 
 
 def laid_out(model: PreTrainedModel) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    def put(name: str, like: Mapping[str, Tensor], make: Callable[[], Mapping[str, Tensor]]) -> Mapping[str, Tensor]:
-        assert all(tensor.is_meta or tensor.nbytes == 16 for tensor in like.values())
-        made = make()
-        assert {key: (t.shape, t.dtype) for key, t in made.items()} == {k: (t.shape, t.dtype) for k, t in like.items()}
-        return made
-
-    return lay_out(model, whole_state_dict(model), put)
+    tensors, config = lay_out(model, whole_state_dict(model))
+    made = {name: tensor.make() for name, tensor in tensors.items()}
+    assert {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in made.items()} == {
+        name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()
+    }
+    return made, config
 
 
 @pytest.mark.parametrize("K", [1, 3, 4, 32, 36, 37])

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.formats.base import Format
-from hf_trainweights.tensor.quantized_tensor import FALLBACKS
+from hf_trainweights.tensor.dispatch import FALLBACKS
 
 INT4 = {"format": "int4", "group_size": 32}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -198,7 +198,7 @@ def test_a_failure_leaves_what_was_there(
 
     model.save_pretrained(tmp_path / "out")
     before = files_in(tmp_path / "out")
-    monkeypatch.setattr("hf_trainweights.exports.writer.save_file", fail)
+    monkeypatch.setattr("hf_trainweights.exports.writer.write_safetensors", fail)
     with pytest.raises(SaveError, match="expected enough free disk space"):
         export_compressed_tensors(model, tmp_path / "out")
     assert files_in(tmp_path / "out") == before

@@ -20,8 +20,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
-from hf_trainweights.formats import FORMATS, base, get_format
-from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.formats import FORMATS, arithmetic, base, get_format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE_GOLDEN = "TRAINWEIGHTS_WRITE_GOLDEN"
@@ -332,12 +333,12 @@ def test_dequantize_changes_nothing(form: Format) -> None:
 
 @each_format
 @pytest.mark.parametrize("elements", [1, 256, 600, 3 * 256])
-def test_blocks_and_tiles_of_rows_give_what_the_whole_gives(
+def test_blocks_of_rows_and_cache_blocks_give_what_the_whole_gives(
     form: Format, elements: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = random_weight(2, 7, 256, dtype=torch.bfloat16)
     whole = form.quantize(weight)
-    monkeypatch.setattr(base, "TILE_ELEMENTS", elements)
+    monkeypatch.setattr(arithmetic, "CACHE_BLOCK_ELEMENTS", elements)
     assert_same(form.quantize(weight), whole)
     monkeypatch.setattr(base, "BLOCK_ELEMENTS", 2 * elements)
     assert_same(form.quantize(weight), whole)

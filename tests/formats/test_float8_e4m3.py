@@ -12,8 +12,8 @@ from hypothesis.extra.numpy import arrays
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats import base, get_format
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats import arithmetic, get_format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 
 # Every finite e4m3 number: 7 steps of 2**-9, then 8 in each of 15 octaves, the last without its NaN.
@@ -93,7 +93,7 @@ def test_no_code_is_nan_where_the_rounded_scale_is_a_little_small(dtype: torch.d
 def test_every_code_is_dequantized_with_one_rounding(
     scale: float, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(base, "TILE_ELEMENTS", 512)
+    monkeypatch.setattr(arithmetic, "CACHE_BLOCK_ELEMENTS", 512)
     half = torch.arange(127, dtype=torch.uint8)
     codes = torch.cat([half, half + 128]).view(torch.float8_e4m3fn)
     scales = torch.full((2, 3, 1), scale)

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import get_format
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
 
 

@@ -12,7 +12,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.kernels import cpu_features as instructions
-from hf_trainweights.kernels import int8, layout
+from hf_trainweights.kernels import int8
 from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
 
 half_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -71,9 +71,9 @@ def test_products_of_every_format_keep_the_bound_where_their_dtype_is_slow(
     N: int, rows: int, name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     use_cpu(ICE_LAKE, monkeypatch)
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: False)
     weight = QuantizedTensor.quantize(random_weight(N, 1024, dtype=dtype), FORMATS[name]())
-    weight = weight.in_layout(layout(weight.format, weight.stored_shape, dtype, weight.device))
+    weight = weight.in_layout(weight.best_layout())
     x, bias = random_weight(rows, 1024, dtype=dtype, seed=1), random_weight(N, dtype=dtype, seed=2)
     with torch.no_grad():
         for shift in (None, bias):

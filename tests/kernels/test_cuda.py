@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from weights import random_weight
 
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, int4, int8, linear
@@ -179,7 +179,7 @@ def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPat
     tensors = form.quantize(random_weight(80, 96))
 
     def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor) -> Tensor | None:
-        return linear(x, {"qdata": qdata, "scale": scale}, form, bias)
+        return linear(x, {"qdata": qdata, "scale": scale}, form, None, bias)
 
     with FakeTensorMode():
         on_gpu = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in tensors.values()]

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
-from hf_trainweights.tensor.quantized_tensor import FALLBACKS, QuantizedTensor
+from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Few rows and many, for PyTorch's op and for blocks.
 M_VALUES = (1, 5, int4.TILED_ROWS, int4.TILED_ROWS + 1, 70)
@@ -40,7 +41,7 @@ def weight_of(shape: tuple[int, int, int], dtype: torch.dtype, where: str = "til
     assert {-1.0, 1.0} <= set(weight.scale.sign().unique().tolist())
     if where == "canonical" or dtype != torch.bfloat16:
         return weight
-    return weight.in_layout(Int4Tiles(group_size, tile_rows() or 64))
+    return weight.in_layout(Int4Tiles(tile_rows() or 64))
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -62,7 +63,8 @@ def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtyp
         x = random(M, shape[1], dtype=dtype, seed=100 + M)
         for added in (None, bias):
             exact = F.linear(x.double(), weight.dequantize(torch.float64), None if added is None else added.double())
-            result = int4.linear(x, weight.tensors, weight.format, added)
+            tensors, layout = weight.held
+            result = int4.linear(x, tensors, weight.format, layout, added)
             assert result is not None
             assert (result.dtype, result.shape) == (dtype, exact.shape)
             assert error(result, exact) <= 1.5 * floor(x, weight, exact, added), M
@@ -71,17 +73,18 @@ def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtyp
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_weights_of_many_blocks_are_put_together_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of((320, 256, 128), torch.bfloat16, where), random(40, 256)
-    whole = int4.linear(x, weight.tensors, weight.format, None)
+    tensors, layout = weight.held
+    whole = int4.linear(x, tensors, weight.format, layout, None)
     monkeypatch.setattr(int4, "BLOCK_ELEMENTS", 1)
     monkeypatch.setattr(int4, "BLOCK_ROWS", 128)
-    torch.testing.assert_close(int4.linear(x, weight.tensors, weight.format, None), whole)
+    torch.testing.assert_close(int4.linear(x, tensors, weight.format, layout, None), whole)
 
 
 def test_tiles_of_another_cpu_give_the_same_product() -> None:
     weight, x = weight_of((192, 192, 64), torch.bfloat16, "canonical"), random(3, 192)
     exact = x.double() @ weight.dequantize(torch.float64).t()
     for rows in (32, 64):
-        tiles = weight.in_layout(Int4Tiles(64, rows))
+        tiles = weight.in_layout(Int4Tiles(rows))
         assert error(F.linear(x, tiles), exact) <= 1.5 * floor(x, weight, exact)
 
 
@@ -128,20 +131,20 @@ def test_linear_takes_the_op_and_does_not_dequantize(where: str, monkeypatch: py
 
 def test_a_scale_that_x_cannot_hold_has_no_fast_path() -> None:
     weight = weight_of((64, 32, 32), torch.float32)
-    assert int4.linear(random(2, 32), weight.tensors, weight.format, None) is None
-    assert int4.linear(random(2, 32).double(), weight.tensors, weight.format, None) is None
-    assert int4.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None) is None
+    assert int4.linear(random(2, 32), weight.tensors, weight.format, None, None) is None
+    assert int4.linear(random(2, 32).double(), weight.tensors, weight.format, None, None) is None
+    assert int4.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None, None) is None
 
 
 @pytest.mark.parametrize("M", [2, 40])
 def test_the_ops_are_well_behaved(M: int) -> None:
     weight, tiles = (weight_of((64, 64, 32), torch.bfloat16, where) for where in LAYOUTS)
-    assert isinstance(tiles.format, Int4Tiles)
+    held, layout = tiles.held
+    assert isinstance(layout, Int4Tiles)
     for bias in (None, random(64)):
         torch.library.opcheck(int4.LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
-        torch.library.opcheck(
-            int4.TILED_LINEAR, (random(M, 64), tiles.qdata, tiles.scale, bias, tiles.format.tile_rows)
-        )
+        arguments = (random(M, 64), held["qdata"], held["scale"], bias, layout.tile_rows)
+        torch.library.opcheck(int4.TILED_LINEAR, arguments)
 
 
 @pytest.mark.parametrize("where", LAYOUTS)

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from weights import random_weight
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.formats.base import FLOAT_DTYPES, Format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import few_rows, int8, layout, linear
+from hf_trainweights.kernels import digits, int8, linear, prepare_few_rows
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -47,15 +48,17 @@ def real_thresholds() -> None:
 )
 def integer_products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways of CPUs with these instructions."""
-    monkeypatch.setattr(int8, "has_amx", lambda: request.param == "AMX")
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: request.param != "neither")
+    for module in (int8, digits):
+        monkeypatch.setattr(module, "has_amx", lambda: request.param == "AMX")
+    monkeypatch.setattr(int8, "has_integer_products", lambda: request.param != "neither")
 
 
 @pytest.fixture(params=[True, False], ids=["AMX", "VNNI"])
 def amx(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Multiply integers, as a CPU with AMX does and as one without."""
-    monkeypatch.setattr(int8, "has_amx", lambda: request.param)
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    for module in (int8, digits):
+        monkeypatch.setattr(module, "has_amx", lambda: request.param)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: True)
     return request.param
 
 
@@ -101,7 +104,9 @@ def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype,
 
 @every_dtype
 def test_blocks_are_put_together(dtype: torch.dtype, integer_products: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_RESULT_ELEMENTS", "_CAST_ELEMENTS", "_STAGE_ELEMENTS", "_COLUMN_WEIGHTS", "_COLUMN_CODES"):
+    for name in ("_RESULT_ELEMENTS", "_STAGE_ELEMENTS", "_COLUMN_WEIGHTS", "_COLUMN_CODES"):
+        monkeypatch.setattr(digits, name, 1)
+    for name in ("_CAST_ELEMENTS", "_COPIED_CODES"):
         monkeypatch.setattr(int8, name, 1)
     for rows in (1, 6, 100):
         assert_linear(x(rows, 64, dtype=dtype), quantized(200, 64, dtype), x(200, dtype=dtype, seed=2))
@@ -120,15 +125,15 @@ def test_integer_products_are_given_dense_matrices(
         strides.extend((first.stride(1), second.stride(0)))
         return torch._int_mm(first, second, **out)
 
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
-    monkeypatch.setattr(int8, "_int_mm", SimpleNamespace(default=multiply, out=multiply))
+    monkeypatch.setattr(int8, "has_integer_products", lambda: True)
+    monkeypatch.setattr(digits, "_int_mm", SimpleNamespace(default=multiply, out=multiply))
     F.linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations=activations)))
     assert strides == [1, 1]
 
 
 @pytest.mark.parametrize("rows", [5, 9, 10])
 def test_a_cast_weight_on_the_left_gives_contiguous_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: False)
     for elements in (1, int8._CAST_ELEMENTS):
         monkeypatch.setattr(int8, "_CAST_ELEMENTS", elements)
         for bias in (None, x(200, dtype=torch.bfloat16, seed=2)):
@@ -194,7 +199,7 @@ def test_addresses_do_not_matter(rows: int, offset: int, dtype: torch.dtype, mon
 
     weight, inputs = quantized(80, 96, dtype), x(rows, 96, dtype=dtype)
     expected = F.linear(inputs, weight)
-    monkeypatch.setattr(int8, "_RESULT_ELEMENTS", 96 * 33)
+    monkeypatch.setattr(digits, "_RESULT_ELEMENTS", 96 * 33)
     assert torch.equal(F.linear(moved(inputs), weight.map(moved)), expected)
 
 
@@ -211,13 +216,13 @@ def test_a_scale_of_another_dtype_is_used_as_it_is() -> None:
     for rows in (1, 5, 70):
         assert_linear(x(rows, 96), narrow)
         assert_linear(x(rows, 96, dtype=torch.bfloat16), wide)
-    assert linear(x(1, 96, dtype=torch.bfloat16), wide.tensors, wide.format) is None
-    assert linear(x(1, 96), narrow.tensors, narrow.format) is not None
+    assert linear(x(1, 96, dtype=torch.bfloat16), wide.tensors, wide.format, None) is None
+    assert linear(x(1, 96), narrow.tensors, narrow.format, None) is not None
 
 
 def test_groups_are_left_to_the_caller() -> None:
     weight = quantized(80, 96, torch.float32, Int8(group_size=32))
-    assert linear(x(1, 96), weight.tensors, weight.format) is None
+    assert linear(x(1, 96), weight.tensors, weight.format, None) is None
 
 
 # int8 activations
@@ -261,7 +266,7 @@ def test_int8_activations_round_each_token_to_int8(rows: int, dtype: torch.dtype
 def test_int8_activations_are_not_rounded_where_no_product_of_integers_is_faster(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: False)
     for rows in (5, 70):
         assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype, Int8(activations="int8")))
 
@@ -269,7 +274,7 @@ def test_int8_activations_are_not_rounded_where_no_product_of_integers_is_faster
 @pytest.mark.parametrize("cpu", [AMX, GENOA, COOPER_LAKE, ICE_LAKE])
 @pytest.mark.usefixtures("real_thresholds")
 def test_what_is_multiplied_by_digits(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: True)
     use_cpu(cpu, monkeypatch)
     amx, many = cpu is AMX, cpu not in (AMX, GENOA)
 
@@ -287,7 +292,7 @@ def test_what_is_multiplied_by_digits(cpu: dict[str, object], monkeypatch: pytes
 @pytest.mark.parametrize("cpu", [AMX, ICE_LAKE])
 @pytest.mark.usefixtures("real_thresholds")
 def test_which_rows_the_op_multiplies(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: True)
+    monkeypatch.setattr(int8, "has_integer_products", lambda: True)
     use_cpu(cpu, monkeypatch)
 
     def ways(K: int, dtype: torch.dtype, quantize_x: bool = False) -> list[bool]:
@@ -389,16 +394,16 @@ def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
 @pytest.mark.usefixtures("amx")
 def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(form: Format, dtype: torch.dtype) -> None:
     weight = QuantizedTensor.quantize(random_weight(128, 128, dtype=dtype), form)
-    weight = weight.in_layout(layout(form, weight.stored_shape, dtype, weight.device))
+    held, layout = weight.in_layout(weight.best_layout()).held
     bias = x(128, dtype=dtype, seed=2)
-    at_once = few_rows(weight.tensors, weight.format, dtype)
+    at_once = prepare_few_rows(held, form, layout, dtype)
     assert at_once is not None
     for shape in [(1, 128), (2, 2, 128), (128,)]:
         for added in (None, bias):
             inputs = x(*shape, dtype=dtype)
             result = at_once(inputs, added)
             assert result is not None
-            expected = linear(inputs, weight.tensors, weight.format, added)
+            expected = linear(inputs, held, form, layout, added)
             assert expected is not None
             assert torch.equal(result, expected)
             assert result.shape == expected.shape
@@ -408,8 +413,8 @@ def test_few_rows_are_multiplied_at_once_with_the_bits_of_the_op(form: Format, d
 
 
 def test_float32_has_few_rows_only_where_integers_are_multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(int8, "_has_integer_products", lambda: False)
-    assert few_rows(quantized(80, 96, torch.float32).tensors, Int8(), torch.float32) is None
+    monkeypatch.setattr(int8, "has_integer_products", lambda: False)
+    assert prepare_few_rows(quantized(80, 96, torch.float32).tensors, Int8(), None, torch.float32) is None
 
 
 def test_few_rows_follow_what_the_weight_holds() -> None:
@@ -424,4 +429,4 @@ def test_few_rows_follow_what_the_weight_holds() -> None:
         assert torch.equal(F.linear(inputs, first), before)
         first.qdata = second.qdata
         assert torch.equal(F.linear(inputs, first), -before)
-    assert few_rows(first.tensors, Int8(), torch.float16) is None
+    assert prepare_few_rows(first.tensors, Int8(), None, torch.float16) is None

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from weights import random_weight
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.formats.base import FLOAT_DTYPES
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda

@@ -102,7 +102,7 @@ def measure_save(model: Any, save: Callable[[Any, Path], None], directory: Path)
     from hf_trainweights import QuantizedTensor
 
     weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedTensor)]
-    private = [weight.stored_bytes for weight in weights if weight.format != weight.format.canonical]
+    private = [weight.stored_bytes for weight in weights if weight.kernel_layout is not None]
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     before, peak = anonymous_bytes(), Peak()
@@ -113,17 +113,14 @@ def measure_save(model: Any, save: Callable[[Any, Path], None], directory: Path)
 
 def hold_in_tiles(model: Any) -> None:
     """Put every int4 weight of a model into the layout of a kernel, also where this CPU has none."""
-    from torch import nn
-
     from hf_trainweights import QuantizedTensor
     from hf_trainweights.formats.int4 import Int4
     from hf_trainweights.kernels.int4_tiles import Int4Tiles
 
-    for owner in model.modules():
-        for name, weight in list(owner.named_parameters(recurse=False)):
-            if isinstance(weight, QuantizedTensor) and type(weight.format) is Int4:
-                form = Int4Tiles(weight.format.group_size, 64).fallback(weight.stored_shape)
-                setattr(owner, name, nn.Parameter(weight.in_layout(form), requires_grad=False))
+    tiles = Int4Tiles(64)
+    for weight in model.parameters():
+        if isinstance(weight, QuantizedTensor) and type(weight.format) is Int4 and tiles.fits(weight.stored_shape):
+            weight.hold_(weight.in_layout(tiles).held)
 
 
 def main(root: Path) -> None:

@@ -27,7 +27,7 @@ import transformers
 from architectures import ARCHITECTURES, outputs
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
@@ -36,7 +36,7 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.weight_files import ENTRY_POINTS, is_weight_file
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles
-from hf_trainweights.models.placeholders import Placeholders
+from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.stored_names import parse_stored_name
 
 LLAMA = ARCHITECTURES["llama"]
@@ -272,10 +272,9 @@ def in_layouts(model: PreTrainedModel, tiled: bool) -> PreTrainedModel:
     for owner in copied.modules():
         for name, weight in list(owner.named_parameters(recurse=False)):
             if isinstance(weight, QuantizedTensor):
-                form = weight.format.canonical
-                if tiled and isinstance(form, Int4):
-                    form = Int4Tiles(form.group_size, 32).fallback(weight.stored_shape)
-                setattr(owner, name, nn.Parameter(weight.in_layout(form), requires_grad=False))
+                tiles = Int4Tiles(32)
+                fits = tiled and isinstance(weight.format, Int4) and tiles.fits(weight.stored_shape)
+                setattr(owner, name, as_parameter(weight.detach().in_layout(tiles if fits else None)))
     copied.tie_weights()
     return copied
 
@@ -288,7 +287,7 @@ def layouts(
     config = TrainWeightsConfig("int4", group_size=64, overrides={"re:.*o_proj": {"format": "int4", "group_size": 32}})
     model = quantize_on_load(tmp_path_factory.mktemp("float"), request.param, config)
     plain, tiled = in_layouts(model, tiled=False), in_layouts(model, tiled=True)
-    assert any(isinstance(weight.format, Int4Tiles) for weight in tiled.parameters() if hasattr(weight, "format"))
+    assert any(weight.kernel_layout for weight in tiled.parameters() if isinstance(weight, QuantizedTensor))
     return plain, tiled
 
 
@@ -307,49 +306,57 @@ def test_the_layout_in_memory_changes_no_byte_of_a_file(
     assert contents(tmp_path / "tiled") == contents(tmp_path / "plain")
 
 
-def test_weights_in_a_private_layout_are_made_one_by_one(
+def test_weights_in_a_private_layout_are_exchanged_one_by_one(
     layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     alive: list[weakref.ref[Tensor]] = []
     to_canonical = Int4Tiles.to_canonical
 
-    def watched(form: Int4Tiles, tensors: Any) -> dict[str, Tensor]:
-        assert all(made() is None for made in alive), "an earlier weight is still there"
-        made = to_canonical(form, tensors)
-        alive.append(weakref.ref(made["qdata"]))
-        return made
+    def watched(layout: Int4Tiles, held: Any) -> dict[str, Tensor]:
+        assert all(tiles() is None for tiles in alive), "the tiles of an earlier weight are still there"
+        alive.append(weakref.ref(held["qdata"]))
+        return to_canonical(layout, held)
 
     monkeypatch.setattr(Int4Tiles, "to_canonical", watched)
     layouts[1].save_pretrained(tmp_path)
     assert len(alive) > 2
 
 
-def test_what_changes_a_private_layouts_tensors_on_their_way_is_refused(
-    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+PROMPT = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
+
+
+def kernel_layouts(model: PreTrainedModel) -> dict[str, object]:
+    quantized = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
+    return {name: weight.kernel_layout for name, weight in quantized.items()}
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["saved", "failed"])
+def test_weights_are_held_as_in_files_while_they_are_saved_and_as_before_afterwards(
+    fails: bool,
+    layouts: tuple[PreTrainedModel, PreTrainedModel],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    save = transformers.modeling_utils.safe_save_file
+    tiled, found, results = layouts[1], [], []
+    before, logits = kernel_layouts(tiled), outputs(tiled, PROMPT)
+    weights = {id(weight) for weight in tiled.parameters()}
+    write = transformers.modeling_utils.safe_save_file
 
-    def halved(tensors: dict[str, Tensor], *args: Any, **kwargs: Any) -> None:
-        save({name: tensor[: len(tensor) // 2].clone() for name, tensor in tensors.items()}, *args, **kwargs)
+    def watched(*args: Any, **kwargs: Any) -> None:
+        found.append(set(kernel_layouts(tiled).values()))
+        results.append(outputs(tiled, PROMPT))
+        if fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        write(*args, **kwargs)
 
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", halved)
-    with pytest.raises(SaveError, match=r"qdata: expected torch\.int32 of shape .*as it was handed over"):
-        layouts[1].save_pretrained(tmp_path)
-    assert contents(tmp_path) == {}
-
-
-def test_a_disk_that_is_full_when_a_weight_is_written_over_its_placeholder_changes_nothing(
-    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    layouts[0].save_pretrained(tmp_path)
-    before = contents(tmp_path)
-    monkeypatch.setattr(Placeholders, "_write", fail)
-    with pytest.raises(SaveError, match=r"expected enough free disk space.*Nothing was changed there"):
-        layouts[1].save_pretrained(tmp_path)
-    assert contents(tmp_path) == before
+    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", watched)
+    with pytest.raises(SaveError, match="free disk space") if fails else contextlib.nullcontext():
+        tiled.save_pretrained(tmp_path)
+    assert found == [{None}]
+    torch.testing.assert_close(results, [logits])
+    assert kernel_layouts(tiled) == before
+    assert {id(weight) for weight in tiled.parameters()} == weights
+    assert all(map(torch.equal, outputs(tiled, PROMPT), logits))
 
 
 def test_adapters_are_saved_without_making_the_weights_below_them(
@@ -448,7 +455,7 @@ def test_a_class_with_a_save_pretrained_of_its_own_is_saved_by_it(
     assert load(tmp_path).lm_head.weight.eq(3.0).all()
 
 
-def test_a_class_with_a_save_pretrained_of_its_own_gets_no_placeholders(tmp_path: Path) -> None:
+def test_a_class_with_a_save_pretrained_of_its_own_gets_the_stored_tensors(tmp_path: Path) -> None:
     model = quantize_on_load(tmp_path / "float", "llama", TrainWeightsConfig("int4", group_size=64))
 
     class Own(type(model)):  # type: ignore[misc]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header, tensor_places
+from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header
 from hf_trainweights.models.stored_weights import check_weight_files
 
 TENSORS = {
@@ -173,22 +173,6 @@ def int8_starts(file: Path) -> list[int]:
     data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
     entries = read_safetensors_header(file).values()
     return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
-
-
-def test_places_are_where_the_bytes_lie(tmp_path: Path) -> None:
-    tensors = TENSORS | {"empty": torch.empty(0, 3)}
-    file = write(tmp_path, "model.safetensors", tensors)
-    align_int8(file)
-    data, places = file.read_bytes(), tensor_places(file)
-    assert {place.name: (place.file, place.shape) for place in places} == {
-        name: (file, tuple(tensor.shape)) for name, tensor in tensors.items()
-    }
-    for place in places:
-        assert data[place.start : place.end] == tensors[place.name].numpy().tobytes()
-
-
-def test_a_file_of_nothing_has_no_places(tmp_path: Path) -> None:
-    assert tensor_places(write(tmp_path, "model.safetensors", {})) == []
 
 
 @pytest.mark.parametrize("length", range(1, 17))

@@ -29,7 +29,7 @@ from transformers.trainer_utils import load_sharded_checkpoint
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError, UnsupportedError
-from hf_trainweights.tensor.quantized_tensor import FALLBACKS
+from hf_trainweights.tensor.dispatch import FALLBACKS
 
 # PEFT, and here and there a test, uses names that Transformers is about to change.
 pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")

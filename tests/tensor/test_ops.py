@@ -19,7 +19,7 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_stored
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.quantized_tensor import FALLBACKS
+from hf_trainweights.tensor.dispatch import FALLBACKS
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)

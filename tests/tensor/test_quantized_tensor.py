@@ -32,9 +32,10 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_bytes,
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, UnsupportedError
 from hf_trainweights.formats import FORMATS
-from hf_trainweights.formats.base import FLOAT_DTYPES
-from hf_trainweights.tensor import quantized_tensor
-from hf_trainweights.tensor.quantized_tensor import FALLBACKS, rebuild_quantized_tensor
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.tensor import dispatch
+from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -538,7 +539,7 @@ def test_fallbacks_are_logged_only_on_request(
     with caplog.at_level(logging.WARNING, "hf_trainweights"):
         weight.sum()
         assert not caplog.records
-        monkeypatch.setattr(quantized_tensor, "_LOG_FALLBACKS", True)
+        monkeypatch.setattr(dispatch, "_LOG_FALLBACKS", True)
         FALLBACKS.clear()
         weight.sum()
     assert caplog.messages == ["aten.sum.default has no handler for quantized weights: dequantized (1)"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import pytest
 import safetensors.torch
@@ -18,19 +19,20 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_stored
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.tensor.stored_names import (
     FORMAT_SUFFIX,
-    TENSOR_SUFFIXES,
     FoldStoredTensors,
     flatten_state_dict,
     flatten_weight,
     group_stored,
     parse_stored_name,
     stored_name,
+    stored_suffixes,
     unflatten_weight,
 )
 
-SUFFIXES = (*TENSOR_SUFFIXES, FORMAT_SUFFIX)
+SUFFIXES = stored_suffixes()
 NAME = "layers.0.q_proj.weight"
 
 identifiers = st.from_regex(r"[A-Za-z_][A-Za-z0-9_]{0,12}", fullmatch=True)
@@ -90,8 +92,22 @@ def test_other_names_are_not_those_of_stored_tensors(name: str) -> None:
 
 
 def test_every_suffix_of_every_format_is_known() -> None:
-    assert set(TENSOR_SUFFIXES) == {name for form in FORMATS.values() for name in form.tensor_names}
-    assert FORMAT_SUFFIX not in TENSOR_SUFFIXES
+    *tensor_names, last = stored_suffixes()
+    assert set(tensor_names) == {name for form in FORMATS.values() for name in form.tensor_names}
+    assert last == FORMAT_SUFFIX
+    assert FORMAT_SUFFIX not in tensor_names
+
+
+def test_suffixes_of_a_format_that_is_registered_later_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    @dataclass(frozen=True)
+    class Later(Int8):
+        name: ClassVar[str] = "later"
+        tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "zero_point", "point")
+
+    assert parse_stored_name("a._weight_zero_point") is None
+    monkeypatch.setitem(FORMATS, "later", Later)
+    assert parse_stored_name("a._weight_zero_point") == ("a.weight", "zero_point")
+    assert parse_stored_name("a._weight_zero_scale") == ("a.weight_zero", "scale")
 
 
 def test_group_stored_gathers_what_belongs_together() -> None:

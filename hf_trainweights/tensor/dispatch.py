@@ -1,0 +1,82 @@
+"""What happens to an op that gets a quantized weight: its handler runs, or the weight is dequantized first."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from typing import Any
+
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.tensor.handlers import HANDLERS
+from hf_trainweights.tensor.held_tensor import HeldTensor
+
+# How often each op without a handler has dequantized its weights in this process.
+FALLBACKS: Counter[str] = Counter()
+
+_logger = logging.getLogger(__name__)
+_LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
+
+
+def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run an op of which an argument is a quantized weight.
+
+    Args:
+        func: The op.
+        args: Its arguments.
+        kwargs: Likewise.
+
+    Raises:
+        UnsupportedError: The op writes to a quantized weight.
+    """
+    handler, result = HANDLERS.get(func), NotImplemented
+    if handler is not None:
+        if not handler.any_layout:
+            args = tuple(value.canonical() if isinstance(value, HeldTensor) else value for value in args)
+        result = handler.function(func, *args, **kwargs)
+    return _fall_back(func, args, kwargs) if result is NotImplemented else result
+
+
+def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            for value in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
+                if isinstance(value, HeldTensor):
+                    raise unsupported_in_place(str(func), value)
+    # Under inference_mode an op such as mT or narrow comes whole, not as the transpose or slice that has a handler.
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
+    FALLBACKS[str(func)] += 1
+    if _LOG_FALLBACKS:
+        _logger.warning("%s has no handler for quantized weights: dequantized (%d)", func, FALLBACKS[str(func)])
+    return compute_dequantized(func, *args, **kwargs)
+
+
+def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
+    """Return the error for what would change a quantized weight in place.
+
+    Args:
+        where: The op or assignment.
+        weight: The weight.
+    """
+    return UnsupportedError(
+        where,
+        "an op that leaves the quantized weight as it is",
+        f"an in-place op on {weight!r}",
+        "Change the float weight, model.dequantize() gives it back, then quantize it again.",
+    )
+
+
+def compute_dequantized(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an op on dequantized arguments.
+
+    Args:
+        func: The op.
+        args: Its arguments; quantized ones, at any depth, are dequantized.
+        kwargs: Likewise.
+    """
+    args, kwargs = tree_map_only(HeldTensor, lambda tensor: tensor.dequantize(), (args, kwargs))
+    return func(*args, **kwargs)

@@ -1,0 +1,239 @@
+"""The tensors that a quantized weight holds, in the layout of files or in a kernel's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Self, overload
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights import kernels
+from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels.layouts import Layout
+
+
+class Held(NamedTuple):
+    """The tensors that a weight holds in memory.
+
+    Args:
+        tensors: By the names of the format's stored tensors.
+        layout: The kernel's layout that they are in; None for the stored tensors themselves.
+    """
+
+    tensors: dict[str, Tensor]
+    layout: Layout | None = None
+
+    def to_canonical(self) -> dict[str, Tensor]:
+        """Return the stored tensors: those that are held, or new ones where a layout holds them."""
+        return self.tensors if self.layout is None else self.layout.to_canonical(self.tensors)
+
+
+def _stored_tensor(name: str) -> Any:
+    """Return a property for one stored tensor; to assign to it takes the weight out of a kernel's layout."""
+
+    def read(weight: HeldTensor) -> Tensor:
+        return weight.tensors[name]
+
+    def write(weight: HeldTensor, tensor: Tensor) -> None:
+        weight.hold_(Held({**weight.tensors, name: tensor}))
+
+    return property(read, write, doc=f"The stored tensor `{name}`; a new one where a kernel's layout holds the weight.")
+
+
+class HeldTensor(Tensor):
+    """What `QuantizedTensor` holds and how it is made; the arguments are described there."""
+
+    format: Format
+    stored_shape: tuple[int, ...]
+    transposed: bool
+    # The kernel's layout that holds the weight, None for its stored tensors; `layout` is torch's word for strided.
+    kernel_layout: Layout | None
+    # The kernel's function for the few rows of a decoding step; None until the first of them.
+    multiply_few: Callable[[Tensor, Tensor | None], Tensor | None] | None
+    # Whether the layout was chosen, or will be, by the one who made the weight a parameter.
+    layout_is_settled: bool
+
+    qdata = _stored_tensor("qdata")
+    scale = _stored_tensor("scale")
+
+    @overload
+    def __new__(
+        cls,
+        tensors: Mapping[str, Tensor],
+        format: Format,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> Self: ...
+
+    @overload
+    def __new__(cls, tensors: Tensor, *, requires_grad: bool = False) -> Any: ...
+
+    def __new__(cls, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        """Build a weight, or wrap a ready one as a parameter: accelerate calls the class of a parameter it moves."""
+        return nn.Parameter(tensors, **kwargs) if isinstance(tensors, Tensor) else cls._build(tensors, *args, **kwargs)
+
+    @classmethod
+    def _build(
+        cls,
+        tensors: Mapping[str, Tensor],
+        format: Format,  # noqa: A002
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> Self:
+        format.check(tensors, shape)
+        held = Held({name: tensors[name] for name in format.tensor_names})
+        return cls.from_held(held, format, shape, dtype, transposed)
+
+    @classmethod
+    def from_held(
+        cls,
+        held: Held,
+        format: Format,  # noqa: A002
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        transposed: bool = False,
+    ) -> Self:
+        """Return the weight that tensors in any layout hold, unchecked.
+
+        Args:
+            held: The tensors; kept, not copied.
+            format: As for the class.
+            shape: Likewise.
+            dtype: Likewise.
+            transposed: Likewise.
+        """
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        size = list(shape)
+        if transposed:
+            size[-2:] = size[-1], size[-2]
+            strides = (*strides[:-2], strides[-1], strides[-2])
+        device = held.tensors["qdata"].device
+        # No storage: with the usual one, without an address, torch.jit.save would write garbage or crash the process.
+        weight: Self = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            cls, size, strides=strides, dtype=dtype, device=device, requires_grad=False, storage_size=0
+        )
+        weight.format, weight.stored_shape, weight.transposed = format, tuple(shape), transposed
+        weight.layout_is_settled = False
+        return weight.hold_(held)
+
+    @classmethod
+    def quantize(
+        cls,
+        weight: Tensor,
+        format: Format,  # noqa: A002
+        transposed: bool = False,
+        name: str = "weight",
+    ) -> Self:
+        """Quantize a float weight.
+
+        Args:
+            weight: Float32, bfloat16 or float16, `[*, N, K]`, or `[*, K, N]` if `transposed`. It is not changed.
+            format: The format to use; where it cannot hold the shape, its fallback is.
+            transposed: Whether the reduction runs along the last dimension but one.
+            name: What errors call the weight.
+
+        Returns:
+            A new tensor that shows the weight's shape and dtype and shares no memory with it.
+
+        Raises:
+            QuantizationError: The weight is not a float matrix or holds NaN or Inf.
+        """
+        stored = weight.detach().transpose(-1, -2) if transposed else weight.detach()
+        chosen = format.fallback(stored.shape)
+        return cls(chosen.quantize(stored, name), chosen, stored.shape, weight.dtype, transposed)
+
+    @property
+    def held(self) -> Held:
+        """The tensors in memory, and the layout that they are in; no copies."""
+        # One look at both: another thread may be exchanging them.
+        own = vars(self).copy()
+        return Held({name: own[f"held_{name}"] for name in self.format.tensor_names}, own["kernel_layout"])
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """The stored tensors by name: no copies, unless a kernel's private layout holds the weight."""
+        return self.held.to_canonical()
+
+    @property
+    def scale_dtype(self) -> torch.dtype:
+        """Dtype of the scales, which every layout keeps."""
+        return self.held.tensors["scale"].dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes that the stored tensors take."""
+        return self.format.stored_bytes(self.stored_shape, self.scale_dtype)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """Return the float weight this tensor stands for.
+
+        Args:
+            dtype: Dtype to return; the tensor's own if None.
+
+        Returns:
+            A new plain tensor of this tensor's shape, each value rounded once.
+
+        Raises:
+            CorruptFileError: The stored tensors do not fit the format.
+        """
+        weight = self.format.dequantize(self.tensors, self.stored_shape, dtype or self.dtype)
+        return weight.transpose(-1, -2) if self.transposed else weight
+
+    def map(self, function: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Return the tensor with `function` applied to every stored tensor; it must keep their shapes and dtypes.
+
+        Args:
+            function: From a stored tensor to its replacement, e.g. a move to another device.
+            dtype: Float dtype that the result shows; this tensor's own if None.
+        """
+        tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
+        return type(self)(tensors, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
+
+    def map_held(self, function: Callable[[Tensor], Tensor]) -> Self:
+        """Return the tensor with `function` applied to every held tensor, in the same layout.
+
+        Args:
+            function: From a held tensor to itself or a copy.
+        """
+        tensors, layout = self.held
+        held = Held({name: function(tensor) for name, tensor in tensors.items()}, layout)
+        return self.from_held(held, self.format, self.stored_shape, self.dtype, self.transposed)
+
+    def best_layout(self) -> Layout | None:
+        """Return the layout in which a kernel multiplies this weight fastest; None for its stored tensors."""
+        if self.dtype != self.scale_dtype:
+            return None
+        return kernels.choose_layout(self.format, self.stored_shape, self.dtype, self.device)
+
+    def in_layout(self, layout: Layout | None) -> Self:
+        """Return the same weight, held in another layout.
+
+        Args:
+            layout: A layout for its format and shape; None for the stored tensors.
+
+        Returns:
+            `self` where it is held so already, else a new tensor.
+        """
+        if layout == self.kernel_layout:
+            return self
+        tensors = self.tensors
+        held = Held(tensors if layout is None else layout.from_canonical(tensors), layout)
+        return self.from_held(held, self.format, self.stored_shape, self.dtype, self.transposed)
+
+    def canonical(self) -> Self:
+        """Return the tensor as it lies in files: `self`, unless a kernel's private layout holds it."""
+        return self.in_layout(None)
+
+    def hold_(self, held: Held) -> Self:
+        """Take over tensors in place of those that are held.
+
+        Args:
+            held: Tensors of this weight's format, shape and device, in any layout; kept, not copied.
+        """
+        tensors = {f"held_{name}": tensor for name, tensor in held.tensors.items()}
+        # In one step, so that a thread that multiplies meanwhile sees tensors of one layout.
+        vars(self).update(tensors, kernel_layout=held.layout, multiply_few=None)
+        return self

@@ -1,0 +1,101 @@
+"""When a module holds its quantized weights in a kernel's layout, and when as they lie in files."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from hf_trainweights import kernels
+from hf_trainweights.kernels.layouts import Layout
+from hf_trainweights.tensor.memory import return_freed_memory
+from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger(__name__)
+
+# Freed memory that is kept at most while weights are exchanged.
+_FREED_BYTES = 4 << 20
+
+
+def choose_layouts_(module: nn.Module) -> None:
+    """Hold each quantized weight of a linear layer in the layout in which it is multiplied fastest, in place.
+
+    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call.
+
+    Args:
+        module: Any module.
+    """
+    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+        return
+    slow: Counter[str] = Counter()
+    for places in parameter_places(module).values():
+        weight = getattr(*places[0])
+        if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
+            slow.update(filter(None, [kernels.slowness(weight.format, weight.dtype)]))
+            _hold_in_best_layout_(weight)
+    for reason, count in slow.items():
+        _logger.warning("%d %s", count, reason)
+
+
+def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Hold a quantized weight that a module gets in the layout in which it is multiplied fastest, in place.
+
+    PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
+
+    Args:
+        module: The module. An embedding looks rows up, for which the stored tensors are best.
+        name: Name of the parameter there.
+        parameter: What it is to be. Left alone where `as_parameter` made it: a load chooses when it is over, since
+            weights may be memory-mapped until then, and accelerate may yet place parts of the model elsewhere.
+    """
+    del name
+    if isinstance(parameter, QuantizedTensor) and not parameter.layout_is_settled:
+        # A tensor of another class is one that a compiler traces with.
+        plain = all(type(held) is Tensor for held in parameter.held.tensors.values())
+        if plain and not isinstance(module, nn.Embedding):
+            _hold_in_best_layout_(parameter)
+
+
+register_module_parameter_registration_hook(choose_layout_of_registered)  # type: ignore[arg-type]
+
+
+def _hold_in_best_layout_(weight: QuantizedTensor) -> None:
+    weight.hold_(weight.in_layout(weight.best_layout()).held)
+
+
+@contextlib.contextmanager
+def canonical_layouts(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Hold weights as they lie in files within the context, and as before afterwards; one by one, in place.
+
+    A weight computes the same meanwhile, if more slowly.
+
+    Args:
+        weights: Tensors; those that are no quantized weights in a kernel's layout are left alone.
+    """
+    private = [
+        (weight, weight.kernel_layout)
+        for weight in weights
+        if isinstance(weight, QuantizedTensor) and weight.kernel_layout is not None
+    ]
+    try:
+        _hold_one_by_one_((weight, None) for weight, _ in private)
+        yield
+    finally:
+        _hold_one_by_one_(private)
+
+
+def _hold_one_by_one_(weights: Iterable[tuple[QuantizedTensor, Layout | None]]) -> None:
+    freed_bytes = 0
+    for weight, layout in weights:
+        freed_bytes += weight.stored_bytes
+        weight.hold_(weight.in_layout(layout).held)
+        # The C library fills other holes first, so that freed memory would add up to the size of the model.
+        if freed_bytes > _FREED_BYTES:
+            return_freed_memory()
+            freed_bytes = 0

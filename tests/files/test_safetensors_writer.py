@@ -1,0 +1,80 @@
+"""A file that is written tensor by tensor is, byte for byte, the file that safetensors writes at once."""
+
+from __future__ import annotations
+
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from hf_trainweights.errors import SaveError
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+
+DTYPES = [
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
+    *(torch.float8_e5m2, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+]
+METADATA = {"format": "pt"}
+
+
+def random_tensor(*shape: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    numbers = torch.randint(
+        2, (*shape, dtype.itemsize), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+    )
+    return numbers.view(dtype).view(shape)
+
+
+def lazily(tensors: dict[str, Tensor]) -> dict[str, TensorToWrite]:
+    return {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()}
+
+
+def assert_same_file(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    write_safetensors(tmp_path / "ours", lazily(tensors), METADATA)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, tmp_path / "theirs", METADATA)
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
+
+
+def test_tensors_of_all_dtypes_lie_as_in_the_file_of_safetensors(tmp_path: Path) -> None:
+    tensors = {f"{name}.{dtype}": random_tensor(3, 5, dtype=dtype) for dtype in DTYPES for name in "zma"}
+    assert_same_file(tensors, tmp_path)
+
+
+@pytest.mark.parametrize("length", range(8))
+def test_the_header_is_padded_as_in_the_file_of_safetensors(length: int, tmp_path: Path) -> None:
+    assert_same_file({"w" * (length + 1): torch.ones(2)}, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"empty": torch.empty(0, 3), "scalar": torch.tensor(1.5), "last": torch.ones(1)},
+        {"transposed": torch.arange(6.0).view(2, 3).t(), "every_other": torch.arange(8)[::2]},
+        {'quote" \\ \n\u00e9\u2028\x01': torch.ones(2), "format": torch.zeros(1)},
+        {},
+    ],
+    ids=["shapes", "strides", "names", "nothing"],
+)
+def test_unusual_tensors_lie_as_in_the_file_of_safetensors(tensors: dict[str, Tensor], tmp_path: Path) -> None:
+    assert_same_file(tensors, tmp_path)
+
+
+def test_tensors_are_made_one_after_the_other(tmp_path: Path) -> None:
+    made: list[weakref.ref[Tensor]] = []
+
+    def make() -> Tensor:
+        assert all(earlier() is None for earlier in made), "an earlier tensor is still there"
+        made.append(weakref.ref(tensor := torch.full((4,), float(len(made)))))
+        return tensor
+
+    write_safetensors(tmp_path / "file", {name: TensorToWrite((4,), torch.float32, make) for name in "cab"}, METADATA)
+    assert {name: tensor[0].item() for name, tensor in load_file(tmp_path / "file").items()} == {"a": 0, "b": 1, "c": 2}
+
+
+@pytest.mark.parametrize("made", [torch.ones(3), torch.ones(2, dtype=torch.float16)], ids=["shape", "dtype"])
+def test_a_tensor_that_is_not_the_one_that_was_announced_is_refused(made: Tensor, tmp_path: Path) -> None:
+    announced = {"w": TensorToWrite((2,), torch.float32, lambda: made)}
+    with pytest.raises(SaveError, match=r"w: expected torch\.float32 of shape \(2,\), as was said, found torch\."):
+        write_safetensors(tmp_path / "file", announced, METADATA)
