@@ -47,8 +47,8 @@ class HeldTensor(Tensor):
     format: Format
     stored_shape: tuple[int, ...]
     transposed: bool
-    # The kernel's layout that holds the weight, None for its stored tensors; `layout` is torch's word for strided.
-    kernel_layout: Layout | None
+    # The tensors in memory and their layout: one attribute, since another thread may multiply while they are exchanged.
+    held: Held
     # The kernel's function for the few rows of a decoding step; None until the first of them.
     multiply_few: Callable[[Tensor, Tensor | None], Tensor | None] | None
     # Whether the layout was chosen, or will be, by the one who made the weight a parameter.
@@ -146,11 +146,16 @@ class HeldTensor(Tensor):
         return cls(chosen.quantize(stored, name), chosen, stored.shape, weight.dtype, transposed)
 
     @property
-    def held(self) -> Held:
-        """The tensors in memory, and the layout that they are in; no copies."""
-        # One look at both: another thread may be exchanging them.
-        own = vars(self).copy()
-        return Held({name: own[f"held_{name}"] for name in self.format.tensor_names}, own["kernel_layout"])
+    def kernel_layout(self) -> Layout | None:
+        """The kernel's layout that holds the weight, None for its stored tensors. (`layout` is torch's, for strides.)"""
+        return self.held.layout
+
+    def __getattr__(self, name: str) -> Tensor:
+        """Return a tensor that is held by the name that `__tensor_flatten__` gives it, such as `held_qdata`."""
+        tensors = self.held.tensors if name.startswith("held_") else {}
+        if name.removeprefix("held_") not in tensors:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return tensors[name.removeprefix("held_")]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -233,7 +238,6 @@ class HeldTensor(Tensor):
         Args:
             held: Tensors of this weight's format, shape and device, in any layout; kept, not copied.
         """
-        tensors = {f"held_{name}": tensor for name, tensor in held.tensors.items()}
-        # In one step, so that a thread that multiplies meanwhile sees tensors of one layout.
-        vars(self).update(tensors, kernel_layout=held.layout, multiply_few=None)
+        self.held = held
+        self.multiply_few = None
         return self

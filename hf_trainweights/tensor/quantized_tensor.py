@@ -97,9 +97,7 @@ class QuantizedTensor(HeldTensor):
         tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
         is_parameter = isinstance(self, nn.Parameter)
         metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
-        # Said only where it is not so: a table of embeddings, for one, is not held as a kernel would like it.
-        exceptions = (False,) if is_parameter and self.kernel_layout != self.best_layout() else ()
-        return rebuild_quantized_tensor, (tensors, *metadata, *exceptions)
+        return rebuild_quantized_tensor, (tensors, *metadata)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
@@ -154,7 +152,6 @@ def rebuild_quantized_tensor(
     dtype: torch.dtype,
     transposed: bool,
     is_parameter: bool,
-    in_best_layout: bool = True,
 ) -> QuantizedTensor:
     """Rebuild a pickled tensor; the one function of this module that `torch.load(weights_only=True)` may call.
 
@@ -165,7 +162,6 @@ def rebuild_quantized_tensor(
         dtype: Float dtype to show.
         transposed: As for `QuantizedTensor`.
         is_parameter: Whether to return it as an `nn.Parameter`.
-        in_best_layout: Whether a parameter is held as a kernel of this machine multiplies it fastest.
 
     Raises:
         CorruptFileError: The arguments are not those of a quantized tensor.
@@ -190,9 +186,9 @@ def rebuild_quantized_tensor(
     tensor = QuantizedTensor(tensors, form, shape, dtype, bool(transposed))
     if not is_parameter:
         return tensor
-    # A module that is loaded whole does not register its parameters.
-    fast = tensor.in_layout(tensor.best_layout()) if in_best_layout else tensor
-    return nn.Parameter(fast, requires_grad=False)  # type: ignore[return-value]
+    # A module that is loaded whole does not register its parameters. That one is a table of embeddings, which needs no
+    # layout, is not in the file: nothing there may depend on the CPU that wrote it.
+    return nn.Parameter(tensor.in_layout(tensor.best_layout()), requires_grad=False)  # type: ignore[return-value]
 
 
 def _is_float8(dtype: torch.dtype) -> bool:

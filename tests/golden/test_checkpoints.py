@@ -11,11 +11,11 @@ import torch
 import zstandard
 from golden.files import called_by, golden_directory, integers, recorded, texts_in, torch_members
 from golden.reader import AFresh, load_checkpoints
-from hf_trainweights.checkpoint.planning.modes import MODES
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+from hf_trainweights.checkpoint.planning.modes import MODES
 from trainweights_cli.main import app
 
 ZSTD_VERSION = ".".join(map(str, zstandard.ZSTD_VERSION))
