@@ -42,7 +42,7 @@ PRIVATE_ATTRIBUTES = {
 REGISTRIES = {"formats": ("FORMATS", "name"), "checkpoint.codecs": ("CODECS", "codec_id")}
 # Importing these takes seconds, for which `--help` should not wait.
 SLOW_TO_IMPORT = {PACKAGE, "torch", "transformers"}
-MAX_MODULE_LINES = 400
+MAX_MODULE_LINES = 300
 MAX_FUNCTION_LINES = 60
 
 Definition = ast.FunctionDef | ast.ClassDef

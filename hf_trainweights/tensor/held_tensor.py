@@ -147,7 +147,7 @@ class HeldTensor(Tensor):
 
     @property
     def kernel_layout(self) -> Layout | None:
-        """The kernel's layout that holds the weight, None for its stored tensors. (`layout` is torch's, for strides.)"""
+        """The kernel's layout that holds the weight, None for its stored tensors. Torch uses `layout` otherwise."""
         return self.held.layout
 
     def __getattr__(self, name: str) -> Tensor:
