@@ -17,7 +17,8 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetens
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.models.directory import copy_companions, load_saved
 from hf_trainweights.models.host.checkpoints import save_remote_code
-from hf_trainweights.models.saving import is_replaced, whole_state_dict
+from hf_trainweights.models.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving import is_replaced
 from hf_trainweights.tensor.layouts import canonical_layouts
 
 

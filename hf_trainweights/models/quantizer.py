@@ -21,7 +21,8 @@ from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
-from hf_trainweights.models.saving import attach_saving, flat_state_dict
+from hf_trainweights.models.saved_tensors import flat_state_dict
+from hf_trainweights.models.saving import attach_saving
 from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-import json
 import os
 import tempfile
 import types
@@ -19,25 +18,20 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import CommitInfo
-from safetensors import safe_open
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
 from hf_trainweights.files.safetensors_file import align_int8
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.files.weight_files import bin_name, is_weight_file
-from hf_trainweights.formats.base import Format
+from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
-from hf_trainweights.models.host.checkpoints import load_offloaded
-from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.hub import Push, begin_push
+from hf_trainweights.models.saved_tensors import get_memory_footprint, is_same_weight
 from hf_trainweights.tensor.layouts import canonical_layouts
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import flatten_state_dict
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
@@ -142,7 +136,7 @@ def _save(
         with _as_in_files(model, options.get("state_dict")) as saved_model:
             type(model).save_pretrained(saved_model, staging, **options)
         if not safe:
-            _rewrite_as_bin(staging)
+            rewrite_as_bin(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         for name in weights:
             if name.endswith(".safetensors"):
@@ -184,7 +178,7 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
     if given is not None:
         # The model's own weights, where it is these that are given: they are not to be converted a second time.
         own = dict(model.named_parameters(remove_duplicate=False))
-        given = {name: own[name] if _is_same(own.get(name), tensor) else tensor for name, tensor in given.items()}
+        given = {name: own[name] if is_same_weight(own.get(name), tensor) else tensor for name, tensor in given.items()}
     quantizer: Any = copy.copy(model.hf_quantizer)
     quantizer.state_dict_to_save = given
     saved_model = copy.copy(model)
@@ -192,83 +186,6 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
     # Of a model with adapters only these are saved.
     with canonical_layouts([] if has_adapters(model) else model.parameters() if given is None else given.values()):
         yield saved_model
-
-
-def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
-    """Return the bytes that the model holds, quantized weights by their stored tensors.
-
-    Args:
-        self: The model.
-        return_buffers: Whether to count buffers.
-    """
-    parameters = sum(
-        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size() for p in self.parameters()
-    )
-    return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)
-
-
-def flat_state_dict(model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
-
-    Args:
-        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
-        default: The format that the model's configuration names.
-        given: The state dict to start from; the model's own if None.
-
-    Returns:
-        Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
-        are left out, because nothing but the adapters is saved.
-    """
-    state_dict = whole_state_dict(model, given)
-    if has_adapters(model):
-        state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
-    return flatten_state_dict(state_dict, default)
-
-
-def _is_in_private_layout(tensor: object) -> bool:
-    return isinstance(tensor, QuantizedTensor) and tensor.kernel_layout is not None
-
-
-def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
-
-    Args:
-        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
-        given: The state dict to start from; the model's own if None.
-    """
-    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
-    for name, tensor in state_dict.items():
-        if isinstance(tensor, Tensor) and tensor.is_meta:
-            state_dict[name] = load_offloaded(model, name)
-    for name, source in tied_names(model).items():
-        if _is_same(state_dict.get(name), state_dict.get(source)):
-            del state_dict[name]
-    return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
-
-
-def _is_same(tensor: object, other: object) -> bool:
-    """Return whether two entries of a state dict are one weight."""
-    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or type(tensor) is not type(other):
-        return False
-    return tensor.data_ptr() == other.data_ptr()
-
-
-def _rewrite_as_bin(staging: Path) -> None:
-    """Replace each model*.safetensors file, and the index, by its `.bin` twin."""
-    for file in sorted(staging.glob("model*.safetensors")):
-        with safe_open(file, framework="pt") as shard:
-            # Mapped, not copied: a shard may be larger than the free memory.
-            tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
-        # Through an open file: torch.save writes the name of a path into the bytes.
-        with (staging / bin_name(file.name)).open("wb") as stream:
-            torch.save(tensors, stream)
-        file.unlink()
-    for file in sorted(staging.glob("model.safetensors.index*.json")):
-        index = json.loads(file.read_text(encoding="utf-8"))
-        index["weight_map"] = {name: bin_name(shard) for name, shard in index["weight_map"].items()}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (staging / bin_name(file.name)).write_text(text, encoding="utf-8")
-        file.unlink()
 
 
 def is_replaced(name: str, variant: str | None) -> bool:

@@ -1,0 +1,79 @@
+"""The tensors of a quantized model as a save writes them, and the bytes that the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.host.checkpoints import load_offloaded
+from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import flatten_state_dict
+
+
+def flat_state_dict(model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        default: The format that the model's configuration names.
+        given: The state dict to start from; the model's own if None.
+
+    Returns:
+        Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
+        are left out, because nothing but the adapters is saved.
+    """
+    state_dict = whole_state_dict(model, given)
+    if has_adapters(model):
+        state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
+    return flatten_state_dict(state_dict, default)
+
+
+def _is_in_private_layout(tensor: object) -> bool:
+    return isinstance(tensor, QuantizedTensor) and tensor.kernel_layout is not None
+
+
+def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        given: The state dict to start from; the model's own if None.
+    """
+    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            state_dict[name] = load_offloaded(model, name)
+    for name, source in tied_names(model).items():
+        if is_same_weight(state_dict.get(name), state_dict.get(source)):
+            del state_dict[name]
+    return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
+
+
+def is_same_weight(tensor: object, other: object) -> bool:
+    """Return whether two entries of a state dict are one weight.
+
+    Args:
+        tensor: One of them.
+        other: The other.
+    """
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or type(tensor) is not type(other):
+        return False
+    return tensor.data_ptr() == other.data_ptr()
+
+
+def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes that the model holds, quantized weights by their stored tensors.
+
+    Args:
+        self: The model.
+        return_buffers: Whether to count buffers.
+    """
+    parameters = sum(
+        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size() for p in self.parameters()
+    )
+    return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)
