@@ -1,6 +1,6 @@
 """Which tests `make quick` leaves out by measurement: `make slow-tests` times all tests and writes slow_tests.txt.
 
-A function is slow if its cases together take more than a 2500th of the whole suite, however fast the machine. Of a slow
+A function is slow if its cases together take more than a 5000th of the whole suite, however fast the machine. Of a slow
 function whose cases are all short, quick runs take the first case; of the others, none.
 """
 
@@ -15,7 +15,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 SLOW_TESTS = Path(__file__).with_suffix(".txt")
-SHARE = 1 / 2500
+SHARE = 1 / 5000
 
 # Name and seconds of each.
 Cases = Sequence[tuple[str, float]]

@@ -11,13 +11,13 @@ from slow_tests import mark_slow, slow_functions
 
 
 def test_a_function_is_slow_if_its_cases_together_take_more_than_its_share() -> None:
-    cases = [("test_fast", 0.9), *[(f"test_many[{number}]", 0.9) for number in range(2)], ("test_long[a-b]", 2500.0)]
+    cases = [("test_fast", 0.9), *[(f"test_many[{number}]", 0.9) for number in range(2)], ("test_long[a-b]", 5000.0)]
     assert slow_functions(cases) == {"test_long": "none", "test_many": "first"}
 
 
 def test_a_function_that_pays_for_a_fixture_in_a_quick_run_is_slow_too() -> None:
-    whole = [("test_first_user", 2000.0), ("test_second_user", 0.1), ("test_many[0]", 0.6), ("test_many[1]", 0.6)]
-    quick = [("test_second_user", 2000.0), ("test_many[0]", 0.6)]
+    whole = [("test_first_user", 4000.0), ("test_second_user", 0.1), ("test_many[0]", 0.6), ("test_many[1]", 0.6)]
+    quick = [("test_second_user", 4000.0), ("test_many[0]", 0.6)]
     expected = {"test_first_user": "none", "test_many": "first", "test_second_user": "none"}
     assert slow_functions(whole, quick) == expected
 
