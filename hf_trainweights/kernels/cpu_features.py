@@ -1,4 +1,4 @@
-"""The instructions of this CPU, by which the kernels choose their way."""
+"""The instructions of this CPU, from which the kernels choose their way."""
 
 from __future__ import annotations
 

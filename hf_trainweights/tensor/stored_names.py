@@ -165,10 +165,10 @@ def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 
 class FoldStoredTensors:
-    """A load_state_dict pre-hook by which a quantized model takes the flat tensors of its own files.
+    """A load_state_dict pre-hook that lets a quantized model take the flat tensors of its own files.
 
     Trainer resumes by `model.load_state_dict(flat, strict=False)`, shard by shard, and would otherwise load nothing
-    of a quantized weight and only warn. What is not complete yet is kept for the next shard.
+    of a quantized weight and only warn. A weight that is not complete yet waits for the next shard.
 
     Args:
         default: The format that the model's configuration names.
