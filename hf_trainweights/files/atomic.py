@@ -11,7 +11,7 @@ import contextlib
 import errno
 import io
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -250,6 +250,21 @@ def sync_tree(directory: Path) -> None:
         elif entry.is_file(follow_symlinks=False):
             disk.file_system.sync_file(Path(entry.path))
     disk.file_system.sync_directory(directory)
+
+
+def remove_files(files: Iterable[Path]) -> None:
+    """Remove those of some files that are there, durably and in this order: an index of shards before its shards.
+
+    Args:
+        files: Their paths.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    for file in files:
+        if file.exists():
+            disk.file_system.unlink(file)
+            disk.file_system.sync_directory(file.parent)
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import link_or_copy, make_directories, replace_file
+from hf_trainweights.files.atomic import link_or_copy, make_directories, remove_files, replace_file
 from hf_trainweights.files.paths import is_safe_name
 from hf_trainweights.files.weight_files import entry_point_rank, is_read_by_loaders
 
@@ -128,8 +128,8 @@ def _undo(staging: Path, directory: Path, come: list[str], go: list[str]) -> Non
     kept = [name for name in go if (staging / OLD / name).exists()]
     fresh = [name for name in come if (name in kept or name not in go) and (directory / name).exists()]
     # No loader may find a new entry point while other files become old again.
-    _remove(directory, reversed(_entry_points(fresh)))
-    _remove(directory, [name for name in _others(fresh) if name not in kept])
+    remove_files(directory / name for name in reversed(_entry_points(fresh)))
+    remove_files(directory / name for name in _others(fresh) if name not in kept)
     _move(_others(kept), staging / OLD, directory)
     for name in _entry_points(kept):
         _move([name], staging / OLD, directory)
@@ -176,12 +176,6 @@ def _move(names: list[str], source: Path, target: Path) -> None:
     # Where they are before where they are no longer: at no time may the platter hold them nowhere.
     _sync(target / name for name in names)
     _sync(source / name for name in names)
-
-
-def _remove(directory: Path, names: Iterable[str]) -> None:
-    for name in names:
-        disk.file_system.unlink(directory / name)
-        disk.file_system.sync_directory((directory / name).parent)
 
 
 def _sync(paths: Iterable[Path]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEnt
 from hf_trainweights.checkpoint.directory.verification import list_files
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.save_errors import save_errors
 
@@ -44,21 +45,6 @@ def rewriting(path: Path) -> Iterator[None]:
             yield
         finally:
             disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
-
-
-def remove_files(files: Iterable[Path]) -> None:
-    """Remove those of some files that are there, durably and in this order: an index of shards before its shards.
-
-    Args:
-        files: Their paths.
-
-    Raises:
-        OSError: The disk refuses.
-    """
-    for file in files:
-        if file.exists():
-            disk.file_system.unlink(file)
-            disk.file_system.sync_directory(file.parent)
 
 
 def manifest_fields(

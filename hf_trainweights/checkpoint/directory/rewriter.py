@@ -16,7 +16,6 @@ import torch
 
 from hf_trainweights.checkpoint.directory.in_place import (
     manifest_fields,
-    remove_files,
     rewriting,
     write_complete_manifest,
 )
@@ -33,7 +32,7 @@ from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
-from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.atomic import remove_files, replace_file
 
 PLAIN_MODE = "plain"
 

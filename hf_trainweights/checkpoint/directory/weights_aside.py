@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from hf_trainweights.checkpoint.directory.in_place import remove_files, rewriting
+from hf_trainweights.checkpoint.directory.in_place import rewriting
 from hf_trainweights.checkpoint.directory.inventory import take_inventory
 from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME
-from hf_trainweights.files.atomic import create_file_aside, move_file
+from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import Claim
 
