@@ -6,7 +6,7 @@ import copy
 import inspect
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -14,7 +14,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.overrides import check_expression, check_overrides, find_override, format_of
+from hf_trainweights.models.overrides import check_overrides, find_override, format_of, listed, named, select
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
@@ -136,16 +136,23 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """The format of every weight that no override names."""
         return _format_of(self.format, self.group_size, self.activations)
 
-    def format_for(self, names: Iterable[str]) -> tuple[Format | None, bool]:
+    def format_for(
+        self, names: Iterable[str], selected: Mapping[str, Collection[str]] | None = None
+    ) -> tuple[Format | None, bool]:
         """Return the format for a weight and whether an override chose it.
 
         Args:
             names: The names of the weight: its module's and its own, under each of its ties.
+            selected: Each override's key to the names that it selects, where these are known for all weights already.
 
         Returns:
             The format, or None to leave the weight alone; and True if an override says so.
+
+        Raises:
+            ConfigError: A regular expression takes too long.
         """
-        selector = find_override(self.overrides, names)
+        names = list(names)
+        selector = find_override(select(self.overrides, names) if selected is None else selected, names)
         return (self.default_format, False) if selector is None else (format_of(self.overrides[selector]), True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -181,8 +188,8 @@ def _check_names(names: Sequence[str] | None) -> list[str] | None:
             repr(names),
             'Write ["lm_head"], even for a single name.',
         )
-    for name in names:
-        check_expression("modules_to_not_convert", name)
+    with named("modules_to_not_convert"):
+        listed(names, ())
     return list(names)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.expressions import matching
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 
@@ -15,34 +16,59 @@ from hf_trainweights.formats.base import Format
 Override = str | Mapping[str, Any] | None
 
 _EXPRESSION = "re:"
+# Where an entry of `modules_to_not_convert` may end in a name that it matches from the start.
+_BOUNDARY = r"(?:(?<=\.)|(?=\.|$))(?s:.*)"
 
 
-def matches(selector: str, names: Collection[str]) -> bool:
-    """Return whether a selector matches one of several names.
+def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozenset[str]]:
+    """Return which of some names each selector selects.
 
     Args:
-        selector: A full name, or `re:` and a regular expression for the whole name.
+        selectors: Full names, or `re:` and a regular expression for the whole name.
         names: The names.
 
+    Raises:
+        ConfigError: An expression is not valid, or takes too long.
+
     Example:
-        >>> matches("re:.*up_proj", ["layers.0.up_proj"]), matches("up_proj", ["layers.0.up_proj"])
-        (True, False)
+        >>> select(["re:.*up_proj", "up_proj"], ["layers.0.up_proj"])
+        {'re:.*up_proj': frozenset({'layers.0.up_proj'}), 'up_proj': frozenset()}
     """
-    if selector.startswith(_EXPRESSION):
-        return any(re.fullmatch(selector.removeprefix(_EXPRESSION), name) for name in names)
-    return selector in names
+    selectors, names = list(selectors), frozenset(names)
+    expressions = {each: each.removeprefix(_EXPRESSION) for each in selectors if each.startswith(_EXPRESSION)}
+    matched = matching(expressions.values(), sorted(names))
+    return {each: matched[expressions[each]] if each in expressions else names & {each} for each in selectors}
 
 
-def find_override(overrides: Mapping[str, Override], names: Iterable[str]) -> str | None:
+def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the names that patterns match, as Transformers 5.23 matches `modules_to_not_convert`.
+
+    Args:
+        patterns: Suffixes of names, or regular expressions that match from the start of a name up to a `.` or its end.
+        names: Full names of modules or parameters.
+
+    Raises:
+        ConfigError: An expression is not valid, or takes too long.
+
+    Example:
+        >>> listed(["layers.1"], ["layers.1.mlp", "layers.11.mlp"])
+        {'layers.1.mlp'}
+    """
+    patterns, names = tuple(patterns), list(names)
+    matched = matching(patterns, names, _BOUNDARY).values()
+    return {name for name in names if name.endswith(patterns)}.union(*matched)
+
+
+def find_override(selected: Mapping[str, Collection[str]], names: Iterable[str]) -> str | None:
     """Return the selector that decides: an exact name wins, then the first expression that matches.
 
     Args:
-        overrides: Selectors to overrides.
+        selected: Each selector to what it selects, as `select` returned it for these names and perhaps for others.
         names: The names of one weight, those that win first.
     """
     names = list(names)
-    exact = (name for name in names if name in overrides)
-    expressions = (each for each in overrides if each.startswith(_EXPRESSION) and matches(each, names))
+    exact = (name for name in names if name in selected)
+    expressions = (each for each in selected if not frozenset(selected[each]).isdisjoint(names))
     return next(itertools.chain(exact, expressions), None)
 
 
@@ -77,6 +103,8 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
     for selector, override in (overrides or {}).items():
         _check_override(f"overrides[{selector!r}]", selector, override)
         checked[selector] = dict(override) if isinstance(override, Mapping) else override
+    with named("overrides"):
+        select(checked, ())
     return checked
 
 
@@ -84,27 +112,21 @@ def _check_override(where: str, selector: Any, override: Any) -> None:
     if not isinstance(selector, str) or not (override is None or isinstance(override, str | Mapping)):
         allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"
         raise ConfigError(where, allowed, repr(override), "None leaves the weight alone.")
-    if selector.startswith(_EXPRESSION):
-        check_expression(where, selector.removeprefix(_EXPRESSION))
-    try:
+    with named(where):
         format_of(override)
-    except ConfigError as error:
-        raise ConfigError(where, error.expected, error.found, error.next_step) from error
 
 
-def check_expression(where: str, expression: str) -> None:
-    """Check that a regular expression is valid.
+@contextlib.contextmanager
+def named(where: str) -> Iterator[None]:
+    """Let an error of the block say in which option it lies.
 
     Args:
-        where: The option that it is a value of.
-        expression: The expression.
+        where: The option.
 
     Raises:
-        ConfigError: It is not.
+        ConfigError: The block raised one.
     """
     try:
-        re.compile(expression)
-    except re.error as error:
-        raise ConfigError(
-            where, "a regular expression", f"{expression!r} ({error})", "Escape what is meant literally."
-        ) from error
+        yield
+    except ConfigError as error:
+        raise ConfigError(where, error.expected, error.found, error.next_step) from error

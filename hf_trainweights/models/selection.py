@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 from torch import Tensor, nn
 
@@ -15,11 +15,32 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
-from hf_trainweights.models.overrides import matches
+from hf_trainweights.models.overrides import listed, select
 from hf_trainweights.models.summary import Choice, Summary, check_not_empty
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
+
+
+class _Rules(NamedTuple):
+    """What a configuration says about the names of a module.
+
+    Args:
+        config: The configuration.
+        selected: Each override's key to the names that it selects.
+        listed: The names that `modules_to_not_convert` matches.
+        skipped: The names that the model itself keeps in float.
+    """
+
+    config: TrainWeightsConfig
+    selected: Mapping[str, frozenset[str]]
+    listed: set[str]
+    skipped: set[str]
+
+    @classmethod
+    def of(cls, config: TrainWeightsConfig, skip: Sequence[str], names: Sequence[str]) -> _Rules:
+        skipped = listed(skip, names)
+        return cls(config, select(config.overrides, names), listed(config.modules_to_not_convert or (), names), skipped)
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -32,14 +53,15 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
 
     Returns:
         A choice for each parameter, in the module's order, a tied parameter under its first name.
+
+    Raises:
+        ConfigError: A regular expression of the configuration takes too long.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     aliases = _aliases(module)
+    rules = _Rules.of(config, skip, [each for name in aliases for each in _names(name)])
     return Summary(
-        tuple(
-            _choose(owners, aliases[name], name, parameter, config, skip)
-            for name, parameter in module.named_parameters()
-        )
+        tuple(_choose(owners, aliases[name], name, parameter, rules) for name, parameter in module.named_parameters())
     )
 
 
@@ -76,26 +98,11 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
     check_not_empty(summary, config)
 
 
-def is_listed(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether patterns match a name, as Transformers 5.23 matches `modules_to_not_convert`.
-
-    Args:
-        name: Full name of a module or parameter.
-        patterns: Suffixes of names, or regular expressions that match from the start of a name up to a `.` or its end.
-
-    Example:
-        >>> is_listed("layers.1.mlp", ["layers.1"]), is_listed("layers.11.mlp", ["layers.1"])
-        (True, False)
-    """
-    boundary = r"(?:(?<=\.)|(?=\.|$))"
-    return any(re.match(f"(?:{pattern}){boundary}", name) or name.endswith(pattern) for pattern in patterns)
-
-
 def _unused_overrides(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
     """Return the overrides that match no parameter: most likely they are misspelt."""
     parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
     known = {*parameters, *(name.rpartition(".")[0] for name in parameters)}
-    return [selector for selector in config.overrides if not matches(selector, known)]
+    return [selector for selector, names in select(config.overrides, known).items() if not names]
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
@@ -117,10 +124,9 @@ def _choose(
     aliases: Sequence[str],
     name: str,
     parameter: Tensor,
-    config: TrainWeightsConfig,
-    skip: Sequence[str],
+    rules: _Rules,
 ) -> Choice:
-    wanted, reason = _wanted(owners, aliases, name, parameter, config, skip)
+    wanted, reason = _wanted(owners, aliases, name, parameter, rules)
     owner = owners[name.rpartition(".")[0]]
     transposed = is_transposed(owner, parameter)
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
@@ -146,25 +152,24 @@ def _wanted(
     aliases: Sequence[str],
     name: str,
     parameter: Tensor,
-    config: TrainWeightsConfig,
-    skip: Sequence[str],
+    rules: _Rules,
 ) -> tuple[Format | None, str]:
     """Return the format that the rules give, and why it is None or not the configured one."""
     module_name, _, leaf = name.rpartition(".")
     known = [each for alias in aliases for each in _names(alias)]
-    chosen, overridden = config.format_for(known)
+    chosen, overridden = rules.config.format_for(known, rules.selected)
     if not is_weight(owners[module_name], leaf, parameter):
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
     if overridden:
         return chosen, "override"
-    if any(is_listed(each, config.modules_to_not_convert or ()) for each in known):
+    if not rules.listed.isdisjoint(known):
         return None, "in modules_to_not_convert"
     embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
-    if embedding and not config.include_embeddings:
+    if embedding and not rules.config.include_embeddings:
         return None, "embedding (include_embeddings=True quantizes it)"
-    if any(is_listed(each, skip) for each in _names(name)):
+    if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
     return chosen, ""
 

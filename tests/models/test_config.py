@@ -224,7 +224,7 @@ BAD = {
         r"overrides\['a'\].*group_size, found bits",
     ),
     "override group": ({"overrides": {"a": {"format": "int4", "group_size": 1}}}, r"overrides\['a'\].*32, 64, 128"),
-    "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides\['re:\*'\]: expected a regular expression"),
+    "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides: expected a regular expression, found '\*'"),
     "method": ({"quant_method": "gptq"}, "quant_method: expected 'trainweights', found 'gptq'"),
     "version": ({"version": 2}, "version: expected 1, found 2. Install the hf_trainweights that wrote this model"),
     "version text": ({"version": "1"}, "version: expected 1, found '1'"),

@@ -7,7 +7,7 @@ import pytest
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.overrides import check_expression, check_overrides, find_override, format_of, matches
+from hf_trainweights.models.overrides import Override, check_overrides, find_override, format_of, listed, select
 
 
 @pytest.mark.parametrize(
@@ -25,19 +25,23 @@ from hf_trainweights.models.overrides import check_expression, check_overrides, 
     ],
 )
 def test_a_selector_is_a_whole_name_or_an_expression_for_one(selector: str, expected: bool) -> None:
-    assert matches(selector, ["a.b", "a.b.weight"]) == expected
+    assert bool(select([selector], ["a.b", "a.b.weight"])[selector]) == expected
+
+
+def winner(overrides: dict[str, Override], names: list[str]) -> str | None:
+    return find_override(select(overrides, names), names)
 
 
 def test_an_exact_name_wins_and_the_first_name_wins_among_these() -> None:
     overrides = {"re:.*": None, "a.weight": "int8", "a": "int4"}
-    assert find_override(overrides, ["a", "a.weight"]) == "a"
-    assert find_override(overrides, ["a.weight", "a"]) == "a.weight"
-    assert find_override(overrides, ["b"]) == "re:.*"
-    assert find_override({"a": "int8"}, ["b"]) is None
+    assert winner(overrides, ["a", "a.weight"]) == "a"
+    assert winner(overrides, ["a.weight", "a"]) == "a.weight"
+    assert winner(overrides, ["b"]) == "re:.*"
+    assert winner({"a": "int8"}, ["b"]) is None
 
 
 def test_the_module_without_a_name_can_be_overridden() -> None:
-    assert find_override({"": "int8", "re:weight": "int4"}, ["", "weight"]) == ""
+    assert winner({"": "int8", "re:weight": "int4"}, ["", "weight"]) == ""
 
 
 def test_an_override_is_a_name_a_dict_or_none() -> None:
@@ -55,6 +59,12 @@ def test_checked_overrides_share_nothing_with_what_the_user_passed() -> None:
     assert check_overrides(None) == {}
 
 
-def test_an_expression_that_does_not_compile_is_refused_where_it_stands() -> None:
-    with pytest.raises(ConfigError, match=r"^somewhere: expected a regular expression, found 'a\(' \("):
-        check_expression("somewhere", "a(")
+@pytest.mark.parametrize("expression", ["a(", "(?P<n>a)(?P<n>b)", "(?i)a" * 2, "a{99999999999999999999}", "(" * 5000])
+def test_an_expression_that_does_not_compile_is_refused_where_it_stands(expression: str) -> None:
+    with pytest.raises(ConfigError, match=r"^overrides: expected a regular expression, found '"):
+        check_overrides({"re:.*": "int8", f"re:{expression}": "int8"})
+
+
+def test_a_pattern_that_is_valid_only_by_itself_is_refused() -> None:
+    with pytest.raises(ConfigError, match="global flags not at the start"):
+        listed(["(?i)head"], ["head"])
