@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,6 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, SaveError
+from hf_trainweights.files.regular_files import open_regular_file
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
@@ -33,10 +35,11 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
         file: Path of the file.
 
     Raises:
-        CorruptFileError: The header does not parse, or the file is longer or shorter than it says.
+        CorruptFileError: The header does not parse, or the file is longer or shorter than it says, or no regular file.
+        OSError: It is missing, or cannot be read.
     """
-    size = file.stat().st_size
-    with file.open("rb") as stream:
+    with open_regular_file(file) as stream:
+        size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
         if not 2 <= length <= min(size - 8, _MAX_HEADER_BYTES):
@@ -51,7 +54,7 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
             header.pop("__metadata__", None)
             # The format allows no holes, so the sizes add up to the length of the file.
             data_bytes = sum(end - start for entry in header.values() for start, end in [entry["data_offsets"]])
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise CorruptFileError(
                 str(file), "a safetensors header", f"bytes that are none ({error})", _AGAIN
             ) from error

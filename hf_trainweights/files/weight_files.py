@@ -16,6 +16,10 @@ import json
 import re
 from pathlib import Path
 
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.files.regular_files import open_regular_file
+
 # What a loader opens first, in the order in which Transformers and PEFT look for them.
 ENTRY_POINTS = (
     "model.safetensors",
@@ -28,6 +32,9 @@ ENTRY_POINTS = (
 
 # What lies beside weights and does not change what a loader makes of them.
 _UNREAD = ("README.md", "trainweights_files*.json")
+
+# Characters of a damaged value that an error shows.
+_MAX_SHOWN = 200
 
 # Names by which some loader might take a file for weights, beside the others or instead of them.
 _LOADABLE = ("*.safetensors", "*_model*.bin", "*.index*.json")
@@ -131,11 +138,29 @@ def shard_names(index: Path) -> list[str]:
         File names in the index's directory, each once, sorted.
 
     Raises:
-        ValueError: It is no JSON, or names something that is no plain `.safetensors` or `.bin` file name.
+        CorruptFileError: It is no regular file, no index, or names something that is no plain `.safetensors` or `.bin`
+            file name, such as a path out of the directory.
         OSError: It cannot be read.
     """
-    names = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
+    with open_regular_file(index) as file:
+        text = file.read()
+    try:
+        names = sorted(set(json.loads(text)["weight_map"].values()))
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _no_index(index, repr(error)[:_MAX_SHOWN]) from error
     for name in names:
-        if Path(name).name != name or Path(name).suffix not in (".safetensors", ".bin"):
-            raise ValueError(f"{name!r} is not the name of a shard")
+        if not isinstance(name, str) or not _is_shard(name):
+            raise _no_index(index, repr(name)[:_MAX_SHOWN])
+    if not names:
+        raise _no_index(index, "none")
     return names
+
+
+def _is_shard(name: str) -> bool:
+    return "/" not in name and is_safe_name(name) and name.endswith((".safetensors", ".bin"))
+
+
+def _no_index(index: Path, found: str) -> CorruptFileError:
+    expected = "a weight_map to names of .safetensors or .bin files in the same directory"
+    next_step = "Download it again, or save the model again from its source."
+    return CorruptFileError(str(index), expected, found, next_step)

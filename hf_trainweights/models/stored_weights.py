@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import pickle
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
+from hf_trainweights.files.weight_files import ENTRY_POINTS, entry_point_rank, shard_names
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
 
@@ -32,6 +35,21 @@ class StoredWeight(NamedTuple):
     stored_bytes: int
 
 
+def check_index(directory: str | os.PathLike[str]) -> None:
+    """Check the index by which Transformers will find the shards of a model, if it has one, before anything is opened.
+
+    Args:
+        directory: The model's directory; of an id on the Hub, nothing is checked.
+
+    Raises:
+        CorruptFileError: The index is damaged, or names a file that is not beside it.
+        OSError: It cannot be read.
+    """
+    first = next((path for name in ENTRY_POINTS[:4] if (path := Path(directory, name)).is_file()), None)
+    if first is not None and first.suffix == ".json":
+        shard_names(first)
+
+
 def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, StoredWeight]:
     """Check that the files of a checkpoint are whole, and that every quantized weight in them is.
 
@@ -43,14 +61,16 @@ def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Sto
 
     Raises:
         CorruptFileError: A file is missing or truncated, is of another kind than its name says, or holds a pickle with
-            a global that is not allowed; or a stored tensor of a weight is missing.
+            a global that is not allowed; or a stored tensor of a weight is missing; or several files are not the
+            shards of an index beside them.
+        OSError: A file cannot be read.
     """
     tensors: dict[str, StoredWeight] = {}
-    for file in map(Path, files):
-        if not file.is_file():
-            raise CorruptFileError(str(file), "a shard, as the index says", "no such file", _AGAIN)
+    files = [Path(file) for file in files]
+    _check_places(files)
+    for file in files:
         if file.suffix == ".safetensors":
-            entries = read_safetensors_header(file).items()
+            entries = _read_header(file).items()
             sizes = {name: end - start for name, entry in entries for start, end in [entry["data_offsets"]]}
         elif file.suffix == ".bin":
             sizes = {name: tensor.nbytes for name, tensor in _read_bin(file).items()}
@@ -73,6 +93,32 @@ def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Sto
     return weights
 
 
+def _check_places(files: Sequence[Path]) -> None:
+    """Check that files are there, and beside the index that lists them, before any of them is opened."""
+    for file in files:
+        try:
+            require_regular_file(file)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CorruptFileError(str(file), "a shard, as the index says", "no such file", _AGAIN) from error
+    for directory in {file.parent for file in files} if len(files) > 1 else ():
+        indices = [path for path in directory.iterdir() if ".index" in path.suffixes and path.suffix == ".json"]
+        listed = {name for index in indices if entry_point_rank(index.name) is not None for name in shard_names(index)}
+        for file in files:
+            if file.parent == directory and file.name not in listed:
+                found = "a file elsewhere, or one that it does not list"
+                raise CorruptFileError(str(file), "a shard that the index beside it lists", found, _AGAIN)
+
+
+def _read_header(file: Path) -> dict[str, dict[str, Any]]:
+    header = read_safetensors_header(file)
+    try:
+        # Its own reader knows best which dtypes, shapes and offsets go together.
+        with safe_open(file, framework="pt"):
+            return header
+    except SafetensorError as error:
+        raise CorruptFileError(str(file), "a safetensors header", str(error), _AGAIN) from error
+
+
 def _read_bin(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a `.bin`, on the meta device, so that nothing but the pickle is read."""
     with file.open("rb") as stream:
@@ -90,7 +136,8 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
             "It is not loaded with weights_only=False: that would run whatever code it holds. Convert it where you "
             "trust it, to safetensors.",
         ) from error
-    except (RuntimeError, zipfile.BadZipFile, EOFError, ValueError, KeyError) as error:
+    except Exception as error:
+        # Damaged bytes make the unpickler raise whatever the operation raises that they have become.
         raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
     if not isinstance(state_dict, dict):
         raise CorruptFileError(str(file), "a dict of tensors", type(state_dict).__name__, _AGAIN)
@@ -101,4 +148,6 @@ def _reason(error: Exception) -> str:
     """Return the reason in an error, without torch's advice to trust the file."""
     lines = str(error).strip().splitlines()
     told = [line.strip().partition(". Please use")[0] for line in lines if "WeightsUnpickler error" in line]
-    return ": ".join([type(error).__name__, *(told or lines[:1])])
+    if not told:
+        told = [line for line in lines[:1] if "weights_only" not in str(error) and "Weights only" not in line]
+    return ": ".join([type(error).__name__, *told])

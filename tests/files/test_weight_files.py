@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.weight_files import (
     ENTRY_POINTS,
     bin_name,
@@ -95,9 +97,40 @@ def test_an_index_lists_its_shards_once(tmp_path: Path) -> None:
     assert shard_names(index) == ["1.safetensors", "2.safetensors"]
 
 
-@pytest.mark.parametrize("name", ["../a.safetensors", "/a.bin", "sub/a.bin", "a.txt"])
-def test_an_index_that_names_anything_but_shards_beside_it_is_refused(tmp_path: Path, name: str) -> None:
+NOT_SHARDS = [
+    "../a.safetensors",
+    "/a.bin",
+    "sub/a.bin",
+    "a.txt",
+    "..",
+    "",
+    "a\\b.bin",
+    "c:a.bin",
+    "a\n.bin",
+    None,
+    3,
+    [],
+    {},
+]
+
+
+@pytest.mark.parametrize("name", NOT_SHARDS, ids=repr)
+def test_an_index_that_names_anything_but_shards_beside_it_is_refused(tmp_path: Path, name: object) -> None:
     index = tmp_path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": {"a": name}}))
-    with pytest.raises(ValueError, match="is not the name of a shard"):
+    index.write_text(json.dumps({"weight_map": {"a": name, "b": "model.safetensors"}}))
+    with pytest.raises(CorruptFileError, match=r"index\.json: expected a weight_map to names of"):
         shard_names(index)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": {}}', '{"weight_map": []}', "[" * 9999, "\udcff"])
+def test_an_index_that_is_none_is_refused(tmp_path: Path, text: str) -> None:
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_bytes(text.encode(errors="surrogateescape"))
+    with pytest.raises(CorruptFileError, match=r"index\.json: expected a weight_map"):
+        shard_names(index)
+
+
+def test_a_fifo_is_no_index(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors.index.json")
+    with pytest.raises(CorruptFileError, match="expected a regular file, found a FIFO"):
+        shard_names(tmp_path / "model.safetensors.index.json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import struct
 from collections.abc import Callable
@@ -15,9 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header
 from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 
 TENSORS = {
     "layer._weight_qdata": torch.arange(12, dtype=torch.int8).reshape(3, 4),
@@ -40,6 +43,12 @@ def header(entries: object) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
+def write_index(directory: Path, *names: str) -> Path:
+    index = directory / "model.safetensors.index.json"
+    index.write_text(json.dumps({"metadata": {}, "weight_map": {str(key): name for key, name in enumerate(names)}}))
+    return index
+
+
 class Touch:
     """Pickles as a call that leaves a file behind, which tells whether it ran."""
 
@@ -54,8 +63,8 @@ class Touch:
 def test_whole_files_give_every_weight_with_its_file_and_bytes(tmp_path: Path, suffix: str) -> None:
     first = write(tmp_path, f"1{suffix}", {name: TENSORS[name] for name in ("layer._weight_scale", "layer.bias")})
     second = write(tmp_path, f"2{suffix}", {"layer._weight_qdata": TENSORS["layer._weight_qdata"]})
-    (tmp_path / "model.gguf").write_bytes(b"not for us to judge")
-    weights = check_weight_files([first, second, tmp_path / "model.gguf"])
+    write_index(tmp_path, first.name, second.name)
+    weights = check_weight_files([first, second])
     assert {name: weight.stored_bytes for name, weight in weights.items()} == {"layer.weight": 24, "layer.bias": 12}
     assert weights["layer.bias"].file == first
     assert weights["layer.weight"].file in (first, second)
@@ -166,6 +175,92 @@ def test_a_missing_stored_tensor_is_named_with_its_weight_and_file(tmp_path: Pat
 def test_a_missing_shard_is_named(tmp_path: Path) -> None:
     with pytest.raises(CorruptFileError, match=r"model-00002-of-00002\.safetensors: expected a shard.*no such file"):
         check_weight_files([tmp_path / "model-00002-of-00002.safetensors"])
+
+
+def test_another_kind_of_file_is_left_to_transformers(tmp_path: Path) -> None:
+    (tmp_path / "model.gguf").write_bytes(b"not for us to judge")
+    assert check_weight_files([tmp_path / "model.gguf"]) == {}
+
+
+def test_shards_that_no_index_beside_them_lists_are_refused_before_one_is_opened(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    files = [tmp_path / "model" / "1.safetensors", tmp_path / "model" / ".." / "outside.safetensors"]
+    for file in files:
+        file.write_bytes(b"not to be read")
+    write_index(tmp_path / "model", "1.safetensors")
+    with pytest.raises(CorruptFileError, match=r"\.\./outside\.safetensors: expected a shard that the index beside it"):
+        check_weight_files(files)
+
+
+@pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
+def test_a_fifo_among_the_files_is_refused_before_one_is_opened(tmp_path: Path, suffix: str) -> None:
+    (tmp_path / f"1{suffix}").write_bytes(b"not to be read")
+    os.mkfifo(tmp_path / f"2{suffix}")
+    with pytest.raises(CorruptFileError, match=rf"2\{suffix}: expected a regular file, found a FIFO"):
+        check_weight_files([tmp_path / f"1{suffix}", tmp_path / f"2{suffix}"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "change"),
+    [
+        pytest.param("layer.bias", {"dtype": "F99"}, id="unknown dtype"),
+        pytest.param("layer.bias", {"dtype": 5}, id="no dtype"),
+        pytest.param("layer.bias", {"shape": [-1]}, id="negative shape"),
+        pytest.param("layer.bias", {"shape": [4]}, id="shape of other bytes"),
+        pytest.param("layer.bias", {"shape": [2**40, 2**40, 0]}, id="overflow"),
+    ],
+)
+def test_a_header_that_safetensors_refuses_is_refused_with_the_file(
+    tmp_path: Path, entry: str, change: dict[str, Any]
+) -> None:
+    file = write(tmp_path, "model.safetensors")
+    content = file.read_bytes()
+    length = struct.unpack("<Q", content[:8])[0]
+    entries = json.loads(content[8 : 8 + length])
+    entries[entry] |= change
+    file.write_bytes(header(entries) + content[8 + length :])
+    with pytest.raises(CorruptFileError, match=r"model\.safetensors: expected a safetensors header"):
+        check_weight_files([file])
+
+
+class Damage:
+    """Pickles as a call of an allowed function with arguments that it does not take."""
+
+    def __init__(self, function: Callable[..., Any], *arguments: Any):
+        self.reduced = function, arguments
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return self.reduced
+
+
+@pytest.mark.parametrize("zipped", [True, False])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        Damage(rebuild_quantized_tensor, 1),
+        Damage(rebuild_quantized_tensor, {"qdata": torch.ones(2)}, {"format": "int8"}, (1, 2), torch.float32, False),
+        Damage(decode_file),
+        Damage(decode_file, b"", {}),
+        Damage(torch._utils._rebuild_tensor_v2, 1, 2, 3, 4, 5, 6),
+        Damage(torch._utils._rebuild_parameter, "no tensor", True, None),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")
+def test_allowed_functions_called_with_anything_are_a_typed_error(tmp_path: Path, damage: Damage, zipped: bool) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    torch.save({**TENSORS, "x": damage}, file, _use_new_zipfile_serialization=zipped)
+    with pytest.raises(CorruptFileError, match=r"expected") as raised:
+        check_weight_files([file])
+    assert "weights_only=True" not in str(raised.value)
+    assert "add_safe_globals" not in str(raised.value)
+
+
+def test_a_legacy_file_that_claims_more_than_there_is_takes_no_memory(tmp_path: Path) -> None:
+    file = tmp_path / "pytorch_model.bin"
+    file.write_bytes(pickle.dumps(0x1950A86A20F9469CFC6C, protocol=2) + b"\x80\x02B\xff\xff\xff\xff")
+    with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected") as raised:
+        check_weight_files([file])
+    assert "In PyTorch 2.6" not in str(raised.value)
 
 
 def int8_starts(file: Path) -> list[int]:
