@@ -124,7 +124,8 @@ def inspect(
 def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) -> None:
     """Read every weight file and compare it with its digest: a single flipped bit is found.
 
-    Exits with 1 if a weight file is damaged or missing, or if one is there that was not saved with the model.
+    Exits with 1 if a weight file is damaged or missing, if one is there that was not saved with the model, or if the
+    quantization_config in config.json was edited.
     """
     from hf_trainweights import verify_model
 
@@ -135,6 +136,8 @@ def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) 
     else:
         typer.echo(f"{path}: {'intact' if report.ok else 'damaged'}, {len(report.files)} weight files")
         typer.echo(f"written by {', '.join(f'{package} {version}' for package, version in report.versions.items())}")
+        if not report.covers_config:
+            typer.echo("not covered: the quantization_config in config.json, of which the save kept no digest")
     foreign = [f"{path / name}: was not saved with the model" for name in report.foreign]
     exit_with([*(f"{path / name}: {problem}" for name, problem in report.problems.items()), *foreign])
 

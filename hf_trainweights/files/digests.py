@@ -6,11 +6,14 @@ One JSON object that carries its own digest, as in signed_json.py:
       "files": {"model.safetensors": {"sha256": "...", "size_bytes": 123}},
       "format": "trainweights-files",
       "format_version": 1,
+      "quantization_config_sha256": "...",
       "sha256": "...",
       "versions": {"hf_trainweights": "...", "safetensors": "...", "torch": "...", "transformers": "..."}
     }
 
-Files of a variant have one of their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
+`quantization_config_sha256` is that of the part of config.json that says how the codes are read, as canonical JSON:
+people edit the rest. The first files of digests lack it. Files of a variant have a file of digests of their own,
+`trainweights_files.<variant>.json`. Digests find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.model_config import CONFIG_NAME, quantization_sha256
+from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
 from hf_trainweights.files.signed_json import sign_json
 from hf_trainweights.files.weight_files import may_be_loaded
 
@@ -33,6 +38,7 @@ _STEM = "trainweights_files"
 _FORMAT = "trainweights-files"
 _FORMAT_VERSION = 1
 _PACKAGES = ("hf_trainweights", "safetensors", "torch", "transformers")
+_CONFIG_KEY = "quantization_config_sha256"
 _MAX_BYTES = 16 << 20  # about 150 bytes a file; the largest models have a few hundred
 
 
@@ -46,6 +52,7 @@ class ModelReport:
         versions: Package to version that wrote them; several, if variants differ, with commas between.
         problems: File name to what is wrong with it; a damaged file of digests is one of them.
         foreign: Names of weight files that have no digest, sorted; a loader may prefer them.
+        covers_config: Whether the digests say how config.json described the quantized weights; it is compared if so.
     """
 
     path: Path
@@ -53,10 +60,11 @@ class ModelReport:
     versions: Mapping[str, str]
     problems: Mapping[str, str]
     foreign: tuple[str, ...]
+    covers_config: bool
 
     @property
     def ok(self) -> bool:
-        """Whether the weight files are those that were saved, and no others."""
+        """Whether the weight files are those that were saved, and no others, and config.json describes them so."""
         return not self.problems and not self.foreign
 
 
@@ -77,15 +85,20 @@ def write_digests(directory: Path, names: Iterable[str], variant: str | None = N
     """Write the digests of some files beside them; equal files give equal bytes.
 
     Args:
-        directory: Where the files lie.
+        directory: Where the files lie, and the config.json that describes them.
         names: Their names.
         variant: As for `save_pretrained`.
 
     Raises:
+        CorruptFileError: config.json is none.
         OSError: A file cannot be read, or the digests cannot be written.
     """
-    files = {name: _entry(directory / name) for name in names}
-    (directory / digests_name(variant)).write_bytes(_signed({"files": files, "versions": package_versions()}))
+    content: dict[str, Any] = {"files": {name: _entry(directory / name) for name in names}}
+    content["versions"] = package_versions()
+    config_sha256 = quantization_sha256(directory)
+    if config_sha256 is not None:
+        content[_CONFIG_KEY] = config_sha256
+    (directory / digests_name(variant)).write_bytes(_signed(content))
 
 
 def package_versions() -> dict[str, str]:
@@ -95,6 +108,8 @@ def package_versions() -> dict[str, str]:
 
 def verify_model(path: str | os.PathLike[str]) -> ModelReport:
     """Read every weight file of a saved model and compare it with its digest; a single flipped bit is found.
+
+    So is a change of `quantization_config` in config.json, which says how the weights are read.
 
     Args:
         path: A directory that `save_pretrained` of a quantized model wrote, or a snapshot of a pushed one.
@@ -126,6 +141,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
     files: dict[str, Mapping[str, Any]] = {}
     versions: dict[str, set[str]] = defaultdict(set)
     problems: dict[str, str] = {}
+    configs: list[str | None] = []
     for source in sources:
         try:
             content = _read(source)
@@ -133,12 +149,12 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
             problems[source.name] = str(error)
             continue
         files |= content["files"]
+        configs.append(content.get(_CONFIG_KEY))
         for package, version in content["versions"].items():
             versions[package].add(version)
-    for name, entry in files.items():
-        problem = _problem(directory / name, entry)
-        if problem:
-            problems[name] = problem
+    found = {name: _problem(directory / name, entry) for name, entry in files.items()}
+    found[CONFIG_NAME] = _config_problem(directory, configs)
+    problems |= {name: problem for name, problem in found.items() if problem}
     present = [each.name for each in directory.iterdir() if may_be_loaded(each.name)]
     return ModelReport(
         directory,
@@ -146,6 +162,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         {package: ", ".join(sorted(several)) for package, several in sorted(versions.items())},
         problems,
         tuple(sorted(set(present) - files.keys())),
+        bool(configs) and None not in configs,
     )
 
 
@@ -159,20 +176,37 @@ def digest_files(directory: Path) -> list[Path]:
 
 
 def _entry(file: Path) -> dict[str, Any]:
+    require_regular_file(file)
     with file.open("rb") as stream:
         return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size_bytes": file.stat().st_size}
 
 
 def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
     """Return what is wrong with a file. Links are followed: the Hub's cache consists of them."""
-    if not file.is_file():
-        return "is missing"
     try:
+        require_regular_file(file)
         size_bytes = file.stat().st_size
         if size_bytes != entry["size_bytes"]:
             return f"has {size_bytes} bytes, not {entry['size_bytes']} as when it was saved"
         if _entry(file) != entry:
             return "has another SHA-256 than when it was saved"
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except CorruptFileError as error:
+        return f"is {error.found}, not {error.expected}"
+    except OSError as error:
+        return f"cannot be read: {error}"
+    return None
+
+
+def _config_problem(directory: Path, saved: Iterable[str | None]) -> str | None:
+    """Return what is wrong with config.json, given the digests of its part at the saves; None of an earlier version."""
+    known = {sha256 for sha256 in saved if sha256 is not None}
+    try:
+        if known and known != {quantization_sha256(directory)}:
+            return "has another quantization_config than when the model was saved"
+    except CorruptFileError as error:
+        return f"is {error.found}, not {error.expected}"
     except OSError as error:
         return f"cannot be read: {error}"
     return None
@@ -181,32 +215,33 @@ def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:
 def _read(file: Path) -> dict[str, Any]:
     """Return what a file of digests holds, after checking that it is what `write_digests` writes."""
     next_step = "Compare the model with its source: nothing vouches for it now."
-    with file.open("rb") as stream:
+    with open_regular_file(file) as stream:
         text = stream.read(_MAX_BYTES + 1)
     try:
         content = json.loads(text)
-        if content["format_version"] != _FORMAT_VERSION:
-            found = f"version {content['format_version']}"
-            raise CorruptFileError(
-                str(file), f"digests of version {_FORMAT_VERSION}", found, "Install a newer hf_trainweights."
-            )
-        intact = _signed(content) == text and _is_valid(content)
+        version = content["format_version"]
+        intact = version == _FORMAT_VERSION and _signed(content) == text and _is_valid(content)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CorruptFileError(str(file), "digests of weight files", repr(error)[:200], next_step) from error
+    if version != _FORMAT_VERSION:
+        expected = f"digests of version {_FORMAT_VERSION}"
+        raise CorruptFileError(str(file), expected, f"version {version}", "Install a newer hf_trainweights.")
     if not intact:
         raise CorruptFileError(str(file), "the text that was written", "another text", next_step)
     return content
 
 
 def _signed(content: Mapping[str, Any]) -> bytes:
-    fields = {"files": content["files"], "versions": content["versions"]}
+    fields = {key: content[key] for key in ("files", "versions")}
+    fields |= {key: content[key] for key in (_CONFIG_KEY,) if key in content}
     return sign_json({**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION})
 
 
 def _is_valid(content: Mapping[str, Any]) -> bool:
     """Return whether names are those of weight files in the same directory, not paths out of it, and values typed."""
     types = {"sha256": str, "size_bytes": int}
-    return all(isinstance(version, str) for version in content["versions"].values()) and all(
+    texts = [*content["versions"].values(), content.get(_CONFIG_KEY, "")]
+    return all(isinstance(text, str) for text in texts) and all(
         may_be_loaded(name) and Path(name).name == name and {key: type(value) for key, value in entry.items()} == types
         for name, entry in content["files"].items()
     )

@@ -6,7 +6,9 @@ import copy
 import hashlib
 import importlib.metadata
 import json
+import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +206,7 @@ ENTRY = {"sha256": "0" * 64, "size_bytes": 7}
         {"versions": {"torch": ["2"]}},
         {"versions": None},
         {"more": 1},
+        {"quantization_config_sha256": 1},
     ],
 )
 def test_digests_that_nobody_writes_are_a_problem(fields: dict[str, Any], tmp_path: Path) -> None:
@@ -216,6 +219,86 @@ def test_digests_that_nobody_writes_are_a_problem(fields: dict[str, Any], tmp_pa
 def test_digests_of_a_newer_version_say_so(tmp_path: Path) -> None:
     sign(tmp_path, format_version=2)
     assert "found version 2. Install a newer hf_trainweights" in verify_model(tmp_path).problems[DIGESTS]
+
+
+# ---- what config.json says about the weights
+
+EDITS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "format": lambda config: config["quantization_config"].update(format="float8_e4m3"),
+    "version": lambda config: config["quantization_config"].update(version=2),
+    "quant_method": lambda config: config["quantization_config"].pop("quant_method"),
+    "group_size": lambda config: config["quantization_config"].update(group_size=32),
+    "activations": lambda config: config["quantization_config"].update(activations="int8"),
+    "another key": lambda config: config["quantization_config"].update(more=1),
+    "no quantization_config": lambda config: config.pop("quantization_config"),
+}
+
+
+def edit_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((directory / "config.json").read_bytes())
+    change(config)
+    (directory / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_an_edit_of_the_quantization_config_is_found(name: str, directory: Path) -> None:
+    assert verify_model(directory).covers_config
+    edit_config(directory, EDITS[name])
+    expected = {"config.json": "has another quantization_config than when the model was saved"}
+    assert verify_model(directory).problems == expected
+
+
+def test_the_rest_of_the_config_is_the_users_to_edit(directory: Path) -> None:
+    edit_config(directory, lambda config: config.update(bos_token_id=5, more={"b": 1, "a": 2}))
+    assert verify_model(directory).ok
+
+
+@pytest.mark.parametrize(
+    ("put", "found"),
+    [
+        (lambda file: None, "has another quantization_config"),
+        (lambda file: file.write_bytes(b"{"), "is JSONDecodeError"),
+        (lambda file: file.write_bytes(b"[" * 100_000), "is RecursionError"),
+        (lambda file: file.write_bytes(b"[]"), "is AttributeError"),
+        (os.mkfifo, "is a FIFO, not a regular file"),
+        (Path.mkdir, "is a directory, not a regular file"),
+        (lambda file: file.symlink_to(file), "is a symbolic link in a circle, not a regular file"),
+    ],
+    ids=["missing", "cut", "deep", "a list", "FIFO", "directory", "loop"],
+)
+def test_a_config_that_cannot_be_read_is_a_problem(put: Callable[[Path], object], found: str, directory: Path) -> None:
+    (directory / "config.json").unlink()
+    put(directory / "config.json")
+    (problem,) = verify_model(directory).problems.items()
+    assert problem[0] == "config.json"
+    assert problem[1].startswith(found)
+
+
+def test_digests_of_an_earlier_version_do_not_cover_the_config_and_say_so(directory: Path) -> None:
+    content = json.loads((directory / DIGESTS).read_bytes())
+    del content["quantization_config_sha256"]
+    sign(directory, **{**content, "sha256": ""})
+    edit_config(directory, EDITS["format"])
+    report = verify_model(directory)
+    assert report.ok
+    assert not report.covers_config
+
+
+def test_a_variant_saved_with_another_config_leaves_the_others_not_described(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    model.save_pretrained(tmp_path)
+    int4 = LLAMA.build()
+    quantize_(int4, TrainWeightsConfig("int4", group_size=32))
+    int4.save_pretrained(tmp_path, variant="int4")
+    assert list(verify_model(tmp_path).problems) == ["config.json"]
+
+
+@pytest.mark.parametrize("name", ["model-00002-of-00002.safetensors", DIGESTS])
+def test_a_fifo_in_the_place_of_a_file_is_a_problem(name: str, small: Path) -> None:
+    (small / name).unlink()
+    os.mkfifo(small / name)
+    assert "a FIFO" in verify_model(small).problems[name]
 
 
 def test_links_are_followed(small: Path, tmp_path: Path) -> None:

@@ -1,0 +1,48 @@
+"""The part of a model's config.json that says how its quantized weights are read."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+
+CONFIG_NAME = "config.json"
+
+
+def quantization_sha256(directory: Path) -> str | None:
+    """Return the SHA-256 of `quantization_config` as canonical JSON: sorted keys, no spaces, ASCII.
+
+    Args:
+        directory: Where config.json lies.
+
+    Returns:
+        64 hexadecimal digits; None where there is no config.json, or none of a quantized model.
+
+    Raises:
+        CorruptFileError: config.json is no regular file, or no JSON object.
+        OSError: It cannot be read.
+
+    Example:
+        >>> import tempfile
+        >>> directory = Path(tempfile.mkdtemp())
+        >>> _ = (directory / "config.json").write_text('{"quantization_config": {"format": "int8"}}')
+        >>> quantization_sha256(directory)[:8]
+        'd27a4119'
+    """
+    file = directory / CONFIG_NAME
+    try:
+        with open_regular_file(file) as stream:
+            described = json.loads(stream.read()).get("quantization_config")
+    except FileNotFoundError:
+        return None
+    except CorruptFileError:
+        raise
+    except (ValueError, AttributeError, RecursionError) as error:
+        next_step = "Download it again, or save the model again from its source."
+        raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], next_step) from error
+    if described is None:
+        return None
+    return hashlib.sha256(json.dumps(described, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
