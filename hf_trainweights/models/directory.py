@@ -12,8 +12,6 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
 from huggingface_hub import snapshot_download
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
@@ -21,6 +19,7 @@ from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.atomic import create_directory, sync_tree
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.missing_weights import parameter_names, saved_class
 from hf_trainweights.models.summary import Summary
 
 # Files that are not copied: those that the quantized model writes itself, and float weights or training state.
@@ -95,7 +94,7 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         device(type='cpu')
     """
     saved = _read_config(source)
-    name, cls = _saved_class(saved)
+    name, cls = saved_class(saved)
     if cls is None:
         next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
@@ -130,11 +129,8 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
         saved = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError):
         return None
-    _, cls = _saved_class(saved)
-    if cls is None:
-        return None
-    with torch.device("meta"):
-        return {name for name, _ in cls(saved).named_parameters(remove_duplicate=False)}
+    _, cls = saved_class(saved)
+    return None if cls is None else parameter_names(cls, saved)
 
 
 def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
@@ -164,12 +160,6 @@ def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
         return AutoConfig.from_pretrained(source)
     except (OSError, ValueError) as error:
         raise _cannot_load(source, error) from error
-
-
-def _saved_class(saved: PretrainedConfig) -> tuple[str, Any]:
-    """Return the name of the class that a model was saved as, and the class, None if Transformers does not have it."""
-    name = next(iter(saved.architectures or ()), "none")
-    return name, getattr(transformers, name, None)
 
 
 def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:

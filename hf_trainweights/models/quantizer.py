@@ -21,6 +21,7 @@ from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
+from hf_trainweights.models.missing_weights import check_none_is_missing
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_saving
 from hf_trainweights.models.selection import check_choice, choose, survey
@@ -180,6 +181,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             model.config.quantization_config = self.quantization_config
         self._survey(model)
         check_not_empty(self.summary(), self.quantization_config)
+        if self.pre_quantized:
+            check_none_is_missing(model, self.summary(), self.state.stored)
         _logger.info("%s", self._summary)
         choose_layouts_(model)
         return_freed_memory()

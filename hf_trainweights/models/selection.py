@@ -21,6 +21,9 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _logger = logging.getLogger(__name__)
 
+# Why a weight is left alone that the configuration would have quantized.
+NOT_IN_CHECKPOINT = "not in the checkpoint"
+
 
 class _Rules(NamedTuple):
     """What a configuration says about the names of a module.
@@ -77,7 +80,7 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     for choice in choose(module, config, skip).tensors:
         weight = getattr(choice.module, choice.name.rpartition(".")[2])
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
-            choice = replace(choice, format=None, reason="not in the checkpoint", bytes_after=choice.bytes_before)
+            choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before)
         found.append(choice)
     return Summary(tuple(found))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.models.host.versions import private_attribute
@@ -46,6 +46,25 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         kept |= set(private_attribute(module, attribute) or ())
     return sorted(kept)
+
+
+def was_loaded(parameter: Tensor) -> bool:
+    """Return whether a parameter came from a checkpoint; False where a version does not say.
+
+    Args:
+        parameter: A parameter of a model after `from_pretrained`.
+    """
+    return bool(getattr(parameter, "_is_hf_initialized", False))
+
+
+def base_prefix(model: PreTrainedModel) -> str:
+    """Return what stands before the names of the base model's parameters in a model with a head, e.g. `model.`.
+
+    Args:
+        model: Any model, with a head or without; empty where a version does not say.
+    """
+    prefix = getattr(model, "base_model_prefix", "")
+    return f"{prefix}." if prefix else ""
 
 
 def has_adapters(model: PreTrainedModel) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from pathlib import Path
 
 import pytest
 import transformers
@@ -10,12 +11,19 @@ from architectures import ARCHITECTURES
 from packaging.version import Version
 from peft import LoraConfig
 from torch import nn
-from transformers import PreTrainedModel, modelcard
+from transformers import AutoModelForSequenceClassification, PreTrainedConfig, PreTrainedModel, modelcard
 from transformers.integrations.peft import PeftAdapterMixin
 from transformers.quantizers.base import HfQuantizer
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.models.host.models import has_adapters, modules_kept_in_float, tasks_of, tied_names
+from hf_trainweights.models.host.models import (
+    base_prefix,
+    has_adapters,
+    modules_kept_in_float,
+    tasks_of,
+    tied_names,
+    was_loaded,
+)
 from hf_trainweights.models.overrides import listed
 
 
@@ -42,6 +50,19 @@ def test_modules_not_to_convert_are_matched_as_transformers_matches_them(pattern
     should_convert_module = import_module("transformers.quantizers.quantizers_utils").should_convert_module
     for name in ("lm_head", "model.lm_head", "layers.1.mlp", "layers.11.mlp", "mlp.gate_proj", "b.weight", "x.fc1"):
         assert bool(listed([pattern], [name])) != should_convert_module(name, [pattern])
+
+
+def test_a_parameter_that_was_loaded_is_told_from_one_that_was_made(tmp_path: Path) -> None:
+    ARCHITECTURES["bert"].build().save_pretrained(tmp_path)
+    model = AutoModelForSequenceClassification.from_pretrained(tmp_path)
+    made = {name for name, parameter in model.named_parameters() if not was_loaded(parameter)}
+    assert made == {"bert.pooler.dense.weight", "bert.pooler.dense.bias", "classifier.weight", "classifier.bias"}
+
+
+def test_the_prefix_of_the_base_model_is_that_of_its_parameters() -> None:
+    model = ARCHITECTURES["gpt2"].build()
+    assert base_prefix(model) == base_prefix(model.base_model) == "transformer."
+    assert base_prefix(PreTrainedModel(PreTrainedConfig())) == ""
 
 
 def test_embeddings_and_head_are_not_kept_where_they_are_included() -> None:
