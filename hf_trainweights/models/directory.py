@@ -6,9 +6,10 @@ needs memory for the quantized model and one weight of the source.
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import os
-import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,10 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.atomic import create_directory, sync_tree
+from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.missing_weights import parameter_names, saved_class
 from hf_trainweights.models.summary import Summary
@@ -27,6 +31,8 @@ _LEFT_BEHIND = (
     *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
     *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
 )
+_UNCHANGED = "It is as it was."
+_CHUNK_BYTES = 1 << 20
 # Tokenizers and processors have no other folder.
 _FOLDERS = ("additional_chat_templates",)
 
@@ -48,25 +54,27 @@ def quantize_directory(
         The choice for each parameter.
 
     Raises:
-        ConfigError: `out` is not empty; the model is quantized already, is of no class of Transformers, or lacks
-            weights; or nothing would be quantized.
+        ConfigError: `out` is not empty; the source is missing, cannot be read, is quantized already, is of no class of
+            Transformers, or lacks weights; or nothing would be quantized.
         CorruptFileError: A file of the source is damaged.
         QuantizationError: A weight holds NaN or Inf.
         SaveError: `out` cannot be written.
-        OSError: A file cannot be read or copied.
 
     Example:
         >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
     """
     out = Path(out)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
+    with save_errors(out, _UNCHANGED):
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
     saved = _read_config(source)
     if getattr(saved, "quantization_config", None) is not None:
         next_step = "Quantize the float model it was made from, or call model.dequantize() and save that."
         raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
     model = load_saved(source, quantization_config=config)
-    with save_errors(out, "It is as it was."), create_directory(out) as temporary:
+    with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
+        clean_up(out.parent)
+    with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
         copy_companions(source, temporary)
         model.save_pretrained(temporary)
         sync_tree(temporary)
@@ -85,7 +93,7 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         The model; weights that need no conversion are views of the memory-mapped files.
 
     Raises:
-        ConfigError: It is of no class of Transformers, or lacks weights.
+        ConfigError: It is missing, cannot be read, is of no class of Transformers, or lacks weights.
         CorruptFileError: A file is damaged.
         TrainWeightsError: Quantizing on the fly failed.
 
@@ -98,11 +106,13 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
     if cls is None:
         next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
+    _check_index(Path(source))
     try:
         model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True, **options)
     except TrainWeightsError:
         raise
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:
+        # What is wrong in a model's files, Transformers tells by whatever error that leads to.
         raise _cannot_load(source, error) from error
     if report["missing_keys"]:
         missing = ", ".join(sorted(report["missing_keys"])[:3])
@@ -141,28 +151,69 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
         out: The directory to copy to; made if missing.
 
     Raises:
-        OSError: A file cannot be read or written.
+        ConfigError: A file cannot be read.
+        CorruptFileError: A link leads to nothing.
+        OSError: `out` cannot be written.
     """
     folder = Path(source)
-    if not folder.is_dir():
-        snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
-        folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
-    out.mkdir(parents=True, exist_ok=True)
-    for path in sorted(folder.iterdir()):
-        if path.is_file() and not any(fnmatch.fnmatch(path.name, pattern) for pattern in _LEFT_BEHIND):
-            shutil.copyfile(path, out / path.name)
-        elif path.is_dir() and path.name in _FOLDERS:
-            shutil.copytree(path, out / path.name)
+    with _reading(source):
+        if not folder.is_dir():
+            snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
+            folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
+        files = [
+            path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)
+        ]
+        files += [path for name in _FOLDERS if (folder / name).is_dir() for path in (folder / name).iterdir()]
+    for path in sorted(path for path in files if path.is_file()):
+        target = out / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy(path, target)
+
+
+def _copy(path: Path, target: Path) -> None:
+    with target.open("wb") as copied, contextlib.ExitStack() as stack:
+        with _reading(path):
+            original = stack.enter_context(open_regular_file(path))
+        more = True
+        while more:
+            with _reading(path):
+                more = original.read(_CHUNK_BYTES)
+            copied.write(more)
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell errors of reading the source from those of writing, which save_errors explains."""
+    try:
+        yield
+    except OSError as error:
+        next_step = "Check its permissions and the disk that it lies on."
+        raise ConfigError(str(path), "a file or directory that can be read", str(error), next_step) from error
+
+
+def _check_index(source: Path) -> None:
+    """Check the index by which Transformers will look for shards, if it needs one: it tells damage by odd errors."""
+    first = next((source / name for name in ENTRY_POINTS[:4] if (source / name).is_file()), None)
+    if first is not None and first.suffix == ".json":
+        shard_names(first)
 
 
 def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
     try:
         return AutoConfig.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except TrainWeightsError:
+        raise
+    except Exception as error:
         raise _cannot_load(source, error) from error
 
 
 def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:
-    reason = str(error).strip().partition("\n")[0].rstrip(".")
+    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if not isinstance(error, OSError | ValueError | RuntimeError):
+        reason = f"{type(error).__name__}: {reason}"  # such as a KeyError, whose text is a key alone
+    if reason.startswith("Repo id") and not os.path.lexists(source):
+        reason = "nothing there"
     next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
+    if isinstance(error, PermissionError):
+        next_step = "Check the permissions of its files."
     return ConfigError(str(source), "a model that Transformers loads", reason, next_step)

@@ -67,8 +67,8 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     ]
     if not missing:
         return
-    saved = _names_when_saved(model, parameters)
-    lost = [name for name in missing if name.removeprefix(prefix) in {each.removeprefix(prefix) for each in saved}]
+    saved = {name.removeprefix(prefix) for name in _names_when_saved(model, parameters)}
+    lost = [name for name in missing if name.removeprefix(prefix) in saved]
     if lost:
         files = sorted({str(weight.file.parent) for weight in stored.values()})
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""

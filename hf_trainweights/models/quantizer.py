@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -25,7 +25,7 @@ from hf_trainweights.models.missing_weights import check_none_is_missing
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_saving
 from hf_trainweights.models.selection import check_choice, choose, survey
-from hf_trainweights.models.stored_weights import check_index, check_weight_files
+from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
@@ -111,24 +111,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Return the device map with "cpu" for "disk"."""
         return map_disk_to_cpu(device_map)
 
-    def update_attn_implementation(self, config: PretrainedConfig) -> PretrainedConfig:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Check the index of a quantized checkpoint; return the configuration as it is.
-
-        Transformers calls no other hook between reading config.json and opening the index; before 5.23 it calls none.
-
-        Raises:
-            CorruptFileError: The index is damaged, or names a file that is not beside it.
-        """
-        if self.pre_quantized and config.name_or_path:
-            check_index(config.name_or_path)
-        return config
-
     def adjust_max_memory(self, max_memory: dict[Any, Any]) -> dict[Any, Any]:
         """Return limits for `device_map="auto"` by which no module of a quantized checkpoint goes to the "disk"."""
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [])
+        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [], model.config.name_or_path or "")
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:

@@ -14,9 +14,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.paths import is_safe_name
 from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
-from hf_trainweights.files.weight_files import ENTRY_POINTS, entry_point_rank, shard_names
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
 
@@ -35,39 +35,26 @@ class StoredWeight(NamedTuple):
     stored_bytes: int
 
 
-def check_index(directory: str | os.PathLike[str]) -> None:
-    """Check the index by which Transformers will find the shards of a model, if it has one, before anything is opened.
-
-    Args:
-        directory: The model's directory; of an id on the Hub, nothing is checked.
-
-    Raises:
-        CorruptFileError: The index is damaged, or names a file that is not beside it.
-        OSError: It cannot be read.
-    """
-    first = next((path for name in ENTRY_POINTS[:4] if (path := Path(directory, name)).is_file()), None)
-    if first is not None and first.suffix == ".json":
-        shard_names(first)
-
-
-def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, StoredWeight]:
+def check_weight_files(
+    files: Iterable[str | os.PathLike[str]], directory: str | os.PathLike[str] = ""
+) -> dict[str, StoredWeight]:
     """Check that the files of a checkpoint are whole, and that every quantized weight in them is.
 
     Args:
         files: The `.safetensors` and `.bin` files of one checkpoint.
+        directory: The model's directory, which an index must not lead out of. An id on the Hub, or nothing, is none.
 
     Returns:
         Every weight under its name in the checkpoint, a quantized one under the name of the float weight.
 
     Raises:
         CorruptFileError: A file is missing or truncated, is of another kind than its name says, or holds a pickle with
-            a global that is not allowed; or a stored tensor of a weight is missing; or several files are not the
-            shards of an index beside them.
+            a global that is not allowed; or a stored tensor of a weight is missing; or a file lies elsewhere.
         OSError: A file cannot be read.
     """
     tensors: dict[str, StoredWeight] = {}
     files = [Path(file) for file in files]
-    _check_places(files)
+    _check_places(files, Path(directory))
     for file in files:
         if file.suffix == ".safetensors":
             entries = _read_header(file).items()
@@ -93,20 +80,19 @@ def check_weight_files(files: Iterable[str | os.PathLike[str]]) -> dict[str, Sto
     return weights
 
 
-def _check_places(files: Sequence[Path]) -> None:
-    """Check that files are there, and beside the index that lists them, before any of them is opened."""
+def _check_places(files: Sequence[Path], directory: Path) -> None:
+    """Check that files are there, and in the model's directory if it is known, before any of them is opened."""
     for file in files:
+        if directory.is_dir() and directory != Path() and not _is_inside(file, directory):
+            raise CorruptFileError(str(file), f"a file in {directory}", "a path out of it in the index", _AGAIN)
         try:
             require_regular_file(file)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CorruptFileError(str(file), "a shard, as the index says", "no such file", _AGAIN) from error
-    for directory in {file.parent for file in files} if len(files) > 1 else ():
-        indices = [path for path in directory.iterdir() if ".index" in path.suffixes and path.suffix == ".json"]
-        listed = {name for index in indices if entry_point_rank(index.name) is not None for name in shard_names(index)}
-        for file in files:
-            if file.parent == directory and file.name not in listed:
-                found = "a file elsewhere, or one that it does not list"
-                raise CorruptFileError(str(file), "a shard that the index beside it lists", found, _AGAIN)
+
+
+def _is_inside(file: Path, directory: Path) -> bool:
+    return file.is_relative_to(directory) and is_safe_name(file.relative_to(directory).as_posix())
 
 
 def _read_header(file: Path) -> dict[str, dict[str, Any]]:

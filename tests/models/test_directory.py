@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import json
 import os
+import re
+import resource
+import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,7 +21,8 @@ from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.errors import ConfigError, QuantizationError, SaveError
+from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
+from hf_trainweights.models import directory
 from hf_trainweights.models.directory import load_saved, quantize_directory, saved_parameter_names
 
 INT4 = {"format": "int4", "group_size": 32}
@@ -29,8 +36,8 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "float"
 
 
-def contents(directory: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(directory)): file.read_bytes() for file in directory.rglob("*") if file.is_file()}
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -138,6 +145,98 @@ def test_a_failed_save_leaves_nothing_behind(llama: Path, tmp_path: Path, monkey
     with pytest.raises(SaveError, match="No space left"):
         quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left_behind(
+    llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Unreadable(io.BytesIO):
+        def read(self, *_: object) -> bytes:
+            raise OSError(errno.EIO, "Input/output error")
+
+    (llama / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr(directory, "open_regular_file", lambda path: Unreadable())
+    with pytest.raises(ConfigError, match=r"/float/\w+\.json: expected .*, found .*Input/output error\. Check"):
+        quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_a_file_that_does_not_fit_is_an_error_of_the_target(llama: Path, tmp_path: Path) -> None:
+    (llama / "tokenizer.json").write_bytes(bytes(1 << 20))
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 19, hard))
+    try:
+        with pytest.raises(SaveError, match=r"/out: expected enough free disk space, found .* It is as it was\. Free"):
+            quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in tmp_path.iterdir()] == ["float"]
+
+
+def test_a_target_that_cannot_be_looked_at_is_named(llama: Path, tmp_path: Path) -> None:
+    with pytest.raises(SaveError, match=r"expected .*, found .*File name too long"):
+        quantize_directory(llama, tmp_path / ("o" * 300), TrainWeightsConfig("int8"))
+    (tmp_path / "loop").symlink_to("loop")
+    with pytest.raises(ConfigError, match="expected a new or empty directory, found something there"):
+        quantize_directory(llama, tmp_path / "loop", TrainWeightsConfig("int8"))
+
+
+SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
+    "missing": (shutil.rmtree, "found nothing there. Give a directory that save_pretrained wrote"),
+    "no weights": (
+        lambda source: (source / "model.safetensors").unlink(),
+        "found Error no file named",
+    ),
+    "FIFO as weights": (lambda source: put_fifo(source / "model.safetensors"), "no file named model.safetensors"),
+    "FIFO as config": (lambda source: put_fifo(source / "config.json"), "found Unrecognized model"),
+    "config of a list": (lambda source: (source / "config.json").write_text("[]"), "found Unrecognized model"),
+    "config of odd type": (
+        lambda source: (source / "config.json").write_text('{"model_type": []}'),
+        "found TypeError:",
+    ),
+    "config of bytes": (lambda source: (source / "config.json").write_bytes(b"\xff"), "is not a valid JSON file"),
+    "index of a list": (lambda source: put_index(source, []), "index.json: expected a weight_map"),
+    "index out of it": (lambda source: put_index(source, {"weight_map": {"a": "../a.bin"}}), "found '../a.bin'"),
+    "no metadata": (lambda source: put_index(source, {"weight_map": {"a": "a.bin"}}), "found KeyError: 'metadata'"),
+}
+
+
+def put_fifo(file: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def put_index(source: Path, content: object) -> None:
+    (source / "model.safetensors").unlink()
+    (source / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("name", SPOILED)
+def test_a_spoiled_source_is_a_typed_error_that_names_it(name: str, llama: Path, tmp_path: Path) -> None:
+    spoil, expected = SPOILED[name]
+    spoil(llama)
+    with pytest.raises((ConfigError, CorruptFileError), match=re.escape(expected)) as raised:
+        quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    assert raised.value.where.startswith(str(llama))
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_regular_files_are_copied(llama: Path, tmp_path: Path) -> None:
+    os.mkfifo(llama / "merges.txt")
+    (llama / "vocab.txt").symlink_to("/dev/zero")
+    (llama / "loop").symlink_to("loop")
+    (llama / "additional_chat_templates").mkdir()
+    (llama / "additional_chat_templates" / "again").symlink_to(".")
+    (llama / "tokenizer.json").write_text("{}")
+    quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
+    expected = {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "trainweights_files.json",
+    }
+    assert {path.name for path in (tmp_path / "out").rglob("*")} == expected
 
 
 def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_path: Path) -> None:

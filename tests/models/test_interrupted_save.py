@@ -20,9 +20,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_, quantize_directory, verify_model
+from hf_trainweights.checkpoint import collect_garbage
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.temporary import claim_directory
 
 LLAMA = ARCHITECTURES["llama"]
 SHARDED = {"max_shard_size": "32KB"}
@@ -176,6 +178,88 @@ def test_a_disk_that_fails_between_two_shards_mixes_no_models(
         with pytest.raises(SaveError, match="Nothing was changed there"):
             made(1).save_pretrained(tmp_path, **options)
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+class DeadlyDisk(disk.FileSystem):
+    """Kills its process at one of the calls of one name."""
+
+    def __init__(self, call: str, number: int):
+        self.call = call
+        self.left = number
+
+    def __getattribute__(self, name: str) -> Any:
+        if name == super().__getattribute__("call"):
+            self.left -= 1
+            if self.left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+        return super().__getattribute__(name)
+
+
+def kill(save: Save, directory: Path, call: str, number: int) -> None:
+    """Save in a process that dies at that call."""
+    child = os.fork()
+    if child == 0:
+        disk.file_system = DeadlyDisk(call, number)
+        save(directory)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def leftovers(directory: Path) -> list[Path]:
+    return list(directory.rglob("_trainweights-*"))
+
+
+KILLED = ["int4 over int8", "shards", "bin", "bin shards over safetensors", "exported shards over shards"]
+
+
+# While the new files are forced to the disk, and while they move.
+@pytest.mark.parametrize(("call", "number"), [("sync_file", 1), ("rename", 3)])
+@pytest.mark.parametrize("name", KILLED)
+def test_what_a_killed_save_leaves_is_removed_by_the_next_save_and_by_gc(
+    name: str, call: str, number: int, tmp_path: Path
+) -> None:
+    directory = tmp_path / "model"
+    save_old, save_new = SAVES[name]()
+    save_old(directory)
+    names = {path.name for path in directory.iterdir()}
+    kill(save_new, directory, call, number)
+    assert leftovers(directory)
+    collect_garbage(directory)
+    assert {path.name for path in directory.iterdir()} == names
+    kill(save_new, directory, call, number)
+    assert leftovers(directory)
+    save_new(directory)
+    assert not leftovers(tmp_path)
+    assert name.startswith("exported") or verify_model(directory).ok
+
+
+def test_a_save_leaves_alone_what_a_living_one_writes(tmp_path: Path) -> None:
+    made(0).save_pretrained(tmp_path)
+    kill(saved(made(1)), tmp_path, "rename", 1)
+    dead = leftovers(tmp_path)
+    claim = claim_directory(tmp_path)
+    (claim.path / "weights").write_bytes(b"on their way")
+    made(1).save_pretrained(tmp_path)
+    assert dead
+    assert leftovers(tmp_path) == [claim.path]
+    assert (claim.path / "weights").read_bytes() == b"on their way"
+    claim.release()
+    made(1).save_pretrained(tmp_path)
+    assert not leftovers(tmp_path)
+
+
+@pytest.mark.parametrize(("call", "number"), [("mkdir", 2), ("sync_file", 1), ("rename", 1)])
+def test_what_a_killed_copy_leaves_beside_its_target_is_removed_by_the_next(
+    call: str, number: int, tmp_path: Path
+) -> None:
+    made(0, None).save_pretrained(tmp_path / "float")
+    quantize = lambda out: quantize_directory(tmp_path / "float", out, TrainWeightsConfig("int8"))  # noqa: E731
+    kill(quantize, tmp_path / "int8", call, number)
+    assert leftovers(tmp_path)
+    claim = claim_directory(tmp_path)
+    quantize(tmp_path / "int8")
+    assert {path.name for path in tmp_path.iterdir()} == {"float", "int8", claim.path.name}
+    claim.release()
 
 
 def test_kills_at_any_time_leave_one_model_or_the_other(tmp_path: Path) -> None:

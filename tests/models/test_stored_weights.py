@@ -43,12 +43,6 @@ def header(entries: object) -> bytes:
     return struct.pack("<Q", len(text)) + text
 
 
-def write_index(directory: Path, *names: str) -> Path:
-    index = directory / "model.safetensors.index.json"
-    index.write_text(json.dumps({"metadata": {}, "weight_map": {str(key): name for key, name in enumerate(names)}}))
-    return index
-
-
 class Touch:
     """Pickles as a call that leaves a file behind, which tells whether it ran."""
 
@@ -63,7 +57,6 @@ class Touch:
 def test_whole_files_give_every_weight_with_its_file_and_bytes(tmp_path: Path, suffix: str) -> None:
     first = write(tmp_path, f"1{suffix}", {name: TENSORS[name] for name in ("layer._weight_scale", "layer.bias")})
     second = write(tmp_path, f"2{suffix}", {"layer._weight_qdata": TENSORS["layer._weight_qdata"]})
-    write_index(tmp_path, first.name, second.name)
     weights = check_weight_files([first, second])
     assert {name: weight.stored_bytes for name, weight in weights.items()} == {"layer.weight": 24, "layer.bias": 12}
     assert weights["layer.bias"].file == first
@@ -182,14 +175,26 @@ def test_another_kind_of_file_is_left_to_transformers(tmp_path: Path) -> None:
     assert check_weight_files([tmp_path / "model.gguf"]) == {}
 
 
-def test_shards_that_no_index_beside_them_lists_are_refused_before_one_is_opened(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    files = [tmp_path / "model" / "1.safetensors", tmp_path / "model" / ".." / "outside.safetensors"]
+@pytest.mark.parametrize("outside", ["model/../outside.safetensors", "outside.safetensors", "modelled/a.safetensors"])
+def test_a_path_out_of_the_directory_is_refused_before_a_file_is_opened(tmp_path: Path, outside: str) -> None:
+    directory = tmp_path / "model"
+    files = [directory / "1.safetensors", tmp_path / outside]
     for file in files:
+        file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"not to be read")
-    write_index(tmp_path / "model", "1.safetensors")
-    with pytest.raises(CorruptFileError, match=r"\.\./outside\.safetensors: expected a shard that the index beside it"):
-        check_weight_files(files)
+    with pytest.raises(CorruptFileError, match=rf"{outside}: expected a file in {directory}, found a path out of it"):
+        check_weight_files(files[::-1], directory)
+
+
+def test_a_subfolder_and_the_working_directory_are_inside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    write(tmp_path / "sub", "model.safetensors")
+    monkeypatch.chdir(tmp_path / "sub")
+    names = {"layer.weight", "layer.bias"}
+    assert set(check_weight_files([tmp_path / "sub" / "model.safetensors"], tmp_path)) == names
+    assert set(check_weight_files(["./model.safetensors"], ".")) == names
+    assert set(check_weight_files([tmp_path / "sub" / "model.safetensors"], "an/id")) == names
+    assert set(check_weight_files(["../sub/model.safetensors"], "../sub")) == names
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".bin"])
