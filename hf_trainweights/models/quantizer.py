@@ -23,7 +23,7 @@ from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.missing_weights import check_none_is_missing
 from hf_trainweights.models.saved_tensors import flat_state_dict
-from hf_trainweights.models.saving import attach_saving
+from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
@@ -176,7 +176,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)
-        attach_saving(model)
+        attach_methods(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model
 

@@ -30,6 +30,7 @@ from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.hub import Push, begin_push
+from hf_trainweights.models.resizing import resize_token_embeddings
 from hf_trainweights.models.saved_tensors import get_memory_footprint, is_same_weight
 from hf_trainweights.tensor.layouts import canonical_layouts
 
@@ -37,13 +38,13 @@ from hf_trainweights.tensor.layouts import canonical_layouts
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
 
-def attach_saving(model: PreTrainedModel) -> None:
-    """Give one model the save_pretrained and push_to_hub of this module; the class stays as it is.
+def attach_methods(model: PreTrainedModel) -> None:
+    """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is.
 
     Args:
         model: A quantized model.
     """
-    for function in (save_pretrained, push_to_hub, get_memory_footprint):
+    for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings):
         setattr(model, function.__name__, types.MethodType(function, model))
 
 

@@ -321,41 +321,6 @@ def test_initialising_an_adapter_from_a_quantized_weight_raises(quantized: Calla
             get_peft_model(quantized(), LoraConfig(target_modules=["q_proj"], init_lora_weights=method))
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
-@pytest.mark.parametrize("size", [90, 104])
-def test_float_embeddings_are_resized(
-    size: int, name: str, quantized: Callable[..., PreTrainedModel], tmp_path: Path
-) -> None:
-    model = quantized(name)
-    inputs = ARCHITECTURES[name].make_inputs()
-    inputs["input_ids"] %= 90
-    expected = outputs(model, inputs)[0]
-    model.resize_token_embeddings(size, mean_resizing=False)
-    model.save_pretrained(tmp_path)
-    for each in (model, AutoModelForCausalLM.from_pretrained(tmp_path)):
-        assert isinstance(each.get_parameter(UP), QuantizedTensor)
-        logits = outputs(each, inputs)[0]
-        assert logits.shape[-1] == size
-        kept = min(size, 96)
-        torch.testing.assert_close(logits[..., :kept], expected[..., :kept], rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
-@pytest.mark.parametrize("options", [{}, {"mean_resizing": False}], ids=["mean", "plain"])
-@pytest.mark.parametrize("size", [90, 104])
-def test_quantized_embeddings_are_not_resized_into_float_ones(
-    size: int, options: dict[str, Any], name: str, quantized: Callable[..., PreTrainedModel]
-) -> None:
-    model = quantized(name, TrainWeightsConfig("int8", include_embeddings=True))
-    inputs = ARCHITECTURES[name].make_inputs()
-    expected = outputs(model, inputs)[0]
-    with pytest.raises(UnsupportedError, match="two quantized tensors of one format"):
-        model.resize_token_embeddings(size, **options)
-    assert isinstance(model.get_input_embeddings().weight, QuantizedTensor)
-    assert isinstance(model.get_output_embeddings().weight, QuantizedTensor)
-    assert torch.equal(outputs(model, inputs)[0], expected)
-
-
 def test_a_quantized_model_without_adapters_is_refused(
     quantized: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
