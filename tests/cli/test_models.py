@@ -138,10 +138,10 @@ def test_inspect_warns_of_a_file_that_it_does_not_unpickle(tmp_path: Path) -> No
 
 
 def test_verify_finds_a_flipped_bit_and_a_foreign_file(int4: Path) -> None:
-    write_digests(int4, ["model.safetensors"])
     result = run("verify", int4)
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"{int4}: intact, 1 weight files" in result.stdout
+    assert "not covered" not in result.stdout
     assert "written by hf_trainweights" in result.stdout
     content = bytearray((int4 / "model.safetensors").read_bytes())
     content[-1] ^= 1
@@ -154,6 +154,34 @@ def test_verify_finds_a_flipped_bit_and_a_foreign_file(int4: Path) -> None:
     report = run_json("verify", int4, exit_code=1)
     assert list(report["problems"]) == ["model.safetensors"]
     assert report["foreign"] == ["pytorch_model.bin"]
+
+
+def test_verify_finds_an_edited_quantization_config_or_says_that_nothing_covers_it(int4: Path) -> None:
+    config = json.loads((int4 / "config.json").read_text())
+    described = config.pop("quantization_config")
+    (int4 / "config.json").write_text(json.dumps({**config, "quantization_config": {**described, "group_size": 64}}))
+    result = run("verify", int4)
+    assert result.exit_code == 1
+    assert result.stderr.startswith(f"problem: {int4 / 'config.json'}: has another quantization_config")
+    assert run_json("verify", int4, exit_code=1)["covers_config"] is True
+    (int4 / "config.json").unlink()
+    write_digests(int4, ["model.safetensors"])
+    result = run("verify", int4)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert "not covered: the quantization_config in config.json" in result.stdout
+    assert run_json("verify", int4)["covers_config"] is False
+
+
+@pytest.mark.parametrize("found", ["nothing there", "Error no file named model.safetensors"])
+def test_a_source_that_is_no_model_is_an_error_in_one_line(found: str, llama: Path, tmp_path: Path) -> None:
+    source = tmp_path / "missing"
+    if found != "nothing there":
+        source.mkdir()
+        (source / "config.json").write_bytes((llama / "config.json").read_bytes())
+    result = run("quantize", source, tmp_path / "out", "--format", "int8")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(f"error: {source}: expected a model that Transformers loads, found {found}")
+    assert result.stderr.count("\n") == 1
 
 
 def test_diff_measures_what_quantizing_costs(llama: Path, int4: Path) -> None:
