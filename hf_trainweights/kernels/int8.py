@@ -86,7 +86,7 @@ def prepare_few_rows(
     del layout
     qdata, scale = held["qdata"], held["scale"]
     on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
-    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
+    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0:
         return None
     (N, K), factors, quantize_x = qdata.shape, scale.view(-1), form.activations is not None
     aligned = qdata.data_ptr() % _CODES_ALIGNMENT == 0

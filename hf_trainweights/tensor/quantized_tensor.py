@@ -42,7 +42,8 @@ class QuantizedTensor(HeldTensor):
         transposed: Whether the shape shown is the stored one with its last two dimensions exchanged.
 
     Raises:
-        CorruptFileError: The stored tensors do not fit format and shape.
+        CorruptFileError: The stored tensors do not fit format and shape, or are not plain, contiguous and on one
+            device.
 
     Example:
         >>> weight = QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"}))
@@ -93,8 +94,9 @@ class QuantizedTensor(HeldTensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         del protocol
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         # PyTorch cannot load float8 from a plain pickle or from a file older than zip, so its bytes are pickled.
-        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
+        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in tensors.items()}
         is_parameter = isinstance(self, nn.Parameter)
         metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
         return rebuild_quantized_tensor, (tensors, *metadata)
