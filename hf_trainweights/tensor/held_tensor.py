@@ -154,6 +154,11 @@ class HeldTensor(Tensor):
         """The kernel's layout that holds the weight, None for its stored tensors. Torch uses `layout` otherwise."""
         return self.held.layout
 
+    @property
+    def is_traced(self) -> bool:
+        """Whether a compiler traces with the weight: then it holds tensors of another class, without values."""
+        return any(type(tensor) is not Tensor for tensor in self.held.tensors.values())
+
     def __getattr__(self, name: str) -> Tensor:
         """Return a tensor that is held by the name that `__tensor_flatten__` gives it, such as `held_qdata`."""
         tensors = self.held.tensors if name.startswith("held_") else {}

@@ -4,7 +4,7 @@
 along every dimension but K stay quantized, products dequantize what they need, and an op without a handler
 dequantizes and is counted in `FALLBACKS` (logged when TRAINWEIGHTS_LOG_FALLBACK=1 is set before the import).
 In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are float
-copies: writing to one does not change the weight.
+values that cannot be written to (`read_only`), because the write would not reach the weight.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_trainweights.tensor.dispatch import dispatch
 from hf_trainweights.tensor.handlers import REPLACEMENTS
 from hf_trainweights.tensor.held_tensor import Held, HeldTensor
 from hf_trainweights.tensor.identity import Identity
+from hf_trainweights.tensor.read_only import dlpack_of_copy
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
@@ -73,7 +74,7 @@ class QuantizedTensor(HeldTensor):
         return self
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.dequantize().__dlpack__(*args, **kwargs)
+        return dlpack_of_copy(self.dequantize(), *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [f"held_{name}" for name in self.format.tensor_names]
