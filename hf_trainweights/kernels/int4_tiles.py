@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.layouts import Layout
 
 _logger = logging.getLogger(__name__)
@@ -150,6 +151,17 @@ def _find_tile_rows() -> int | None:
     return None
 
 
+@guarded(
+    "torch._weight_int4pack_mm_for_cpu",
+    Needs("x", ("M", "K")),
+    Needs("qdata", ("N", "half"), (torch.uint8,)),
+    Needs("scale", ("G", "N", 2)),
+    rules={
+        "K to be twice the bytes of a row": lambda sizes: sizes["K"] == 2 * sizes["half"],
+        "G to divide K": lambda sizes: sizes["G"] > 0 and sizes["K"] % sizes["G"] == 0,
+        "N to be a multiple of 32": lambda sizes: sizes["N"] % 32 == 0,
+    },
+)
 def multiply_tiles(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     """Return `x @ weight.t()` by PyTorch's own op.
 
