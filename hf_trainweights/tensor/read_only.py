@@ -22,6 +22,13 @@ HOW_TO_CHANGE = (
     "quantizing."
 )
 
+# Ops that return views and do not say so. The first also ends a reshape that had to copy.
+_UNSAID_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
 
 class ReadOnlyTensor(Tensor):
     """Values that ops may read and not write: a view of it is one too, every other result is a plain tensor.
@@ -163,9 +170,7 @@ def views_as_read_only(func: Any, result: Any) -> Any:
     """
     aliases = (value.alias_info for value in func._schema.returns)
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
-    # It ends a reshape that had to copy.
-    is_view = is_view or func is torch.ops.aten._unsafe_view.default
-    return tree_map_only(Tensor, read_only, result) if is_view else result
+    return tree_map_only(Tensor, read_only, result) if is_view or func in _UNSAID_VIEWS else result
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
