@@ -89,7 +89,8 @@ def _exchange_codes(source: Tensor, target: Tensor) -> None:
         source: Int16, `[2, tiles, 2, tile_rows / 4, K / 4]`: row of a pair, tile, half of the tile, pair, word.
         target: The same, of another memory layout; filled.
     """
-    step = max(1, _BLOCK_BYTES * torch.get_num_threads() // source[:, :1].nbytes)
+    # A slice may have no experts, and thus no tiles.
+    step = max(1, _BLOCK_BYTES * torch.get_num_threads() // max(1, source[:, :1].nbytes))
     buffer = source.new_empty(2, min(step, source.shape[1]), *source.shape[2:])
     scratch = buffer.new_empty(buffer.numel() // 8, dtype=torch.int64)
     for given, filled in zip(source.split(step, dim=1), target.split(step, dim=1), strict=True):
