@@ -57,6 +57,41 @@ def demo() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+# What an op makes of a weight, as `benchmarks.ops` calls it, and what the table calls it.
+OUTCOMES = {
+    "stays quantized": "returns a quantized weight",
+    "no float weight": "returns a float result without the float weight in memory",
+    "dequantizes": "dequantizes the weight and computes with that",
+    "read-only view": "returns dequantized values that refuse writes, where a float weight has a view",
+    "refuses in place": "raises where it would write to the weight",
+    "refuses": "raises because the function writes to the weight or to a copy of it",
+}
+
+
+def ops() -> str:
+    """Return what PyTorch's ops make of a quantized weight: counts, and the names of the rarer kinds."""
+    report = read("ops")
+    outcomes = {
+        name: set(found) if isinstance(found, list) else set().union(*found.values())
+        for name, found in report["ops"].items()
+    }
+    rows = [[text, str(sum(outcome in found for found in outcomes.values()))] for outcome, text in OUTCOMES.items()]
+    lists = [
+        f"{text}: {', '.join(f'`{name}`' for name, found in outcomes.items() if outcome in found)}."
+        for outcome, text in (
+            ("stays quantized", "Return a quantized weight"),
+            ("refuses", "Raise because the function writes to the weight or to a copy of it"),
+        )
+    ]
+    torch, weights = report["versions"]["torch"], ", ".join(report["weights"])
+    caption = (
+        f"The {len(outcomes)} ops of PyTorch's own op database (torch {torch}) that take a matrix, each with up to "
+        f"{report['samples']} samples of it, as {weights}, and transposed. Of {report['comparisons']} comparisons with "
+        f"the dequantized weight {len(report['wrong'])} fail. An op counts in each row that one of its samples reaches."
+    )
+    return "\n\n".join([table(["what the op does", "ops"], rows), caption, *lists])
+
+
 def of_checkpoints(make: Callable[[dict[str, Any]], CheckpointTable]) -> str:
     """Return one of the tables about checkpoints."""
     header, rows, caption = make(read("checkpoints"))
@@ -82,6 +117,7 @@ def speed(make: Callable[[dict[str, Any]], str]) -> str:
 TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "demo": demo,
+    "ops": ops,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,

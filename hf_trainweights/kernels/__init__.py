@@ -25,8 +25,8 @@ class Kernel(NamedTuple):
     """The functions of one format.
 
     Args:
-        linear: With the arguments of `kernels.linear`.
-        prepare_few_rows: With the arguments of `kernels.prepare_few_rows`.
+        linear: With the arguments of `kernels.linear`, the held tensors contiguous.
+        prepare_few_rows: With the arguments of `kernels.prepare_few_rows`, the held tensors contiguous.
         choose_layout: From the shape of a weight on the CPU and the dtype of its scales to a layout or None; None
             where the kernel reads the stored tensors as they are.
         slowness: From the dtype of a weight to what users are told where products in it are slow on a CPU, else None.
@@ -56,7 +56,7 @@ def linear(
 
     Args:
         x: Float `[*, K]`, of the dtype that the weight shows; any strides.
-        held: The tensors that hold a weight `[N, K]`.
+        held: The tensors that hold a weight `[N, K]`; any strides.
         form: Its format.
         layout: The layout that they are in; None for the stored tensors of `form` themselves.
         bias: `[N]`, of the dtype of `x`, or None.
@@ -65,7 +65,11 @@ def linear(
         A new tensor `[*, N]` of the dtype of `x`; None where there is no fast path, and the caller dequantizes.
     """
     kernel = KERNELS.get(form.name)
-    return None if kernel is None else kernel.linear(x, held, form, layout, bias)
+    if kernel is None:
+        return None
+    # Every other row of a weight lies apart, and ops of PyTorch read some tensors by their address alone.
+    held = {name: tensor.contiguous() for name, tensor in held.items()}
+    return kernel.linear(x, held, form, layout, bias)
 
 
 def prepare_few_rows(
@@ -77,7 +81,7 @@ def prepare_few_rows(
     repeated take 100 us between two weights.
 
     Args:
-        held: The tensors that hold a weight `[N, K]`.
+        held: The tensors that hold a weight `[N, K]`; any strides.
         form: Its format.
         layout: The layout that they are in; None for the stored tensors of `form` themselves.
         dtype: Dtype of x.
@@ -87,7 +91,9 @@ def prepare_few_rows(
         there is no such function.
     """
     kernel = KERNELS.get(form.name)
-    return None if kernel is None else kernel.prepare_few_rows(held, form, layout, dtype)
+    if kernel is None or not all(tensor.is_contiguous() for tensor in held.values()):
+        return None
+    return kernel.prepare_few_rows(held, form, layout, dtype)
 
 
 def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout | None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels.guards import Needs, guarded
 
 _logger = logging.getLogger(__name__)
 
@@ -135,6 +136,14 @@ def _multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form
     return multiply_dequantized(x, qdata, scale, bias, form)
 
 
+@guarded(
+    "the Triton kernels",
+    Needs("x", ("M", "K"), any_strides=True),
+    Needs("qdata", ("N", "columns"), (torch.int8, torch.int32), any_strides=True),
+    Needs("scale", ("N", "G"), any_strides=True),
+    Needs("bias", ("N",), any_strides=True),
+    rules={"codes of K columns": lambda s: s["K"] in (s["columns"], 8 * s["columns"]) and s["K"] % s["G"] == 0},
+)
 def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear(x, weight, bias)` by a kernel.
 
@@ -190,6 +199,14 @@ def _tile(M: int, dtype: torch.dtype) -> Tile:
     return next((tile for tile in _TILES if M <= tile.M), _TILES[-1])
 
 
+_int_mm = guarded(
+    "torch._int_mm",
+    Needs("first", ("M", "K"), (torch.int8,)),
+    Needs("second", ("K", "N"), (torch.int8,), any_strides=True),
+    rules={"M >= 17, 8 to divide K and N": lambda s: s["M"] >= _INTEGER_ROWS and s["K"] % 8 == s["N"] % 8 == 0},
+)(torch.ops.aten._int_mm.default)
+
+
 def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear(x, weight, bias)` with each row of x rounded to int8, one scale a row.
 
@@ -208,7 +225,7 @@ def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
         values = rows.float()
         top = values.abs().amax(-1, keepdim=True).clamp_min_(_SMALLEST_TOP).mul_(1 / 127)
         rounded = (values / top).round_().to(torch.int8)
-        product = torch.ops.aten._int_mm(rounded, codes).float().mul_(top).mul_(factors)
+        product = _int_mm(rounded, codes).float().mul_(top).mul_(factors)
         block.copy_(product if bias is None else product.add_(bias))
     return out
 

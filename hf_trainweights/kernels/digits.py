@@ -10,15 +10,24 @@ from __future__ import annotations
 
 import functools
 import math
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.kernels.cpu_features import capabilities, has_amx
+from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.scratch import SCRATCH
 
-_int_mm = torch.ops.aten._int_mm
+_guard = guarded(
+    "torch._int_mm",
+    Needs("first", ("M", "K"), (torch.int8,), any_strides=True),
+    Needs("second", ("K", "N"), (torch.int8,), any_strides=True),
+    # With one column PyTorch takes the transpose's strides for those of a plain matrix, and its result is wrong.
+    rules={"K to be at least 2": lambda sizes: sizes["K"] > 1},
+)
+_int_mm = SimpleNamespace(default=_guard(torch.ops.aten._int_mm.default), out=_guard(torch.ops.aten._int_mm.out))
 
 # The thresholds are measured: docs/performance.md, "Thresholds".
 

@@ -16,6 +16,7 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels import cuda, int4_tiles
 from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
 from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
@@ -71,7 +72,7 @@ def prepare_few_rows(
     qdata, scale = held["qdata"], held["scale"]
     if layout is None or layout.tile_rows != int4_tiles.tile_rows() or scale.dtype != dtype:
         return None
-    if qdata.dim() != 2 or not qdata.is_contiguous():
+    if qdata.dim() != 2:
         return None
     N, K = qdata.shape[0], qdata.shape[1] * 2
 
@@ -185,14 +186,34 @@ def _add(out: Tensor, bias: Tensor | None) -> Tensor:
     return out if bias is None else out.add_(bias)
 
 
+_guard = guarded(
+    "hf_trainweights::int4_linear",
+    Needs("x", ("*", "K"), any_strides=True),
+    Needs("qdata", ("N", "words"), (torch.int32,)),
+    Needs("scale", ("N", "G")),
+    Needs("bias", ("N",), any_strides=True),
+    rules={
+        "K to be eight times the words": lambda sizes: sizes["K"] == 8 * sizes["words"],
+        "G to divide K": lambda sizes: sizes["G"] > 0 and sizes["K"] % sizes["G"] == 0,
+    },
+)
+_tiled_guard = guarded(
+    "hf_trainweights::int4_tiled_linear",
+    Needs("x", ("*", "K"), any_strides=True),
+    Needs("qdata", ("N", "half"), (torch.uint8,)),
+    Needs("scale", ("G", "N", 2)),
+    Needs("bias", ("N",), any_strides=True),
+    rules={"K to be twice the bytes of a row": lambda sizes: sizes["K"] == 2 * sizes["half"]},
+)
+
 LINEAR = define(
     "int4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",
     _empty_linear,
-    CPU=_linear_cpu,
-    CUDA=cuda.linear_int4,
+    CPU=_guard(_linear_cpu),
+    CUDA=_guard(cuda.linear_int4),
 )
 TILED_LINEAR = define(
     "int4_tiled_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, int tile_rows) -> Tensor",
     _empty_tiled_linear,
-    CPU=_tiled_linear_cpu,
+    CPU=_tiled_guard(_tiled_linear_cpu),
 )

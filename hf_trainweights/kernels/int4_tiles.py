@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.layouts import Layout
 
 _logger = logging.getLogger(__name__)
@@ -88,7 +89,8 @@ def _exchange_codes(source: Tensor, target: Tensor) -> None:
         source: Int16, `[2, tiles, 2, tile_rows / 4, K / 4]`: row of a pair, tile, half of the tile, pair, word.
         target: The same, of another memory layout; filled.
     """
-    step = max(1, _BLOCK_BYTES * torch.get_num_threads() // source[:, :1].nbytes)
+    # A slice may have no experts, and thus no tiles.
+    step = max(1, _BLOCK_BYTES * torch.get_num_threads() // max(1, source[:, :1].nbytes))
     buffer = source.new_empty(2, min(step, source.shape[1]), *source.shape[2:])
     scratch = buffer.new_empty(buffer.numel() // 8, dtype=torch.int64)
     for given, filled in zip(source.split(step, dim=1), target.split(step, dim=1), strict=True):
@@ -150,6 +152,17 @@ def _find_tile_rows() -> int | None:
     return None
 
 
+@guarded(
+    "torch._weight_int4pack_mm_for_cpu",
+    Needs("x", ("M", "K")),
+    Needs("qdata", ("N", "half"), (torch.uint8,)),
+    Needs("scale", ("G", "N", 2)),
+    rules={
+        "K to be twice the bytes of a row": lambda sizes: sizes["K"] == 2 * sizes["half"],
+        "G to divide K": lambda sizes: sizes["G"] > 0 and sizes["K"] % sizes["G"] == 0,
+        "N to be a multiple of 32": lambda sizes: sizes["N"] % 32 == 0,
+    },
+)
 def multiply_tiles(x: Tensor, qdata: Tensor, scale: Tensor) -> Tensor:
     """Return `x @ weight.t()` by PyTorch's own op.
 

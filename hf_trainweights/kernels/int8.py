@@ -23,10 +23,9 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
 from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
 from hf_trainweights.kernels.digits import LEFT_ROWS, has_integer_products, multiply_digits
+from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
-
-_weight_int8pack_mm = torch.ops.aten._weight_int8pack_mm.default
 
 # The thresholds are measured: docs/performance.md, "Thresholds".
 
@@ -50,6 +49,14 @@ _COLUMNS_OF_ROW = 10
 _COPIED_CODES = 1 << 19
 # Codes cast at a time at most, in blocks of one size: 16 MB of bfloat16.
 _CAST_ELEMENTS = 1 << 23
+
+_weight_int8pack_mm = guarded(
+    "torch._weight_int8pack_mm",
+    Needs("x", ("M", "K"), alignment_bytes=_X_ALIGNMENT),
+    Needs("qdata", ("N", "K"), (torch.int8,), alignment_bytes=_CODES_ALIGNMENT),
+    Needs("scale", ("N",)),
+    rules={f"K to be a multiple of {_PACK_COLUMNS}": lambda sizes: sizes["K"] % _PACK_COLUMNS == 0},
+)(torch.ops.aten._weight_int8pack_mm.default)
 
 
 def linear(x: Tensor, held: Mapping[str, Tensor], form: Int8, layout: None, bias: Tensor | None) -> Tensor | None:
@@ -86,7 +93,7 @@ def prepare_few_rows(
     del layout
     qdata, scale = held["qdata"], held["scale"]
     on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
-    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0 or not qdata.is_contiguous():
+    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0:
         return None
     (N, K), factors, quantize_x = qdata.shape, scale.view(-1), form.activations is not None
     aligned = qdata.data_ptr() % _CODES_ALIGNMENT == 0
@@ -193,9 +200,18 @@ def _multiply_cast(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None)
     return out.contiguous()
 
 
+_guard = guarded(
+    "hf_trainweights::int8_linear",
+    Needs("x", ("*", "K"), any_strides=True),
+    Needs("qdata", ("N", "K"), (torch.int8,)),
+    Needs("scale", ("N", "G")),
+    Needs("bias", ("N",), any_strides=True),
+    rules={"G to divide K": lambda sizes: sizes["G"] == 1 or (sizes["G"] > 0 and sizes["K"] % sizes["G"] == 0)},
+)
+
 LINEAR = define(
     "int8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, bool quantize_x) -> Tensor",
     _empty_linear,
-    CPU=_linear_cpu,
-    CUDA=cuda.linear_int8,
+    CPU=_guard(_linear_cpu),
+    CUDA=_guard(cuda.linear_int8),
 )

@@ -7,11 +7,13 @@ import os
 from collections import Counter
 from typing import Any
 
-from torch.utils._pytree import tree_leaves, tree_map_only
+import torch
+from torch.utils._pytree import tree_map_only
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.handlers import HANDLERS
 from hf_trainweights.tensor.held_tensor import HeldTensor
+from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, read_only, views_as_read_only, written
 
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
@@ -40,11 +42,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            for value in tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name)):
-                if isinstance(value, HeldTensor):
-                    raise unsupported_in_place(str(func), value)
+    for value in written(func, args, kwargs):
+        if isinstance(value, HeldTensor):
+            raise unsupported_in_place(str(func), value)
     # Under inference_mode an op such as mT or narrow comes whole, not as the transpose or slice that has a handler.
     result = func.decompose(*args, **kwargs)
     if result is not NotImplemented:
@@ -52,7 +52,9 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     FALLBACKS[str(func)] += 1
     if _LOG_FALLBACKS:
         _logger.warning("%s has no handler for quantized weights: dequantized (%d)", func, FALLBACKS[str(func)])
-    return compute_dequantized(func, *args, **kwargs)
+    result = compute_dequantized(func, *args, **kwargs)
+    # Of a weight that is stored transposed, `contiguous` and `flatten` are such a copy. Of a float one they are views.
+    return read_only(result) if func is torch.ops.aten.clone.default else views_as_read_only(func, result)
 
 
 def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
@@ -66,7 +68,7 @@ def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
         where,
         "an op that leaves the quantized weight as it is",
         f"an in-place op on {weight!r}",
-        "Change the float weight, model.dequantize() gives it back, then quantize it again.",
+        HOW_TO_CHANGE,
     )
 
 

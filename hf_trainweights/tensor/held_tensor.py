@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from hf_trainweights import kernels
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.layouts import Layout
+from hf_trainweights.tensor.stored_checks import check_stored
 
 
 class Held(NamedTuple):
@@ -36,7 +37,9 @@ def _stored_tensor(name: str) -> Any:
         return weight.tensors[name]
 
     def write(weight: HeldTensor, tensor: Tensor) -> None:
-        weight.hold_(Held({**weight.tensors, name: tensor}))
+        tensors = {**weight.tensors, name: tensor}
+        check_stored(tensors, weight.format, weight.stored_shape)
+        weight.hold_(Held(tensors))
 
     return property(read, write, doc=f"The stored tensor `{name}`; a new one where a kernel's layout holds the weight.")
 
@@ -83,7 +86,7 @@ class HeldTensor(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> Self:
-        format.check(tensors, shape)
+        check_stored(tensors, format, shape)
         held = Held({name: tensors[name] for name in format.tensor_names})
         return cls.from_held(held, format, shape, dtype, transposed)
 
@@ -143,12 +146,18 @@ class HeldTensor(Tensor):
         """
         stored = weight.detach().transpose(-1, -2) if transposed else weight.detach()
         chosen = format.fallback(stored.shape)
-        return cls(chosen.quantize(stored, name), chosen, stored.shape, weight.dtype, transposed)
+        held = Held(chosen.quantize(stored, name))
+        return cls.from_held(held, chosen, stored.shape, weight.dtype, transposed)
 
     @property
     def kernel_layout(self) -> Layout | None:
         """The kernel's layout that holds the weight, None for its stored tensors. Torch uses `layout` otherwise."""
         return self.held.layout
+
+    @property
+    def is_traced(self) -> bool:
+        """Whether a compiler traces with the weight: then it holds tensors of another class, without values."""
+        return any(type(tensor) is not Tensor for tensor in self.held.tensors.values())
 
     def __getattr__(self, name: str) -> Tensor:
         """Return a tensor that is held by the name that `__tensor_flatten__` gives it, such as `held_qdata`."""
@@ -194,8 +203,8 @@ class HeldTensor(Tensor):
             function: From a stored tensor to its replacement, e.g. a move to another device.
             dtype: Float dtype that the result shows; this tensor's own if None.
         """
-        tensors = {name: function(tensor) for name, tensor in self.tensors.items()}
-        return type(self)(tensors, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
+        held = Held({name: function(tensor) for name, tensor in self.tensors.items()})
+        return self.from_held(held, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
 
     def map_held(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the tensor with `function` applied to every held tensor, in the same layout.

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_trainweights import kernels
@@ -55,11 +55,10 @@ def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Para
             weights may be memory-mapped until then, and accelerate may yet place parts of the model elsewhere.
     """
     del name
-    if isinstance(parameter, QuantizedTensor) and not parameter.layout_is_settled:
-        # A tensor of another class is one that a compiler traces with.
-        plain = all(type(held) is Tensor for held in parameter.held.tensors.values())
-        if plain and not isinstance(module, nn.Embedding):
-            _hold_in_best_layout_(parameter)
+    if not isinstance(parameter, QuantizedTensor) or parameter.layout_is_settled or parameter.is_traced:
+        return
+    if not isinstance(module, nn.Embedding):
+        _hold_in_best_layout_(parameter)
 
 
 register_module_parameter_registration_hook(choose_layout_of_registered)  # type: ignore[arg-type]

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.dispatch import unsupported_in_place
-from hf_trainweights.tensor.handlers import implements, replaces
+from hf_trainweights.tensor.handlers import implements
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
+from hf_trainweights.tensor.read_only import read_only
 
 aten = torch.ops.aten
 
@@ -92,7 +92,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "copy_",
             "two quantized tensors of one format, shape and scale dtype",
             f"{_describe(source)} to be copied into {_describe(target)}",
-            "Call load_state_dict(..., assign=True), or copy source.dequantize() into a float tensor.",
+            "Call load_state_dict(..., assign=True), or copy source.dequantize() into a float tensor. Resize "
+            "embeddings before they are quantized.",
         )
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
@@ -132,11 +133,11 @@ def _divisible(tensor: QuantizedTensor, dim: int) -> Held:
 
 
 def _part(tensor: QuantizedTensor, held: Held) -> Tensor:
-    """Return the weight that held tensors of some of the rows stand for; a single row is dequantized."""
+    """Return the weight that held tensors of some of the rows stand for; a single row is dequantized, read-only."""
     shape = (*held.tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
     if len(shape) < 2:
         rows = {name: stored.unsqueeze(0) for name, stored in held.tensors.items()}
-        return tensor.format.dequantize(rows, (1, *shape), tensor.dtype)[0]
+        return read_only(tensor.format.dequantize(rows, (1, *shape), tensor.dtype)[0])
     return QuantizedTensor.from_held(held, tensor.format, shape, tensor.dtype, tensor.transposed)
 
 
@@ -222,34 +223,3 @@ def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: An
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))
     return _alias(func, tensor) if same else NotImplemented
-
-
-@replaces(Tensor.__setitem__)
-def _set_item(tensor: Tensor, *index_and_value: Any) -> Any:
-    del index_and_value
-    if not isinstance(tensor, QuantizedTensor):
-        return NotImplemented
-    raise unsupported_in_place("__setitem__", tensor)
-
-
-@replaces(Tensor.requires_grad.__set__)  # type: ignore[attr-defined]
-def _set_requires_grad(tensor: QuantizedTensor, requires_grad: bool) -> None:
-    if requires_grad:
-        raise UnsupportedError(
-            "requires_grad",
-            "False on a quantized weight, which takes no gradient",
-            f"True on {tensor!r}",
-            "Train an adapter, for example with PEFT, or model.dequantize() first.",
-        )
-
-
-@replaces(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(tensor: Tensor, data: Tensor) -> Any:
-    """Take over shape, dtype and tensors of `data`; PEFT casts a model by `param.data = param.data.to(...)`."""
-    if not isinstance(tensor, QuantizedTensor):
-        return NotImplemented
-    if not isinstance(data, QuantizedTensor):
-        raise unsupported_in_place("data", tensor)
-    Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
-    tensor.format, tensor.stored_shape, tensor.transposed = data.format, data.stored_shape, data.transposed
-    return tensor.hold_(data.held)

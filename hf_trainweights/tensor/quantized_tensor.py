@@ -4,7 +4,7 @@
 along every dimension but K stay quantized, products dequantize what they need, and an op without a handler
 dequantizes and is counted in `FALLBACKS` (logged when TRAINWEIGHTS_LOG_FALLBACK=1 is set before the import).
 In-place ops raise: rounding an update into codes would lose it silently. A view along K and a single row are float
-copies: writing to one does not change the weight.
+values that cannot be written to (`read_only`), because the write would not reach the weight.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from hf_trainweights.tensor.dispatch import dispatch
 from hf_trainweights.tensor.handlers import REPLACEMENTS
 from hf_trainweights.tensor.held_tensor import Held, HeldTensor
 from hf_trainweights.tensor.identity import Identity
+from hf_trainweights.tensor.read_only import dlpack_of_copy
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
@@ -42,7 +43,8 @@ class QuantizedTensor(HeldTensor):
         transposed: Whether the shape shown is the stored one with its last two dimensions exchanged.
 
     Raises:
-        CorruptFileError: The stored tensors do not fit format and shape.
+        CorruptFileError: The stored tensors do not fit format and shape, or are not plain, contiguous and on one
+            device.
 
     Example:
         >>> weight = QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"}))
@@ -72,7 +74,7 @@ class QuantizedTensor(HeldTensor):
         return self
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.dequantize().__dlpack__(*args, **kwargs)
+        return dlpack_of_copy(self.dequantize(), *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [f"held_{name}" for name in self.format.tensor_names]
@@ -93,8 +95,9 @@ class QuantizedTensor(HeldTensor):
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         del protocol
+        tensors = {name: tensor.contiguous() for name, tensor in self.tensors.items()}
         # PyTorch cannot load float8 from a plain pickle or from a file older than zip, so its bytes are pickled.
-        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in self.tensors.items()}
+        tensors = {name: t.view(torch.uint8) if _is_float8(t.dtype) else t for name, t in tensors.items()}
         is_parameter = isinstance(self, nn.Parameter)
         metadata = (self.format.get_config(), self.stored_shape, self.dtype, self.transposed, is_parameter)
         return rebuild_quantized_tensor, (tensors, *metadata)

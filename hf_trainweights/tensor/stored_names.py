@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_checks import check_stored
 
 FORMAT_SUFFIX = "format"
 
@@ -76,9 +78,9 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
 
     Returns:
         The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
-        it.
+        it, or where it is a slice whose rows lie apart.
     """
-    flat = {stored_name(name, key): tensor for key, tensor in weight.tensors.items()}
+    flat = {stored_name(name, key): tensor.contiguous() for key, tensor in weight.tensors.items()}
     if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
         text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
@@ -100,7 +102,7 @@ def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtyp
         default: The format that the model's configuration names.
 
     Raises:
-        CorruptFileError: A tensor is missing, or has a shape, dtype or content that does not fit.
+        CorruptFileError: A tensor is missing, or has a shape, dtype, memory or content that does not fit.
     """
     tensors = dict(tensors)
     form, transposed = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
@@ -111,8 +113,9 @@ def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtyp
             name, "qdata of at least 2 dimensions", found, "The file is damaged; save it again from the source."
         )
     shape = form.shape_of(qdata)
-    form.check(tensors, shape, name)
-    return QuantizedTensor(tensors, form, shape, dtype, transposed)
+    check_stored(tensors, form, shape, name)
+    held = Held({key: tensors[key] for key in form.tensor_names})
+    return QuantizedTensor.from_held(held, form, shape, dtype, transposed)
 
 
 def _read_format(name: str, encoded: Tensor | None, default: Format) -> tuple[Format, bool]:

@@ -84,6 +84,13 @@ def test_experts_are_tiled_one_by_one() -> None:
         assert_same({name: tensor[index] for name, tensor in tiles.items()}, expert)
 
 
+def test_no_experts_are_no_tiles() -> None:
+    # A slice such as w[0:0] is held in the layout of the weight.
+    layout, tensors = Int4Tiles(64), random_tensors(3, 128, 64, group_size=32)
+    none = {name: tensor[:0] for name, tensor in layout.from_canonical(tensors).items()}
+    assert_same(layout.to_canonical(none), {name: tensor[:0] for name, tensor in tensors.items()})
+
+
 def test_weights_of_many_blocks_convert_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(int4_tiles, "_BLOCK_BYTES", 2 * 64 * 32)
     layout, tensors = Int4Tiles(64), random_tensors(64 * 7, 64, group_size=32)

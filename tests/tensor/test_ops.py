@@ -20,6 +20,7 @@ from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_stored
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.tensor.read_only import ReadOnlyTensor
 
 every_form = pytest.mark.parametrize("form", FORMS)
 every_layout = pytest.mark.parametrize("layout", LAYOUTS)
@@ -141,7 +142,13 @@ def test_views_equal_the_dense_ones_and_stay_quantized(layout: str, view: str, i
         weight = quantized_weight(form, layout)
         with torch.inference_mode(inference):
             results = assert_equals_dense(op, weight)
-        assert {type(result) for result in results} == ({QuantizedTensor} if layout in stays else {Tensor})
+        if layout in stays:
+            assert {type(result) for result in results} == {QuantizedTensor}
+        else:
+            dense = weight.dequantize().contiguous()
+            assert [type(result) is ReadOnlyTensor for result in results] == [
+                part.untyped_storage()._cdata == dense.untyped_storage()._cdata for part in tensors(op(dense))
+            ]
         assert bool(FALLBACKS) == (layout not in stays and (view, layout) not in ROWS)
         for result in results:
             if isinstance(result, QuantizedTensor):
@@ -328,7 +335,7 @@ def test_clone_and_detach_keep_everything(form: str, layout: str) -> None:
 
 def test_a_contiguous_copy_of_a_transposed_weight_is_dense() -> None:
     weight = quantized_weight(layout="matrix_transposed")
-    assert type(weight.contiguous()) is Tensor
+    assert type(weight.contiguous()) is ReadOnlyTensor
     assert weight.contiguous().is_contiguous()
     assert torch.equal(weight.contiguous(), weight.dequantize())
     assert type(weight.mT.contiguous()) is QuantizedTensor

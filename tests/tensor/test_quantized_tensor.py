@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -336,14 +337,10 @@ def test_an_identity_is_no_number() -> None:
             use(first)
 
 
-def test_numpy_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="not supported for tensor subclasses"):
-        quantized_weight().numpy()
-
-
-def test_dlpack_hands_over_the_float_weight() -> None:
-    weight = quantized_weight("int4")
-    assert torch.equal(torch.from_dlpack(weight), weight.dequantize())
+@pytest.mark.parametrize("read", [lambda w: w.numpy(), lambda w: w.numpy(force=True), np.asarray])
+def test_numpy_is_refused(read: Callable[[Tensor], object]) -> None:
+    with pytest.raises(UnsupportedError, match=r"numpy: expected a plain tensor, .* Call dequantize\(\) first"):
+        read(quantized_weight())
 
 
 def test_shared_memory_holds_the_stored_tensors() -> None:

@@ -1,0 +1,228 @@
+"""Float values of a quantized weight that cannot be written to: what a view becomes that the codes cannot give.
+
+`w[0]`, `w.view(-1)` and `w[:, :8]` of a float weight share its memory. Of a quantized one they are dequantized values,
+and whoever fills them with zeros would change a copy and not the weight. So the first write raises.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from hf_trainweights.errors import UnsupportedError
+
+# What errors about lost writes tell the user to do.
+HOW_TO_CHANGE = (
+    "To change a weight, dequantize() the model, change it, and quantize it again; to resize embeddings, do so before "
+    "quantizing."
+)
+
+# Ops that return views and do not say so. The first also ends a reshape that had to copy.
+_UNSAID_VIEWS = {
+    torch.ops.aten._unsafe_view.default,
+    torch.ops.aten.unsafe_split.Tensor,
+    torch.ops.aten.unsafe_split_with_sizes.default,
+}
+
+
+class ReadOnlyTensor(Tensor):
+    """Values that ops may read and not write: a view of it is one too, every other result is a plain tensor.
+
+    It has memory of its own, so whatever reads tensors reads this one. Copies and pickles are plain tensors.
+    """
+
+    # The same memory as a plain tensor, on which the ops run.
+    plain: Tensor
+
+    # Otherwise every result would be made one of this class.
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(isinstance(value, ReadOnlyTensor) for value in written(func, args, kwargs)):
+            raise lost_write(str(func))
+        plain_args, plain_kwargs = tree_map_only(ReadOnlyTensor, lambda tensor: tensor.plain, (args, kwargs))
+        return views_as_read_only(func, func(*plain_args, **plain_kwargs))
+
+    def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
+        """Return the values as an array that cannot be written to.
+
+        Args:
+            force: As for `torch.Tensor.numpy`.
+        """
+        array = self.plain.numpy(force=force)
+        array.flags.writeable = False
+        return array
+
+    def tolist(self) -> Any:
+        """Return the values as Python numbers, in lists."""
+        return self.plain.tolist()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Return the storage, which cannot be written to."""
+        return read_only_storage(self.plain.untyped_storage())
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """The same values, read-only too."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise lost_write("data")
+
+    def apply_(self, *_: object) -> NoReturn:  # type: ignore[override]
+        """Raise.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise lost_write("apply_, map_ or map2_")
+
+    map_ = map2_ = apply_  # type: ignore[assignment]
+
+    def storage(self) -> NoReturn:
+        """Raise: PyTorch's old storages write past every check.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        raise lost_write("storage")
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["plain"], None
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner_tensors: dict[str, Tensor], metadata: object, outer_size: object, outer_stride: object
+    ) -> ReadOnlyTensor:
+        del metadata, outer_size, outer_stride
+        return _read_only_sharing(inner_tensors["plain"])
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        return dlpack_of_copy(self.plain, *args, **kwargs)
+
+    def __format__(self, format_spec: str) -> str:
+        return format(self.plain, format_spec)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        del tensor_contents
+        return repr(self.plain)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.plain, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        # Its memory may be that of the whole dequantized weight.
+        return self.plain.clone().__reduce_ex__(protocol)
+
+
+class ReadOnlyStorage(torch.UntypedStorage):
+    """A storage that refuses the methods which write to it."""
+
+    def _refuse(self, *_: object, **__: object) -> NoReturn:
+        raise lost_write("untyped_storage")
+
+    fill_ = copy_ = resize_ = byteswap = __setitem__ = _refuse
+
+    def clone(self) -> torch.UntypedStorage:
+        """Return a copy, which can be written to."""
+        return torch.UntypedStorage(self.nbytes(), device=self.device).copy_(self)
+
+
+def read_only(tensor: Tensor) -> Tensor:
+    """Return a tensor that shares the memory of a plain one and cannot be written to.
+
+    Args:
+        tensor: The values. One of another class is returned as it is: a compiler traces with it.
+    """
+    if type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() != 0:
+        return tensor
+    return _read_only_sharing(tensor)
+
+
+def _read_only_sharing(plain: Tensor) -> ReadOnlyTensor:
+    if type(plain) is Tensor:
+        result = Tensor._make_subclass(ReadOnlyTensor, plain)  # type: ignore[attr-defined]
+    else:
+        # What a compiler traces with has no memory to share.
+        result = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            ReadOnlyTensor, plain.shape, strides=plain.stride(), dtype=plain.dtype, device=plain.device
+        )
+    result.plain = plain
+    return result
+
+
+def views_as_read_only(func: Any, result: Any) -> Any:
+    """Return the result of an op, made read-only where the op returns views of what it gets.
+
+    Args:
+        func: The op.
+        result: What it returned for float values of a quantized weight.
+    """
+    aliases = (value.alias_info for value in func._schema.returns)
+    is_view = any(alias is not None and not alias.is_write for alias in aliases)
+    return tree_map_only(Tensor, read_only, result) if is_view or func in _UNSAID_VIEWS else result
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an op writes to.
+
+    Args:
+        func: The op.
+        args: Its arguments.
+        kwargs: Likewise.
+    """
+    values: list[Any] = []
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            values += tree_leaves(args[position] if position < len(args) else kwargs.get(argument.name))
+    return values
+
+
+def read_only_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Make a storage refuse writes, and return it.
+
+    Args:
+        storage: The storage. PyTorch keeps one Python object for each.
+    """
+    storage.__class__ = ReadOnlyStorage
+    return storage
+
+
+def dlpack_of_copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Return the DLPack capsule of float values of a quantized weight for a reader who asked for a copy.
+
+    Args:
+        tensor: The values.
+        args: As for `torch.Tensor.__dlpack__`.
+        kwargs: Likewise.
+
+    Raises:
+        UnsupportedError: The reader did not pass `copy=True`. Others may write to the memory that they get.
+    """
+    if not kwargs.get("copy"):
+        raise lost_write("__dlpack__")
+    return tensor.__dlpack__(*args, **kwargs)
+
+
+def lost_write(where: str) -> UnsupportedError:
+    """Return the error for a write to float values of a quantized weight.
+
+    Args:
+        where: The op or assignment.
+    """
+    return UnsupportedError(
+        where,
+        "float values of a quantized weight to be read only",
+        "a write to them, which would not reach the weight",
+        f"{HOW_TO_CHANGE} For values of your own, call .clone() first.",
+    )

@@ -1,0 +1,56 @@
+"""What tensors must be to become the stored tensors of a weight: checked where they come from a file or a user.
+
+Shape and dtype do not tell where a tensor's bytes lie. PyTorch's products take the address of a scale and read on from
+there, whatever its strides say: past its end, if one number was expanded to a column.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.formats.base import Format
+
+
+def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:
+    """Check that tensors may be held as the stored tensors of a weight and read by address.
+
+    Args:
+        tensors: The stored tensors by name.
+        form: The format that they are in.
+        shape: Shape of the stored weight, `[*, N, K]`.
+        name: What errors call the weight.
+
+    Raises:
+        CorruptFileError: A tensor is missing or has another shape or dtype than the format says; or it is of a
+            subclass, on another device than `qdata`, not contiguous, or larger than its storage.
+    """
+    form.check(tensors, shape, name)
+    device = tensors["qdata"].device
+    for key in form.tensor_names:
+        fault = _fault(tensors[key], device)
+        if fault is not None:
+            raise CorruptFileError(
+                name,
+                f"{key} to be a plain contiguous tensor on {device}",
+                fault,
+                "Call .contiguous() on a tensor that you made; where it comes from a file, the file is damaged.",
+            )
+
+
+def _fault(tensor: Tensor, device: torch.device) -> str | None:
+    """Return what keeps a tensor from being read by its address, None if nothing does."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.device != device:
+        return f"a tensor on {tensor.device}"
+    if tensor.is_neg() or not tensor.is_contiguous():
+        return f"strides {tensor.stride()}{' and a negated view' * tensor.is_neg()}"
+    end_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return f"one that ends at byte {end_bytes} of {storage_bytes}" if end_bytes > storage_bytes else None
