@@ -1,0 +1,69 @@
+import os
+import socket
+
+import pytest
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files import regular_files
+from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
+
+NOT_REGULAR = {
+    "a FIFO": os.mkfifo,
+    "a socket": lambda path: bind(path),
+    "a character device": lambda path: path.symlink_to("/dev/zero"),
+    "a directory": os.mkdir,
+    "a symbolic link to nothing": lambda path: path.symlink_to("nowhere"),
+    "a symbolic link in a circle": lambda path: path.symlink_to(path.name),
+}
+
+
+def bind(path):
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(path))
+
+
+@pytest.fixture
+def path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # the path of a socket has at most 107 bytes
+    return tmp_path.joinpath("file").relative_to(tmp_path)
+
+
+@pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
+@pytest.mark.parametrize("kind", NOT_REGULAR)
+def test_what_is_no_regular_file_is_named_and_never_opened(kind, function, path):
+    NOT_REGULAR[kind](path)
+    with pytest.raises(CorruptFileError, match=f"^file: expected a regular file, found {kind}"):
+        function(path)
+
+
+@pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
+def test_a_missing_file_is_missing(function, path):
+    with pytest.raises(FileNotFoundError, match="No such file"):
+        function(path)
+
+
+def test_a_regular_file_is_read_and_so_is_a_link_to_it(path):
+    path.write_bytes(b"content")
+    link = path.with_name("link")
+    link.symlink_to(path.name)
+    for each in (path, link):
+        with open_regular_file(each) as file:
+            assert file.read() == b"content"
+
+
+@pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
+def test_a_link_is_refused_where_links_are_not_followed(function, path):
+    path.write_bytes(b"content")
+    link = path.with_name("link")
+    link.symlink_to(path.name)
+    with pytest.raises(CorruptFileError, match="expected a regular file, found a symbolic link"):
+        function(link, follow_links=False)
+
+
+def test_a_fifo_that_appears_between_the_look_and_the_opening_is_refused_at_once(path, monkeypatch):
+    os.mkfifo(path)
+    descriptors = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(regular_files, "require_regular_file", lambda path, follow_links: None)
+    with pytest.raises(CorruptFileError, match="found a FIFO"):
+        open_regular_file(path)
+    assert len(os.listdir("/proc/self/fd")) == descriptors
