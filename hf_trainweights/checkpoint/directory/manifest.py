@@ -76,6 +76,7 @@ class FileEntry:
             Its size, digest and report.
 
         Raises:
+            CorruptFileError: It is no regular file.
             OSError: It cannot be read.
         """
         sha256 = file_sha256(path)
@@ -181,7 +182,8 @@ def read_manifest(directory: str | Path) -> Manifest:
         The manifest; its file names are safe to append to `directory`.
 
     Raises:
-        CorruptFileError: It is damaged, too large, of an unknown version, or names a file outside of `directory`.
+        CorruptFileError: It is damaged, too large, of an unknown version, no regular file, or names a file outside of
+            `directory`.
         FileNotFoundError: There is none.
         OSError: It cannot be read.
     """
