@@ -19,6 +19,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 
 CHOICES = ("policy", "keep_weights")
@@ -71,7 +72,8 @@ def manifest_fields(
         metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
     else:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            state = json.loads((path / "trainer_state.json").read_bytes())
+            with open_regular_file(path / "trainer_state.json") as file:
+                state = json.load(file)
             fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
     if metrics is not None:
         fields["metrics"] = metrics

@@ -71,13 +71,13 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
         raise
     except Exception as error:  # torch's reader raises anything on damaged files
         next_step = "Restore it from a copy, unless it was never a torch file."
-        raise CorruptFileError(str(path), "a file that torch.load reads", _found(error), next_step) from error
+        raise CorruptFileError(str(path), "a file that torch.load reads", _found(error, is_zip), next_step) from error
 
 
-def _found(error: Exception) -> str:
+def _found(error: Exception, is_zip: bool) -> str:
     """Return what torch.load complained of, without its advice to switch `weights_only` off, which runs any code."""
     if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
-        return "a pickle that is damaged or holds more than data"
+        return "one that is damaged or holds more than data" if is_zip else "neither a zip archive nor plain data"
     return f"{type(error).__name__}: {error}"[:300]
 
 

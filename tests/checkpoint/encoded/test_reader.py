@@ -104,3 +104,18 @@ def test_load_file_runs_no_code(tmp_path):
     with pytest.raises(CorruptFileError, match=r"evil\.pt: expected a file that torch.load reads"):
         load_file(tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_nobody_is_told_to_load_a_file_that_may_run_code(tmp_path):
+    torch.save({"object": slice(1, 2)}, tmp_path / "file.pt")
+    with pytest.raises(
+        CorruptFileError, match=r"file\.pt: expected .*found one that is damaged or holds more"
+    ) as caught:
+        load_file(tmp_path / "file.pt")
+    assert "weights_only" not in str(caught.value)
+    assert "weights_only" in str(caught.value.__cause__)
+
+
+def test_a_file_of_old_torch_versions_is_read_although_it_cannot_be_mapped(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_file(tmp_path / "file.pt", mmap=True)["w"], torch.ones(2))
