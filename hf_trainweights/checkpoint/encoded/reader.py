@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import pickle
@@ -67,9 +68,11 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
         return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:  # torch's reader raises anything on damaged files
+    except Exception as error:  # torch's reader raises anything on damaged files, EINVAL after seeking beyond them too
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         next_step = "Restore it from a copy, unless it was never a torch file."
         raise CorruptFileError(str(path), "a file that torch.load reads", _found(error, is_zip), next_step) from error
 
