@@ -25,6 +25,7 @@ from trainweights_cli.console import (
     print_comparison,
     print_json,
     print_table,
+    say,
     show_sizes,
     status,
     with_progress,
@@ -97,9 +98,9 @@ def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False)
         print_json(rows)
     else:
         for row in rows:
-            typer.echo(f"{row['path']}: {row['state']}")
+            say(f"{row['path']}: {row['state']}")
             for name in row["foreign"]:
-                typer.echo(f"  not part of it, and not used: {name}")
+                say(f"  not part of it, and not used: {name}")
     exit_with(
         [f"{row['path']}/{name}: {each}".replace("/:", ":") for row in rows for name, each in row["problems"].items()]
     )
@@ -188,7 +189,8 @@ def gc(
         print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
     else:
         verb = "would remove" if dry_run else "removed"
-        typer.echo("\n".join(f"{verb} {each}" for each in removed) or "Nothing to remove.")
+        for line in [f"{verb} {each}" for each in removed] or ["Nothing to remove."]:
+            say(line)
 
 
 def _checkpoints(path: Path) -> list[Path]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainweights_cli.console import new_table, print_table, show_sizes
+from trainweights_cli.console import new_table, print_table, printable, say, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest
@@ -80,9 +80,10 @@ def verification_row(directory: Path) -> dict[str, Any]:
 
 def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
     """Print the tables of a manifest: its files, and its tensors by codec or one by one."""
-    typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
-    typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
-    typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
+    say(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
+    say(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
+    metrics = [printable(f"{name} {value}") for name, value in manifest.metrics.items()]
+    typer.echo(f"metrics: {', '.join(metrics) or 'none'}")
     files = new_table("file", right=("plain", "on disk", "ratio"))
     for name, plain_bytes in _plain_bytes(manifest).items():
         shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
