@@ -34,7 +34,13 @@ from typing import Any
 
 import torch
 
-from hf_trainweights.checkpoint.directory.manifest_fields import FILE, MANIFEST, require_fields, require_report
+from hf_trainweights.checkpoint.directory.manifest_fields import (
+    FILE,
+    MANIFEST,
+    require_fields,
+    require_report,
+    require_rounding,
+)
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.paths import is_safe_name
@@ -94,6 +100,8 @@ class Manifest:
         metrics: What the caller logged. JSON; NaN and infinities are allowed.
         metadata: Anything else worth keeping. JSON.
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
+        rounded_before: File name to what its values had lost before they were encoded as they are: role to the largest
+            error of an element. The key is left out where nothing was.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
@@ -106,6 +114,7 @@ class Manifest:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     anchor: Mapping[str, Any] | None = None
+    rounded_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     package_version: str = field(default_factory=lambda: package_version())
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -118,7 +127,8 @@ class Manifest:
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self)})
+        fields = {name: value for name, value in vars(self).items() if name != "rounded_before" or value}
+        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
 
 
 def package_version() -> str:
@@ -221,4 +231,7 @@ def _parse(value: dict[str, Any]) -> Manifest:
         require_fields(where, entry, FILE)
         require_report(f"{where}.report", entry["report"])
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
-    return Manifest(**{**{name: value[name] for name in MANIFEST}, "files": files})
+    rounded_before = value.get("rounded_before", {})
+    require_rounding("rounded_before", rounded_before)
+    fields = {name: value[name] for name in MANIFEST}
+    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before})

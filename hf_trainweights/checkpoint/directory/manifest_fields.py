@@ -128,9 +128,30 @@ def require_anchor(where: str, record: object) -> None:
     """
     require_fields(where, record, _ANCHOR)
     assert isinstance(record, Mapping)  # require_fields has checked it
-    for name, rms in record["delta_rms"].items():
-        if not _AMOUNT.fits(rms):
-            raise _corrupt(f"{where}.delta_rms[{name!r}]", _AMOUNT.expected, rms)
+    _require_amounts(f"{where}.delta_rms", record["delta_rms"])
+
+
+def require_rounding(where: str, lost: object) -> None:
+    """Check what a manifest says files had lost before they were encoded.
+
+    Args:
+        where: Where it stands.
+        lost: As in `Manifest.rounded_before`.
+
+    Raises:
+        CorruptFileError: It is no object of objects of finite numbers of at least 0.
+    """
+    require_fields(where, lost, {})
+    assert isinstance(lost, Mapping)  # require_fields has checked it
+    for name, amounts in lost.items():
+        require_fields(f"{where}[{name!r}]", amounts, {})
+        _require_amounts(f"{where}[{name!r}]", amounts)
+
+
+def _require_amounts(where: str, amounts: Mapping[str, object]) -> None:
+    for name, amount in amounts.items():
+        if not _AMOUNT.fits(amount):
+            raise _corrupt(f"{where}[{name!r}]", _AMOUNT.expected, amount)
 
 
 def _corrupt(where: str, expected: str, found: object) -> CorruptFileError:

@@ -46,6 +46,7 @@ def test_manifest_comes_back_as_it_was_written(tmp_path):
         metrics={"loss": -math.inf, "ok": True, "text": "\u2028"},
         metadata={"nested": [1, [None, {"a": 0.1}]]},
         anchor={"sha256": SHA256, "saves": 3},
+        rounded_before={"pytorch_model.bin": {"weight": 1e-3}},
     )
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
@@ -156,6 +157,9 @@ def tensors(**changes):
         ({"metadata": 1}, "the manifest.metadata"),
         ({"anchor": []}, "the manifest.anchor"),
         ({"created": 5}, "the manifest.created"),
+        ({"rounded_before": []}, "rounded_before: expected an object"),
+        ({"rounded_before": {"a": 1}}, "rounded_before['a']: expected an object"),
+        ({"rounded_before": {"a": {"weight": math.nan}}}, "rounded_before['a']['weight']"),
     ],
     ids=str,
 )
