@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible,
 from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 
@@ -45,7 +46,7 @@ class OptimizerFile:
         Args:
             path: The directory.
             policy: Which codec for which tensor.
-            names: Names of the optimizer's parameters by their index.
+            names: Names of the optimizer's parameters by their index. Default: those that the file records.
 
         Raises:
             ConfigError: A rule selects optimizer states by name, and there are no names.
@@ -53,12 +54,13 @@ class OptimizerFile:
         """
         file = path / OPTIMIZER_NAME
         tree = load_if_possible(file) if file.exists() else None
+        names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
         return cls(tree, plan_tree(tree, policy, names), names)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state dict; empty if the file holds no such thing."""
-        return self.tree if isinstance(self.tree, dict) else {}
+        """The optimizer's state dict; empty if the file holds another layout."""
+        return self.tree if is_optimizer_state(self.tree) else {}
 
 
 def read_weights_to_store(
