@@ -94,10 +94,17 @@ def read_weights_to_store(
 def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
     """Return the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
     if (path / STATE_NAME).is_file():
-        return set(load_file(path / STATE_NAME).get("names", {}).get("buffers", ()))
+        return _named_buffers(path / STATE_NAME)
     entry = previous.files.get(file_name) if previous else None
     tensors = entry.report.get("tensors", ()) if entry else ()
     return {tensor["name"] for tensor in tensors if tensor["role"] == "buffer"} if tensors else None
+
+
+def _named_buffers(path: Path) -> set[str] | None:
+    state = load_file(path)
+    names = state.get("names") if isinstance(state, dict) else None
+    buffers = names.get("buffers", []) if isinstance(names, dict) else []
+    return {name for name in buffers if isinstance(name, str)} if isinstance(buffers, list) else None
 
 
 def is_lossy(path: Path) -> bool:
