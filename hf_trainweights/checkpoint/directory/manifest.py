@@ -18,8 +18,10 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
       "torch_version": "..."
     }
 
-Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative,
-their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
+Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
+file name to role to the largest error of an element. Numbers that are not finite stand as `NaN` and `Infinity`, as
+Python's json writes them. File names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
+and no link is followed.
 """
 
 from __future__ import annotations
