@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainweights_cli.checkpoint_rows import disk_bytes, print_manifest, summary_row, verification_row
+from trainweights_cli.checkpoint_rows import bytes_without_anchors, print_manifest, summary_row, verification_row
 from trainweights_cli.console import (
     AsJson,
     Debug,
@@ -25,13 +25,14 @@ from trainweights_cli.console import (
     print_comparison,
     print_json,
     print_table,
+    say,
     show_sizes,
     status,
     with_progress,
 )
 
 if TYPE_CHECKING:
-    pass
+    from hf_trainweights.checkpoint.directory.manifest import Manifest
 
 app = typer.Typer(no_args_is_help=True, help="Look into small training checkpoints, check, make and restore them.")
 
@@ -55,8 +56,9 @@ def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debu
         print_json(rows)
     else:
         table = new_table("checkpoint", "mode", right=("plain", "on disk", "ratio", "anchor"))
+        table.columns[1].no_wrap = False
         for row in rows:
-            mode = "damaged" if row["problem"] else row["mode"] or "no manifest"
+            mode = "damaged" if row["problem"] else row["shown_mode"] or "no manifest"
             sizes = show_sizes(row["plain_bytes"], row["disk_bytes"])
             table.add_row(Path(row["path"]).name, mode, *sizes, (row["anchor"] or "")[:8])
         if len(rows) > 1:
@@ -97,9 +99,9 @@ def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False)
         print_json(rows)
     else:
         for row in rows:
-            typer.echo(f"{row['path']}: {row['state']}")
+            say(f"{row['path']}: {row['state']}")
             for name in row["foreign"]:
-                typer.echo(f"  not part of it, and not used: {name}")
+                say(f"  not part of it, and not used: {name}")
     exit_with(
         [f"{row['path']}/{name}: {each}".replace("/:", ":") for row in rows for name, each in row["problems"].items()]
     )
@@ -153,7 +155,8 @@ def compress(
 ) -> None:
     """Make existing checkpoints small where they are: those of a Trainer, or a directory of torch.save files.
 
-    Of a run the oldest comes first, and the following are stored as differences to it.
+    Of a run the oldest comes first, and the following are stored as differences to it. Sizes are without anchors.
+    What was rounded earlier stays as it is, and is called by the mode that rounded it.
     Each file is whole at every moment, but no training may write there meanwhile.
     """
     from hf_trainweights.checkpoint import Policy, compress_directory
@@ -188,7 +191,8 @@ def gc(
         print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})
     else:
         verb = "would remove" if dry_run else "removed"
-        typer.echo("\n".join(f"{verb} {each}" for each in removed) or "Nothing to remove.")
+        for line in [f"{verb} {each}" for each in removed] or ["Nothing to remove."]:
+            say(line)
 
 
 def _checkpoints(path: Path) -> list[Path]:
@@ -228,23 +232,26 @@ def _buffers(directory: Path) -> set[str] | None:
     return None if parameters is None else read_weights(files[0]).keys() - parameters
 
 
-def _rewrite(what: str, path: Path, function: Callable[[Path], Any]) -> list[dict[str, Any]]:
+def _rewrite(what: str, path: Path, function: Callable[[Path], Manifest]) -> list[dict[str, Any]]:
+    from hf_trainweights.checkpoint.directory.rounding import shown_mode
+
     rows = []
-    seen: set[tuple[int, int]] = set()
     for directory in with_progress(what, _checkpoints(path)):
-        before_bytes = disk_bytes(directory, set())
+        before_bytes = bytes_without_anchors(directory)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            function(directory)
+            manifest = function(directory)
         for warning in caught:
             typer.echo(f"warning: {one_line(warning.message)}", err=True)
-        after_bytes = disk_bytes(directory, seen)
-        rows.append({"path": str(directory), "before_bytes": before_bytes, "after_bytes": after_bytes})
+        sizes = {"before_bytes": before_bytes, "after_bytes": bytes_without_anchors(directory)}
+        rows.append({"path": str(directory), "shown_mode": shown_mode(manifest), **sizes})
     return rows
 
 
 def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
-    table = new_table("checkpoint", right=("before", "after", "ratio"))
+    table = new_table("checkpoint", "now", right=("before", "after", "ratio"))
+    table.columns[1].no_wrap = False
     for row in rows:
-        table.add_row(Path(row["path"]).absolute().name, *show_sizes(row["before_bytes"], row["after_bytes"]))
+        sizes = show_sizes(row["before_bytes"], row["after_bytes"])
+        table.add_row(Path(row["path"]).absolute().name, row["shown_mode"], *sizes)
     print_json(rows) if as_json else print_table(table)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainweights_cli.console import new_table, print_table, show_sizes
+from trainweights_cli.console import new_table, print_table, printable, say, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest
@@ -18,6 +18,7 @@ _ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-
 def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
     """Return how a checkpoint is stored, as its manifest says, and its bytes on disk without inodes in `seen`."""
     from hf_trainweights.checkpoint.directory.manifest import read_manifest
+    from hf_trainweights.checkpoint.directory.rounding import shown_mode, total_rounding
     from hf_trainweights.errors import TrainWeightsError
 
     size_bytes = disk_bytes(directory, seen)
@@ -32,6 +33,8 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
     return {
         "path": str(directory),
         "mode": manifest and manifest.mode,
+        "shown_mode": manifest and shown_mode(manifest),
+        "rounding": total_rounding(manifest) if manifest else {},
         "step": manifest and manifest.step,
         "created": manifest and manifest.created,
         "disk_bytes": size_bytes,
@@ -39,6 +42,11 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
         "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
         "problem": problem,
     }
+
+
+def bytes_without_anchors(directory: Path) -> int:
+    """Return the bytes of all files in a directory but anchors, which other checkpoints hold as well."""
+    return sum(file.lstat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
 
 
 def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
@@ -80,9 +88,12 @@ def verification_row(directory: Path) -> dict[str, Any]:
 
 def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
     """Print the tables of a manifest: its files, and its tensors by codec or one by one."""
-    typer.echo(f"{path.absolute().name}: {manifest.mode}, step {manifest.step}, {manifest.created}")
-    typer.echo(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
-    typer.echo(f"metrics: {', '.join(f'{name} {value}' for name, value in manifest.metrics.items()) or 'none'}")
+    from hf_trainweights.checkpoint.directory.rounding import shown_mode
+
+    say(f"{path.absolute().name}: {shown_mode(manifest)}, step {manifest.step}, {manifest.created}")
+    say(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
+    metrics = [printable(f"{name} {value}") for name, value in manifest.metrics.items()]
+    typer.echo(f"metrics: {', '.join(metrics) or 'none'}")
     files = new_table("file", right=("plain", "on disk", "ratio"))
     for name, plain_bytes in _plain_bytes(manifest).items():
         shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
+_SHOWN_CHARACTERS = 2000
+
 
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool) -> Iterator[None]:
@@ -48,8 +50,24 @@ def exit_with(problems: Sequence[str]) -> None:
 
 
 def one_line(text: object) -> str:
-    """Return a text without its line breaks."""
-    return " ".join(str(text).split())
+    """Return a text without its line breaks, as `printable` shows it."""
+    return printable(" ".join(str(text).split()))
+
+
+def printable(text: object) -> str:
+    """Return a text that moves no cursor and changes no color: what comes from a file may be anything.
+
+    Characters that are not printable are escaped, and beyond 2000 of them the text is cut.
+    """
+    shown = str(text)
+    if len(shown) > _SHOWN_CHARACTERS:
+        shown = f"{shown[:_SHOWN_CHARACTERS]}..."
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in shown)
+
+
+def say(text: object, *, err: bool = False) -> None:
+    """Print a line as `printable` shows it."""
+    typer.echo(printable(text), err=err)
 
 
 def print_json(value: Any) -> None:
@@ -65,9 +83,16 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _PlainTable(Table):
+    """A table whose cells are texts that are shown as `printable` shows them."""
+
+    def add_row(self, *cells: Any, **options: Any) -> None:
+        super().add_row(*map(printable, cells), **options)
+
+
 def new_table(*left: str, right: Sequence[str]) -> Table:
     """Return an empty table: columns of text, the first of which folds, then columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
+    table = _PlainTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
     for index, name in enumerate(left):
         table.add_column(name, overflow="fold", no_wrap=index > 0)
     for name in right:
@@ -108,12 +133,12 @@ def print_comparison(comparison: Comparison) -> None:
 
 def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
     """Yield the directories; on a terminal, show `action` with the current one and how many are done."""
-    columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(directories))
         for done, directory in enumerate(directories):
-            progress.update(task, description=f"{action} {directory.absolute().name}", completed=done)
+            progress.update(task, description=printable(f"{action} {directory.absolute().name}"), completed=done)
             yield directory
 
 

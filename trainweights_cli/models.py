@@ -23,6 +23,7 @@ from trainweights_cli.console import (
     print_comparison,
     print_json,
     print_table,
+    say,
     show_size,
     show_sizes,
     status,
@@ -118,7 +119,7 @@ def inspect(
     else:
         _print_entries(inspection.entries)
     for file, calls in inspection.unsafe.items():
-        typer.echo(f"warning: {file} was not unpickled: it would call {', '.join(calls)}", err=True)
+        say(f"warning: {file} was not unpickled: it would call {', '.join(calls)}", err=True)
 
 
 def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) -> None:
@@ -135,7 +136,7 @@ def verify(path: ModelDirectory, as_json: AsJson = False, debug: Debug = False) 
         print_json({**asdict(report), "path": str(path)})
     else:
         typer.echo(f"{path}: {'intact' if report.ok else 'damaged'}, {len(report.files)} weight files")
-        typer.echo(f"written by {', '.join(f'{package} {version}' for package, version in report.versions.items())}")
+        say(f"written by {', '.join(f'{package} {version}' for package, version in report.versions.items())}")
         if not report.covers_config:
             typer.echo("not covered: the quantization_config in config.json, of which the save kept no digest")
     foreign = [f"{path / name}: was not saved with the model" for name in report.foreign]

@@ -200,8 +200,9 @@ class CheckpointManager:
         if path is None:
             return
         checkpoint = load_checkpoint(path)
-        position = (checkpoint.get("extra") or {}).get("position")
-        if position is None:
+        extra = checkpoint.get("extra")
+        position = extra.get("position") if isinstance(extra, dict) else None
+        if not isinstance(position, dict):
             next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
             raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
         model, *others = self._parts

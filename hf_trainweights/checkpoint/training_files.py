@@ -160,7 +160,15 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         require_intact(path)
     register_anchor_directory(path)
     checkpoint = load_file(path / STATE_NAME)
-    for part in checkpoint.pop("parts"):
+    parts = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
+    if (
+        not isinstance(parts, list)
+        or "model" not in parts
+        or not all(isinstance(part, str) and part in _FILES for part in parts)
+    ):
+        next_step = "Use another checkpoint: this one was not written by save_checkpoint."
+        raise CorruptFileError(str(path / STATE_NAME), "the parts of a checkpoint", repr(parts)[:200], next_step)
+    for part in parts:
         try:
             checkpoint[part] = load_file(path / _FILES[part])
         except FileNotFoundError as error:

@@ -125,11 +125,14 @@ class VersionedModelSaver:
             known = ", ".join(self.list_versions()) or "none yet"
             raise ConfigError("version", f"one of those in {self._base_dir}: {known}", version, "Choose one of these.")
         metadata = _metadata(require_intact(path))
+        _require_version(path, metadata)
         if model_class is None:
             next_step = f"Pass it: the model was a {metadata['model_class']}. Classes are not stored with weights."
             raise ConfigError("model_class", "the model's class", "None", next_step)
         register_anchor_directory(path)
         state = load_file(path / WEIGHTS_NAME)
+        if not isinstance(state, Mapping):
+            raise _no_version(path / WEIGHTS_NAME, type(state).__name__)
         model = _build(model_class, metadata["config"], kwargs)
         _adopt_dtypes(model, state)
         load_module_state(model, state)
@@ -158,6 +161,19 @@ class VersionedModelSaver:
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
             raise ConfigError("version", 'one like "1.10.0" or "2.0.0-rc.1"', repr(version), "Write it so.")
         return self._base_dir / version
+
+
+def _require_version(path: Path, metadata: Mapping[str, Any]) -> None:
+    """Check that a manifest is that of a version, not of a checkpoint that lies under its name."""
+    types = {"model_class": str, "config": dict, "model_hash": str}
+    for name, kind in types.items():
+        if not isinstance(metadata.get(name), kind):
+            raise _no_version(path / MANIFEST_NAME, f"{metadata.get(name)!r} as {name}"[:200])
+
+
+def _no_version(path: Path, found: str) -> CorruptFileError:
+    next_step = "Choose another version, or restore this one from a copy."
+    return CorruptFileError(str(path), "what VersionedModelSaver.save wrote", found, next_step)
 
 
 def _semantic_key(version: str) -> tuple[Any, ...]:

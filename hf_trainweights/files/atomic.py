@@ -221,6 +221,7 @@ def link_or_copy(source: Path, target: Path) -> None:
         target: A name that does not exist.
 
     Raises:
+        CorruptFileError: `source` is no regular file.
         OSError: `source` is missing, `target` exists, or the disk is full or refuses.
     """
     try:

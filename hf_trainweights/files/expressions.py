@@ -1,6 +1,6 @@
 r"""Regular expressions that come out of a file, such as the config.json of somebody else's model.
 
-A short expression can keep `re` busy for years, and `regex`, which has a timeout, takes gigabytes to compile another.
+A short expression can keep `re` busy without end, and `regex`, which has a timeout, takes gigabytes to compile another.
 So expressions are matched by `re` in a process of their own, which is ended when it takes too long, and may take little
 memory. Names and the commonest expressions, `.*name` and `name.*`, cannot do harm and need no process.
 """

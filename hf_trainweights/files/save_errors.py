@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -23,7 +24,17 @@ _ADVICE = {
         "a directory that can be written to",
         "Check its permissions, or choose another one.",
     ),
+    (errno.EIO,): (
+        "a disk that works",
+        "The disk reports an error: look into the system's log, and save to another one.",
+    ),
+    (errno.ENOENT,): (
+        "a directory that stays where it is",
+        "Another process has removed or renamed it, or a file in it: find out which.",
+    ),
 }
+# How Rust writes error numbers: "(os error 28)", or "Os { code: 28, ...".
+_OS_ERROR = re.compile(r"(?:os error|code:) (\d+)")
 _OTHERWISE = "a disk that takes the files", "Check the disk, or choose another directory."
 
 
@@ -43,12 +54,16 @@ def save_errors(path: Path, outcome: str) -> Iterator[None]:
     except SaveError:
         raise
     except OSError as error:
-        advice = (advice for numbers, advice in _ADVICE.items() if error.errno in numbers)
-        expected, next_step = next(advice, _OTHERWISE)
-        raise SaveError(str(path), expected, str(error), f"{outcome} {next_step}") from error
+        raise _save_error(path, outcome, error, error.errno) from error
     except Exception as error:
-        # safetensors reports failed writes as its own SafetensorError, with the reason in the text alone.
+        # safetensors reports failed writes as its own SafetensorError, with the error number in the text alone.
         if type(error).__module__.startswith("safetensors"):
-            next_step = f"{outcome} Check the free space."
-            raise SaveError(str(path), "to write the weights", str(error), next_step) from error
+            number = _OS_ERROR.search(str(error))
+            raise _save_error(path, outcome, error, int(number[1]) if number else None) from error
         raise
+
+
+def _save_error(path: Path, outcome: str, error: Exception, number: int | None) -> SaveError:
+    advice = (advice for numbers, advice in _ADVICE.items() if number in numbers)
+    expected, next_step = next(advice, _OTHERWISE)
+    return SaveError(str(path), expected, str(error), f"{outcome} {next_step}")

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 from hf_trainweights.files import disk
+from hf_trainweights.files.regular_files import open_regular_file
 
 _CHUNK_BYTES = 1 << 20
 
@@ -25,16 +23,12 @@ def read_chunks(path: Path) -> Iterator[bytes]:
         Pieces of at most 1 MiB.
 
     Raises:
-        OSError: It is missing, is a link, a directory or a device, or cannot be read.
+        CorruptFileError: It is a link, a directory, a FIFO or a device.
+        OSError: It is missing or cannot be read.
     """
-    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
-    try:
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise OSError(errno.EINVAL, "not a regular file", str(path))
-        while chunk := disk.file_system.read(descriptor, _CHUNK_BYTES):
+    with open_regular_file(path, follow_links=False) as file:
+        while chunk := disk.file_system.read(file.fileno(), _CHUNK_BYTES):
             yield chunk
-    finally:
-        os.close(descriptor)
 
 
 def file_sha256(path: Path) -> str:
@@ -47,7 +41,8 @@ def file_sha256(path: Path) -> str:
         64 hexadecimal digits.
 
     Raises:
-        OSError: It cannot be read.
+        CorruptFileError: It is no regular file.
+        OSError: It is missing or cannot be read.
     """
     digest = hashlib.sha256()
     for chunk in read_chunks(path):

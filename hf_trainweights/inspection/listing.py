@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,6 +11,8 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
@@ -109,27 +110,31 @@ def _configured_format(directory: Path) -> Format | None:
     """Return the format that the config.json of a directory names for the weights beside it; None without one."""
     file = directory / "config.json"
     try:
-        config = json.loads(file.read_bytes()).get("quantization_config") if file.is_file() else None
+        with open_regular_file(file) as stream:
+            config = json.load(stream).get("quantization_config")
         if not config or config.get("quant_method") != QUANT_METHOD:
             return None
         # Activations say how to compute with the weights, not how to read them.
         return TrainWeightsConfig.from_dict(config, activations=None).default_format
-    except (ValueError, AttributeError) as error:
+    except FileNotFoundError:
+        return None
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         next_step = "Restore it from a copy, or inspect the files one by one."
         raise CorruptFileError(str(file), "a model's configuration", str(error), next_step) from error
 
 
 def _unsafe_calls(file: Path) -> tuple[str, ...]:
-    if file.suffix == ".safetensors" or not zipfile.is_zipfile(file):
+    if file.suffix == ".safetensors":
         return ()
     try:
-        return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
-    except (RuntimeError, ValueError):  # The file is damaged, and reading it will say so.
+        with open_pickle(file):
+            return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))
+    except CorruptFileError:  # it is damaged or another file, and reading it will say so
         return ()
 
 
 def _members(file: Path) -> list[Entry]:
-    with zipfile.ZipFile(file) as archive:
+    with open_zip(file) as archive:
         return [
             Entry(info.filename.partition("/")[2], _MEMBER, None, info.file_size, file.name)
             for info in archive.infolist()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +17,7 @@ from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_dire
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 
@@ -49,9 +49,11 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
 
     Raises:
         ConfigError: The directory holds neither part.
-        CorruptFileError: An index or one of its shards cannot be read.
+        CorruptFileError: An index or one of its shards cannot be read, or `path` is neither a directory nor a file.
+        OSError: There is nothing at `path`.
     """
-    if path.is_file():
+    if not path.is_dir():
+        require_regular_file(path)
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
     found = {}
     weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
@@ -90,9 +92,7 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
-        # torch.save before version 1.6 wrote another container than zip, which torch cannot memory-map.
-        is_zip = zipfile.is_zipfile(file)
-        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=is_zip), ()))
+        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=True), ()))
         return
     stored_bytes = _reported_bytes(file)
     for path, tensor in _leaves(load_file(file, map_location=None if values else "meta"), ()):

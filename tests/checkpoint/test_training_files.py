@@ -6,6 +6,7 @@ from torch import nn
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
@@ -136,3 +137,20 @@ def test_a_trainers_directory_is_referred_to_the_trainer(tmp_path):
     (tmp_path / "trainer_state.json").write_text("{}")
     with pytest.raises(CorruptFileError, match="Trainer"):
         load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], {}, {"parts": None}, {"parts": ["optimizer"]}, {"parts": ["model", "other"]}, {"parts": ["model", []]}],
+)
+def test_a_state_that_names_no_parts_is_refused(state, tmp_path):
+    torch.save(state, tmp_path / "trainweights_state.pt")
+    with pytest.raises(CorruptFileError, match=r"trainweights_state\.pt: expected the parts of a checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("state", [[], {}, {"names": 1}, {"names": {"buffers": 1}}, {"names": {"buffers": [[1]]}}])
+def test_a_state_without_names_of_buffers_does_not_stop_compression(state, tmp_path):
+    torch.save(state, tmp_path / "trainweights_state.pt")
+    torch.save({"w": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
+    assert compress_directory(tmp_path).mode == "lossless"

@@ -1,6 +1,6 @@
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -258,3 +258,24 @@ def test_no_class_is_written(saver, tmp_path):
     content = (tmp_path / "models" / "1.0.0" / "pytorch_model.bin").read_bytes()
     assert b"test_versions" not in content
     assert json.loads((tmp_path / "models" / "1.0.0" / "trainweights.json").read_text())["metadata"]["config"] == CONFIG
+
+
+@pytest.mark.parametrize("change", [{"config": [1]}, {"model_hash": None}, {"model_class": 5}])
+def test_a_manifest_that_is_not_of_a_version_is_refused(saver, tmp_path, change):
+    saver.save(trained(), "1.0.0", CONFIG)
+    path = tmp_path / "models" / "1.0.0"
+    manifest = read_manifest(path)
+    write_manifest(path, replace(manifest, metadata={**manifest.metadata, **change}))
+    with pytest.raises(CorruptFileError, match=r"trainweights\.json: expected what VersionedModelSaver\.save wrote"):
+        saver.load("1.0.0", Net)
+
+
+def test_weights_that_are_no_state_dict_are_refused(saver, tmp_path):
+    saver.save(trained(), "1.0.0", CONFIG)
+    path = tmp_path / "models" / "1.0.0"
+    torch.save([1], path / "pytorch_model.bin")
+    manifest = read_manifest(path)
+    files = {**manifest.files, "pytorch_model.bin": FileEntry.of(path / "pytorch_model.bin")}
+    write_manifest(path, replace(manifest, files=files))
+    with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected what VersionedModelSaver\.save wrote"):
+        saver.load("1.0.0", Net)

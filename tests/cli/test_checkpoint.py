@@ -143,6 +143,34 @@ def test_compress_makes_a_run_small_and_restore_brings_the_same_values_back(run_
     assert {row["mode"] for row in run_json("ls", run_directory)} == {"plain"}
 
 
+def test_no_command_calls_rounded_weights_exact(run_directory: Path) -> None:
+    run_json("compress", run_directory, "--mode", "compact")
+    rows = run_json("compress", run_directory, "--mode", "lossless")
+    assert [row["shown_mode"] for row in rows] == ["compact", "compact"]
+    assert {row["mode"] for row in run_json("ls", run_directory)} == {"compact"}
+    assert run("inspect", run_directory / "checkpoint-200").stdout.startswith("checkpoint-200: compact, step 200")
+    assert {row["shown_mode"][:22] for row in run_json("restore", run_directory)[1:]} == {"plain (weights off by "}
+    again = run_json("compress", run_directory / "checkpoint-200")[0]["shown_mode"]
+    assert again.startswith("lossless (weights off by up to ")
+    (row,) = run_json("ls", run_directory / "checkpoint-200")
+    assert (row["mode"], row["shown_mode"]) == ("lossless", again)
+    assert again == f"lossless (weights off by up to {row['rounding']['weight']:.1e})"
+    assert run("inspect", run_directory / "checkpoint-200").stdout.startswith(f"checkpoint-200: {again}, step 200")
+    listed = run("ls", run_directory / "checkpoint-200").stdout
+    assert "lossless (weights off" in listed
+    assert max(map(len, listed.splitlines())) <= 80
+
+
+def test_the_ratio_counts_an_anchor_on_neither_side(run_directory: Path) -> None:
+    run_json("compress", run_directory / "checkpoint-100")
+    last = run_directory / "checkpoint-200"
+    (fresh,) = run_json("compress", last)
+    assert len(list(last.glob("*.anchor"))) == 1
+    assert fresh["after_bytes"] == sum(file.stat().st_size for file in last.iterdir() if file.suffix != ".anchor")
+    (again,) = run_json("compress", last)
+    assert again["before_bytes"] == again["after_bytes"] == fresh["after_bytes"]
+
+
 def test_rules_are_read_as_names_and_as_json(run_directory: Path) -> None:
     rules = ("--rule", "re:.*embed.*=raw", "--rule", 'weight={"codec": "delta-uniform", "bound": 1e-3}')
     run_json("compress", run_directory / "checkpoint-200", *rules)

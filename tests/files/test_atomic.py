@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from hf_trainweights.errors import SaveError
+from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
 from hf_trainweights.files.sha256 import DigestedFile, file_sha256
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
@@ -155,7 +155,7 @@ def test_only_regular_files_are_read(tmp_path, kind):
         path.mkdir()
     else:
         os.mkfifo(path)
-    with pytest.raises(OSError, match=r"symbolic link|not a regular file|directory"):
+    with pytest.raises(CorruptFileError, match=r"expected a regular file, found a (symbolic link|directory|FIFO)"):
         file_sha256(path)
 
 

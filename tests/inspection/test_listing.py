@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 from pathlib import Path
 
@@ -113,6 +114,39 @@ def test_a_pickle_that_would_run_code_is_an_error(name: str, tmp_path: Path) -> 
     with pytest.raises(CorruptFileError, match=r"expected a file that torch\.load reads"):
         inspect_weights(tmp_path / name)
     assert not (tmp_path / "touched").exists()
+
+
+NO_WEIGHTS = {
+    "text.txt": b"hello world\n",
+    "empty.bin": b"",
+    "archive.pt": b"PK\x05\x06" + bytes(18),
+    "objects.pt": pickle.dumps(slice(1)),
+    "cut.pt": b"PK\x03\x04\x00\x00",
+}
+
+
+@pytest.mark.parametrize("name", NO_WEIGHTS)
+def test_a_file_without_weights_is_said_to_be_none_and_nobody_is_told_to_load_it_all_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(NO_WEIGHTS[name])
+    with pytest.raises(CorruptFileError, match=rf"{name}: expected a file that torch\.load reads") as caught:
+        inspect_weights(tmp_path / name)
+    assert "weights_only" not in str(caught.value)
+    assert "arbitrary code" not in str(caught.value)
+
+
+def test_a_fifo_is_no_weight_file_and_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(CorruptFileError, match="expected a regular file, found a FIFO"):
+        inspect_weights(tmp_path / "model.safetensors")
+
+
+def test_a_fifo_in_place_of_the_configuration_is_not_waited_for(quantized: Path) -> None:
+    (quantized / "config.json").unlink()
+    os.mkfifo(quantized / "config.json")
+    with pytest.raises(CorruptFileError, match=r"config\.json.*found a FIFO"):
+        inspect_weights(quantized)
 
 
 def test_a_missing_scale_is_an_error(quantized: Path) -> None:

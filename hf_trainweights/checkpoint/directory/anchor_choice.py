@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
+from hf_trainweights.checkpoint.directory.manifest_fields import require_anchor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.errors import CorruptFileError
@@ -70,17 +71,12 @@ class AnchorRecord:
         Raises:
             CorruptFileError: A field is missing, unknown or of another type.
         """
+        require_anchor("anchor", {**asdict(cls("")), **value})
         try:
-            record = cls(**value)
-            valid = len(record.sha256) == 64 and record.saves >= 1
-            valid = valid and all(isinstance(bits, float | None) for bits in (record.first_bits, record.last_bits))
-            valid = valid and all(rms >= 0 for rms in record.delta_rms.values())
-            valid = valid and (record.interval_steps is None or record.interval_steps >= 1)
-        except (TypeError, AttributeError) as error:
-            raise _corrupt_record(value) from error
-        if not valid:
-            raise _corrupt_record(value)
-        return record
+            return cls(**value)
+        except TypeError as error:
+            next_step = "Use another checkpoint of the run."
+            raise CorruptFileError("anchor", "its state", repr(value)[:200], next_step) from error
 
 
 @dataclass(frozen=True)
@@ -176,7 +172,3 @@ def link_anchor(candidate: AnchorCandidate, directory: Path) -> Anchor | None:
         if link.exists():
             disk.file_system.unlink(link)
         return None
-
-
-def _corrupt_record(value: object) -> CorruptFileError:
-    return CorruptFileError("anchor", "its state", repr(value)[:200], "Use another checkpoint of the run.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
+from hf_trainweights.files.torch_zip import open_zip
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 # Progress and extras of a plain loop, written by `save_checkpoint`.
@@ -42,8 +44,9 @@ def plain_problem(directory: Path) -> str | None:
 
 def _trainer_state_problem(path: Path) -> str | None:
     try:
-        if isinstance(json.loads(path.read_bytes()), dict):
-            return None
+        with open_regular_file(path) as file:
+            if isinstance(json.load(file), dict):
+                return None
     except (OSError, ValueError, RecursionError) as error:
         return f"{path.name} cannot be read: {error}"
     return f"{path.name} is not a JSON object"
@@ -79,22 +82,23 @@ def zip_problem(path: Path) -> str | None:
         The reason, or None.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
+        with open_zip(path) as archive:
             for member in archive.infolist():
                 # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
                 if member.CRC != 0:
                     with archive.open(member) as file:
                         while file.read(_READ_BYTES):
                             pass
-    except (OSError, EOFError, ValueError, NotImplementedError, RuntimeError, zipfile.BadZipFile) as error:
+    except (CorruptFileError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
 
 
 def _safetensors_problem(path: Path) -> str | None:
     try:
+        require_regular_file(path)
         with safe_open(path, framework="pt") as file:
             file.keys()
-    except (OSError, SafetensorError) as error:
+    except (CorruptFileError, OSError, SafetensorError) as error:
         return f"{path.name} cannot be read: {error}"
     return None

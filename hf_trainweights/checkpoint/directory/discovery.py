@@ -97,14 +97,14 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
 
     Returns:
         What was found.
-
-    Raises:
-        OSError: The directory cannot be read.
     """
     step = checkpoint_step(path)
-    if not (path / MANIFEST_NAME).exists():
-        return FoundCheckpoint(path, step, None, plain_problem(path))
-    report = verify_checkpoint(path)
+    try:
+        if not (path / MANIFEST_NAME).exists():
+            return FoundCheckpoint(path, step, None, plain_problem(path))
+        report = verify_checkpoint(path)
+    except OSError as error:
+        return FoundCheckpoint(path, step, None, f"cannot be read: {error}")
     problem = None if report.intact else "; ".join(f"{name} {what}" for name, what in report.problems.items())
     return FoundCheckpoint(path, step, report.manifest, problem)
 

@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.optimizer_layout import is_number, is_optimizer_state
 
 # near-lossless errs by rms / (4 * sqrt(12)) = rms / 13.9 of a delta at every save; rounding an anchor errs less.
 _ROUNDING_SHARE = 1 / 16
@@ -62,13 +63,22 @@ def expected_drift_rms(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -
     Returns:
         Root mean square by name, without parameters that have no name or no Adam state; empty for other optimizers.
     """
-    drift = {}
-    for group in optimizer.get("param_groups", ()):
+    drift: dict[str, float] = {}
+    if not is_optimizer_state(optimizer):
+        return drift
+    for group in optimizer["param_groups"]:
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
-            if index in names and {"step", "exp_avg", "exp_avg_sq"} <= state.keys() and "betas" in group:
+            if index in names and "betas" in group and _is_adams(state):
                 drift[names[index]] = _adam_drift_rms(state, float(group["lr"]), group["betas"])
     return drift
+
+
+def _is_adams(state: Mapping[str, Any]) -> bool:
+    first, second = state.get("exp_avg"), state.get("exp_avg_sq")
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    return first.shape == second.shape and is_number(state.get("step"))
 
 
 def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, float]) -> float:
@@ -78,7 +88,7 @@ def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, flo
         return 0.0
     squares = (first.float().square() / second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
     correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
-    return lr * math.sqrt(squares * correction * steps)
+    return lr * math.sqrt(max(squares * correction * steps, 0.0))  # a damaged second moment may be negative
 
 
 def without_coarse_rounding(plan: Plan, weights: Mapping[str, Any], drift_rms: Mapping[str, float]) -> Plan:

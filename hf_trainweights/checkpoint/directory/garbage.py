@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.directory.inventory import TORCH_SUFFIXES
+from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.errors import CorruptFileError
@@ -12,6 +15,9 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
 from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.temporary import move_aside
+from hf_trainweights.files.torch_zip import open_pickle
+
+_CHUNK_BYTES = 1 << 20
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -58,13 +64,14 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def unused_anchors(directory: Path) -> list[Path]:
-    """List anchors that no encoded file beside them refers to.
+    """List anchors that neither the manifest lists nor an encoded file beside them refers to.
 
     Args:
         directory: A checkpoint directory.
 
     Returns:
-        Their paths; none where the reference of an encoded file cannot be read, as in one of a newer version.
+        Their paths. None where the manifest or a torch file cannot be read: the damaged file may need any of them once
+        it is repaired, and one of a newer version says so in a way of its own.
 
     Raises:
         OSError: The directory cannot be read.
@@ -72,11 +79,36 @@ def unused_anchors(directory: Path) -> list[Path]:
     anchors = set(directory.glob(anchor_file_name("*")))
     if not anchors:
         return []
-    for path in directory.iterdir():
-        if path not in anchors and path.is_file() and is_encoded(path):
-            try:
-                sha256 = read_structure(path).get("anchor", {}).get("sha256", "")
-            except CorruptFileError:
-                return []
-            anchors.discard(directory / anchor_file_name(sha256))
-    return sorted(anchors)
+    try:
+        needed = {directory / name for name in _listed_files(directory)}
+        for path in set(directory.iterdir()) - anchors:
+            sha256 = _anchor_sha256(path)
+            if sha256 is not None:
+                needed.add(directory / anchor_file_name(sha256))
+    except (CorruptFileError, OSError):
+        return []
+    return sorted(anchors - needed)
+
+
+def _listed_files(directory: Path) -> Collection[str]:
+    """Return the names of the files that a manifest lists; none without a manifest."""
+    try:
+        return read_manifest(directory).files
+    except FileNotFoundError:
+        return ()
+
+
+def _anchor_sha256(path: Path) -> str | None:
+    """Return the digest of the anchor that a file refers to; None if it refers to none.
+
+    Raises:
+        CorruptFileError: It cannot be read, or it is too damaged to tell.
+        OSError: Likewise.
+    """
+    if path.suffix in TORCH_SUFFIXES:
+        with open_pickle(path) as pickle:
+            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
+                pass
+    if not path.is_file() or not is_encoded(path):
+        return None
+    return read_structure(path).get("anchor", {}).get("sha256")

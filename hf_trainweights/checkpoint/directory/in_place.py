@@ -14,11 +14,13 @@ from hf_trainweights.checkpoint.directory.completeness import zip_problem
 from hf_trainweights.checkpoint.directory.garbage import unused_anchors
 from hf_trainweights.checkpoint.directory.inventory import is_torch_file
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.directory.rounding import with_earlier_rounding
 from hf_trainweights.checkpoint.directory.verification import list_files
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_files
 from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 
 CHOICES = ("policy", "keep_weights")
@@ -71,7 +73,8 @@ def manifest_fields(
         metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
     else:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            state = json.loads((path / "trainer_state.json").read_bytes())
+            with open_regular_file(path / "trainer_state.json") as file:
+                state = json.load(file)
             fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
     if metrics is not None:
         fields["metrics"] = metrics
@@ -83,7 +86,8 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
 
     Args:
         path: The checkpoint directory.
-        previous: The manifest that it had; reports of files that were not rewritten are taken from it.
+        previous: The manifest that it had; reports of files that were not rewritten are taken from it, and what files
+            had lost before.
         manifest: The new one, with the files that were rewritten.
 
     Returns:
@@ -101,7 +105,7 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
         if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
             continue  # another rank is still writing it
         files[name] = FileEntry.of(path / name, _known_report(path / name, previous))
-    manifest = replace(manifest, files=files)
+    manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
     write_manifest(path, manifest)
     return manifest
 

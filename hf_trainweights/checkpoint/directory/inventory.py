@@ -9,7 +9,7 @@ from hf_trainweights.checkpoint.directory.plain_weights import weight_files
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.digests import digest_files
 
-_TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 _SHARDED_STATE = ("pytorch_model_fsdp*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
 
 
@@ -63,4 +63,4 @@ def take_inventory(path: Path) -> Inventory:
 
 def is_torch_file(path: Path) -> bool:
     """Return whether a path is a file that torch.save may have written, by its name."""
-    return path.suffix in _TORCH_SUFFIXES and path.is_file()
+    return path.suffix in TORCH_SUFFIXES and path.is_file()

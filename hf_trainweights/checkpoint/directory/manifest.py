@@ -18,14 +18,15 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
       "torch_version": "..."
     }
 
-Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File names are relative,
-their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
+Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
+file name to role to the largest error of an element. Numbers that are not finite stand as `NaN` and `Infinity`, as
+Python's json writes them. File names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
+and no link is followed.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -35,6 +36,13 @@ from typing import Any
 
 import torch
 
+from hf_trainweights.checkpoint.directory.manifest_fields import (
+    FILE,
+    MANIFEST,
+    require_fields,
+    require_report,
+    require_rounding,
+)
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.paths import is_safe_name
@@ -46,7 +54,6 @@ MANIFEST_NAME = "trainweights.json"
 _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
 _MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,7 @@ class FileEntry:
             Its size, digest and report.
 
         Raises:
+            CorruptFileError: It is no regular file.
             OSError: It cannot be read.
         """
         sha256 = file_sha256(path)
@@ -94,6 +102,8 @@ class Manifest:
         metrics: What the caller logged. JSON; NaN and infinities are allowed.
         metadata: Anything else worth keeping. JSON.
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
+        rounded_before: File name to what its values had lost before they were encoded as they are: role to the largest
+            error of an element. The key is left out where nothing was.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
@@ -106,6 +116,7 @@ class Manifest:
     metrics: Mapping[str, Any] = field(default_factory=dict)
     metadata: Mapping[str, Any] = field(default_factory=dict)
     anchor: Mapping[str, Any] | None = None
+    rounded_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     package_version: str = field(default_factory=lambda: package_version())
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -118,7 +129,8 @@ class Manifest:
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **vars(self)})
+        fields = {name: value for name, value in vars(self).items() if name != "rounded_before" or value}
+        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
 
 
 def package_version() -> str:
@@ -181,7 +193,8 @@ def read_manifest(directory: str | Path) -> Manifest:
         The manifest; its file names are safe to append to `directory`.
 
     Raises:
-        CorruptFileError: It is damaged, too large, of an unknown version, or names a file outside of `directory`.
+        CorruptFileError: It is damaged, too large, of an unknown version, no regular file, names a file outside of
+            `directory`, or holds a value of a wrong type or range; then the error names the key.
         FileNotFoundError: There is none.
         OSError: It cannot be read.
     """
@@ -194,43 +207,33 @@ def read_manifest(directory: str | Path) -> Manifest:
         if not is_signed(content, value):
             raise _corrupt(path, "the text and digest that were written", "something else")
         if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
-            found = f"{value['format']!r} version {value['format_version']!r}"
+            found = f"{value['format']!r} version {value['format_version']!r}"[:200]
             raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", found)
-        return _parse(path, value)
+    except CorruptFileError:
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        if isinstance(error, CorruptFileError):
-            raise
         raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
+    try:
+        return _parse(value)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
 
 
 def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
     return CorruptFileError(str(path), expected, found, "Use another checkpoint, or restore this one from a copy.")
 
 
-def _parse(path: Path, value: dict[str, Any]) -> Manifest:
+def _parse(value: dict[str, Any]) -> Manifest:
+    require_fields("the manifest", value, MANIFEST)
     files = {}
     for name, entry in value["files"].items():
         if not is_safe_name(name):
-            raise _corrupt(path, "relative file names inside the directory", repr(name))
-        size_bytes, sha256, report = entry["size_bytes"], entry["sha256"], entry["report"]
-        if type(size_bytes) is not int or size_bytes < 0 or not _SHA256.fullmatch(sha256):
-            raise _corrupt(path, f"a size and a digest for {name!r}", repr((size_bytes, sha256)))
-        files[name] = FileEntry(size_bytes, sha256, _of_type(report, dict))
-    return Manifest(
-        files=files,
-        mode=_of_type(value["mode"], str),
-        step=_of_type(value["step"], int | None),
-        epoch=_of_type(value["epoch"], int | float | None),
-        metrics=_of_type(value["metrics"], dict),
-        metadata=_of_type(value["metadata"], dict),
-        anchor=_of_type(value["anchor"], dict | None),
-        created=_of_type(value["created"], str),
-        package_version=_of_type(value["package_version"], str),
-        torch_version=_of_type(value["torch_version"], str),
-    )
-
-
-def _of_type(value: Any, kind: Any) -> Any:
-    if not isinstance(value, kind):
-        raise TypeError(f"{value!r} is not {kind}")
-    return value
+            raise _corrupt(Path("files"), "relative file names inside the directory", repr(name)[:200])
+        where = f"files[{name!r}]"
+        require_fields(where, entry, FILE)
+        require_report(f"{where}.report", entry["report"])
+        files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
+    rounded_before = value.get("rounded_before", {})
+    require_rounding("rounded_before", rounded_before)
+    fields = {name: value[name] for name in MANIFEST}
+    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before})

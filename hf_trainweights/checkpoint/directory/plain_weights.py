@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 
@@ -88,6 +89,7 @@ def _readable(path: Path) -> Iterator[None]:
 
 def _read_weight_file(path: Path) -> dict[str, Any]:
     if path.suffix == ".safetensors":
+        require_regular_file(path)
         with safe_open(path, framework="pt") as file:
             return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
     return _load_mapped(path)

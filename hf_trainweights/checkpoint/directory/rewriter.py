@@ -22,6 +22,7 @@ from hf_trainweights.checkpoint.directory.in_place import (
 from hf_trainweights.checkpoint.directory.inventory import Inventory, is_torch_file, take_inventory
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
+from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, reported_rounding
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME, OptimizerFile, is_lossy, read_weights_to_store
 from hf_trainweights.checkpoint.directory.verification import require_intact
@@ -29,12 +30,10 @@ from hf_trainweights.checkpoint.directory.weights_encoder import Weights
 from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 from hf_trainweights.files.atomic import remove_files, replace_file
-
-PLAIN_MODE = "plain"
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
@@ -136,14 +135,17 @@ def restore_directory(path: str | Path) -> Manifest:
     inventory = take_inventory(path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
     register_anchor_directory(path)
+    lost = dict(previous.rounded_before) if previous else {}
     with rewriting(path):
         for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
             if is_encoded(file):
-                tree = load_file(file)
+                tree, rounding = load_file(file), reported_rounding(read_report(file))
                 with replace_file(file) as plain:
                     torch.save(tree, plain)
+                if rounding:
+                    lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
         fields = manifest_fields(path, previous)
-        return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, **fields))
+        return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
 
 
 def _compress_others(job: SaveJob, inventory: Inventory, optimizer: OptimizerFile) -> dict[str, FileEntry]:

@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible,
 from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 
@@ -45,7 +46,7 @@ class OptimizerFile:
         Args:
             path: The directory.
             policy: Which codec for which tensor.
-            names: Names of the optimizer's parameters by their index.
+            names: Names of the optimizer's parameters by their index. Default: those that the file records.
 
         Raises:
             ConfigError: A rule selects optimizer states by name, and there are no names.
@@ -53,12 +54,13 @@ class OptimizerFile:
         """
         file = path / OPTIMIZER_NAME
         tree = load_if_possible(file) if file.exists() else None
+        names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
         return cls(tree, plan_tree(tree, policy, names), names)
 
     @property
     def state(self) -> dict[str, Any]:
-        """The optimizer's state dict; empty if the file holds no such thing."""
-        return self.tree if isinstance(self.tree, dict) else {}
+        """The optimizer's state dict; empty if the file holds another layout."""
+        return self.tree if is_optimizer_state(self.tree) else {}
 
 
 def read_weights_to_store(
@@ -92,10 +94,17 @@ def read_weights_to_store(
 def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
     """Return the buffers that a plain loop's checkpoint names, or the manifest; None where neither knows."""
     if (path / STATE_NAME).is_file():
-        return set(load_file(path / STATE_NAME).get("names", {}).get("buffers", ()))
+        return _named_buffers(path / STATE_NAME)
     entry = previous.files.get(file_name) if previous else None
     tensors = entry.report.get("tensors", ()) if entry else ()
     return {tensor["name"] for tensor in tensors if tensor["role"] == "buffer"} if tensors else None
+
+
+def _named_buffers(path: Path) -> set[str] | None:
+    state = load_file(path)
+    names = state.get("names") if isinstance(state, dict) else None
+    buffers = names.get("buffers", []) if isinstance(names, dict) else []
+    return {name for name in buffers if isinstance(name, str)} if isinstance(buffers, list) else None
 
 
 def is_lossy(path: Path) -> bool:

@@ -138,6 +138,6 @@ def _file_problem(path: Path, entry: FileEntry, status: os.stat_result | None) -
         return f"has {status.st_size} bytes instead of {entry.size_bytes}"
     try:
         same = file_sha256(path) == entry.sha256
-    except OSError as error:
+    except (CorruptFileError, OSError) as error:
         return f"cannot be read: {error}"
     return None if same else "has other content than when it was saved"

@@ -57,7 +57,7 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
         A regular file with this digest.
 
     Raises:
-        CorruptFileError: Every file of that name has another content.
+        CorruptFileError: Every file of that name has another content, or is no regular file.
         MissingAnchorError: There is no file of that name.
     """
     damaged: CorruptFileError | None = None
@@ -91,8 +91,8 @@ def verify_anchor(path: Path) -> str:
         Its digest, 64 hexadecimal digits.
 
     Raises:
-        CorruptFileError: Its digest is not the one in its name.
-        OSError: It is missing, not a regular file or cannot be read.
+        CorruptFileError: Its digest is not the one in its name, or it is no regular file.
+        OSError: It is missing or cannot be read.
     """
     status = os.stat(path, follow_symlinks=False)
     # All links of a file have one inode, so that its bytes are read once and not once per checkpoint.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import math
 import os
-import zipfile
+import pickle
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -20,6 +21,11 @@ from hf_trainweights.checkpoint.encoded.storage_paths import storage_paths
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
+from hf_trainweights.files.torch_zip import open_pickle
+
+# What torch.load takes for a zip archive; torch.save before version 1.6 wrote a bare pickle.
+_ZIP_MAGIC = b"PK\x03\x04"
 
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 """Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
@@ -44,27 +50,38 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
     Args:
         path: The file.
         map_location: As in `torch.load`.
-        mmap: As in `torch.load`, for a plain file. An encoded one is always mapped: decoding copies it.
+        mmap: As in `torch.load`, for a plain file. An encoded one is always mapped: decoding copies it. One that
+            torch.save wrote before version 1.6 is no zip archive and cannot be mapped, so it is read.
 
     Returns:
         What was saved.
 
     Raises:
-        CorruptFileError: The content is damaged, is not a torch file or holds more than data.
+        CorruptFileError: It is no regular file, its content is damaged, is not a torch file or holds more than data.
         MissingAnchorError: The anchor it needs is found nowhere.
         OSError: It cannot be read.
     """
+    with open_regular_file(path) as file:
+        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
     try:
-        is_mapped = mmap or is_encoded(path)
+        is_mapped = is_zip and (mmap or is_encoded(path))
         return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
-    except (OSError, MemoryError):
+    except MemoryError:
         raise
-    except Exception as error:  # torch's reader raises anything on damaged files
-        found = f"{type(error).__name__}: {error}"[:300]
+    except Exception as error:  # torch's reader raises anything on damaged files, EINVAL after seeking beyond them too
+        if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
+            raise
         next_step = "Restore it from a copy, unless it was never a torch file."
-        raise CorruptFileError(str(path), "a file that torch.load reads", found, next_step) from error
+        raise CorruptFileError(str(path), "a file that torch.load reads", _found(error, is_zip), next_step) from error
+
+
+def _found(error: Exception, is_zip: bool) -> str:
+    """Return what torch.load complained of, without its advice to switch `weights_only` off, which runs any code."""
+    if isinstance(error, pickle.UnpicklingError) or "weights_only" in str(error):
+        return "one that is damaged or holds more than data" if is_zip else "neither a zip archive nor plain data"
+    return f"{type(error).__name__}: {error}"[:300]
 
 
 def is_encoded(path: str | Path) -> bool:
@@ -74,19 +91,15 @@ def is_encoded(path: str | Path) -> bool:
         path: Any file.
 
     Returns:
-        True for a saved `EncodedFile`, False for every other file.
+        True for a saved `EncodedFile`, False for every other file and for one too damaged to tell.
 
     Raises:
         OSError: It cannot be read.
     """
     try:
-        with zipfile.ZipFile(path) as archive:
-            pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
-            if len(pickles) != 1:
-                return False
-            with archive.open(pickles[0]) as pickle:
-                return pickle.read(len(DECODE_CALL)) == DECODE_CALL
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, ValueError):  # a damaged zip file
+        with open_pickle(path) as pickled:
+            return pickled.read(len(DECODE_CALL)) == DECODE_CALL
+    except CorruptFileError:
         return False
 
 
@@ -153,6 +166,7 @@ def load_undecoded(path: str | Path) -> Undecoded:
         CorruptFileError: It is damaged, or not an encoded file.
         OSError: It cannot be read.
     """
+    require_regular_file(path)
     token = leave_undecoded.set(True)
     try:
         loaded = load_file(path, mmap=True) if is_encoded(path) else None

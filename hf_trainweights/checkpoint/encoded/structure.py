@@ -31,6 +31,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -159,8 +160,9 @@ def _check_storage(entry: Any) -> None:
         raise corrupt("shape", f"no more than {stored_bytes} stored bytes can hold", entry["shape"])
     if type(entry.get("crc32")) is not int or type(entry.get("params", {})) is not dict:
         raise corrupt("its storage", "a crc32 and parameters", entry)
-    if type(entry.get("bound", 0.0)) not in (int, float):
-        raise corrupt("bound", "a number", entry["bound"])
+    bound = entry.get("bound", 0.0)
+    if type(bound) not in (int, float) or not 0 <= bound <= sys.float_info.max:
+        raise corrupt("bound", "a finite number of at least 0", bound)
 
 
 def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) -> None:

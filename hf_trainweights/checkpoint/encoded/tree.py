@@ -172,15 +172,15 @@ def _scalar_node(value: Key, path: KeyPath) -> Json:
 
 
 def _value(node: Any, tensors: Sequence[Tensor], path: KeyPath) -> Any:
-    where = path_text(path)
+    # The path becomes text in errors alone: a long key above a long list would be copied for each item.
     if len(path) > MAX_DEPTH:
-        raise corrupt(where, f"a tree at most {MAX_DEPTH} deep", "a deeper one")
+        raise corrupt(path_text(path), f"a tree at most {MAX_DEPTH} deep", "a deeper one")
     if _is_key(node):
         return node
     if type(node) is list:
         return [_value(item, tensors, (*path, index)) for index, item in enumerate(node)]
     if type(node) is not dict or not node:
-        raise corrupt(where, "a node", node)
+        raise corrupt(path_text(path), "a node", node)
     kind, content = next(iter(node.items()))
     if kind in MAPPING_TYPES:
         return _mapping(kind, node, tensors, path)
@@ -191,7 +191,7 @@ def _value(node: Any, tensors: Sequence[Tensor], path: KeyPath) -> Any:
     try:
         return _CONSTANTS[kind](content)
     except (KeyError, OverflowError, RuntimeError, TypeError, ValueError, struct.error) as error:
-        raise corrupt(where, "a node", node) from error
+        raise corrupt(path_text(path), "a node", node) from error
 
 
 def _mapping(kind: str, node: dict[str, Any], tensors: Sequence[Tensor], path: KeyPath) -> Any:
@@ -203,6 +203,8 @@ def _mapping(kind: str, node: dict[str, Any], tensors: Sequence[Tensor], path: K
         key = _value(key_node, (), path)
         if not _is_key(key):
             raise corrupt(path_text(path), "a scalar key", key)
+        if key in mapping:
+            raise corrupt(path_text((*path, key)), "each key once", "it twice")
         mapping[key] = _value(value_node, tensors, (*path, key))
     if type(mapping) is OrderedDict and "metadata" in node:
         mapping.__dict__["_metadata"] = _value(node["metadata"], tensors, (*path, "_metadata"))

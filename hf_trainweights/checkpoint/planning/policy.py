@@ -38,6 +38,7 @@ from hf_trainweights.checkpoint.planning.modes import (
     rounding_of,
     state_codecs,
 )
+from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.planning.rules import Rule, parse_rule
 from hf_trainweights.errors import ConfigError
 
@@ -163,10 +164,10 @@ class Policy:
         Raises:
             ConfigError: A rule selects optimizer states by name, and there are no names.
         """
-        states, groups = state.get("state"), state.get("param_groups")
-        if not isinstance(states, Mapping) or not isinstance(groups, list):
+        if not is_optimizer_state(state):
             return {}
-        names = _recorded_names(groups) if names is None else names
+        states, groups = state["state"], state["param_groups"]
+        names = recorded_names(state) if names is None else names
         self._require_names(states, names)
         adam = _adam_parameters(states, groups)
         plan: dict[KeyPath, TensorPlan] = {}
@@ -219,10 +220,3 @@ def _adam_parameters(states: Mapping[Any, Any], groups: list[Any]) -> set[Any]:
         if exp_avg.shape == exp_avg_sq.shape and {exp_avg.dtype, exp_avg_sq.dtype} <= LOSSY_DTYPES:
             found.add(index)
     return found
-
-
-def _recorded_names(groups: list[Any]) -> dict[Key, str]:
-    names: dict[Key, str] = {}
-    for group in groups:
-        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
-    return names

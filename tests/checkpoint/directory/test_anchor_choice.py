@@ -234,6 +234,14 @@ def test_the_record_of_an_anchor_survives_json():
         {"sha256": "a" * 64, "delta_rms": [1]},
         {"sha256": "a" * 64, "first_bits": "4"},
         {"sha256": 5},
+        {"sha256": "../" * 20 + "abcd"},
+        {"sha256": ["a"] * 64},
+        {"sha256": "a" * 64, "saves": True},
+        {"sha256": "a" * 64, "last_bits": float("nan")},
+        {"sha256": "a" * 64, "delta_rms": {"w": float("inf")}},
+        {"sha256": "a" * 64, "delta_rms": {"w": -1.0}},
+        {"sha256": "a" * 64, "delta_rms": {"w": 10**400}},
+        {"sha256": "a" * 64, "interval_steps": 0},
     ],
 )
 def test_what_is_no_record_is_refused(value):

@@ -1,4 +1,5 @@
 import json
+import os
 
 import pytest
 import torch
@@ -104,3 +105,14 @@ def test_adapters_in_folders_of_their_own_count_as_weights(tmp_path):
     (path / "other").mkdir()
     (path / "model.safetensors").rename(path / "other" / "adapter_model.safetensors")
     assert latest(tmp_path) == str(path)
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["trainer_state.json", "optimizer.pt", "a.safetensors"])
+def test_what_is_no_file_is_passed_over_and_not_waited_for(tmp_path, name, make):
+    path = save(tmp_path, 1, manifest=False)
+    shard(path)
+    (path / name).unlink()
+    make(path / name)
+    with pytest.warns(UserWarning, match=f"{name} cannot be read: .*expected a regular file, found a"):
+        assert latest(tmp_path) is None

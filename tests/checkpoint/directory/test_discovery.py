@@ -1,10 +1,13 @@
+import errno
 import os
 import warnings
 
 import pytest
 from checkpoint.directory.runs import cut, save
 
+from hf_trainweights.checkpoint.directory import discovery
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, find_checkpoints, latest
+from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 
 
 def test_a_missing_or_empty_root_has_no_checkpoint(tmp_path):
@@ -81,3 +84,16 @@ def test_finding_the_newest_does_not_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert latest(tmp_path) is not None
+
+
+def test_a_checkpoint_that_the_disk_refuses_to_read_is_passed_over(tmp_path, monkeypatch):
+    older, newer = save(tmp_path, 1, manifest=True), save(tmp_path, 2, manifest=True)
+
+    def verify(path):
+        if path == newer:
+            raise OSError(errno.EIO, "Input/output error")
+        return verify_checkpoint(path)
+
+    monkeypatch.setattr(discovery, "verify_checkpoint", verify)
+    with pytest.warns(UserWarning, match=r"checkpoint-2 is passed over: cannot be read: .*Input/output error"):
+        assert latest(tmp_path) == str(older)

@@ -1,6 +1,7 @@
 import json
 import math
 import os
+import re
 
 import pytest
 from trees import each_flipped_bit
@@ -16,8 +17,15 @@ from hf_trainweights.checkpoint.directory.manifest import (
 )
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.signed_json import sign_json
 
 SHA256 = "0" * 64
+
+
+def tensor(**changes):
+    """A tensor as a manifest reports it."""
+    sizes = {"bytes_in": 8, "bytes_out": 4}
+    return {"path": "w", "name": "w", "role": "weight", "codec": "raw", "params": {}, "bound": None, **sizes} | changes
 
 
 def signed(**changes):
@@ -29,7 +37,7 @@ def signed(**changes):
 
 
 def test_manifest_comes_back_as_it_was_written(tmp_path):
-    report = {"tensors": [{"name": "w", "bound": 1e-7, "params": {"step": 0.1}}], "anchor": SHA256}
+    report = {"tensors": [tensor(bound=1e-7, params={"step": 0.1})], "anchor": SHA256}
     manifest = Manifest(
         files={"pytorch_model.bin": FileEntry(12, SHA256, report), "sub/ä.bin": FileEntry(0, SHA256)},
         mode="compact",
@@ -38,6 +46,7 @@ def test_manifest_comes_back_as_it_was_written(tmp_path):
         metrics={"loss": -math.inf, "ok": True, "text": "\u2028"},
         metadata={"nested": [1, [None, {"a": 0.1}]]},
         anchor={"sha256": SHA256, "saves": 3},
+        rounded_before={"pytorch_model.bin": {"weight": 1e-3}},
     )
     write_manifest(tmp_path, manifest)
     assert read_manifest(tmp_path) == manifest
@@ -103,28 +112,63 @@ def test_a_name_that_leaves_the_directory_is_refused(tmp_path, name):
         read_manifest(tmp_path)
 
 
+def entry(**changes):
+    return {"a": {"size_bytes": 1, "sha256": SHA256, "report": {}} | changes}
+
+
+def report(**changes):
+    return entry(report={"anchor": None, "tensors": [tensor()]} | changes)
+
+
+def tensors(**changes):
+    return report(tensors=[tensor(), tensor(**changes)])
+
+
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "key"),
     [
-        {"files": {"a": FileEntry(-1, SHA256)}},
-        {"files": {"a": FileEntry(True, SHA256)}},
-        {"files": {"a": FileEntry(1.0, SHA256)}},
-        {"files": {"a": FileEntry(1, "f" * 63)}},
-        {"files": {"a": FileEntry(1, "F" * 64)}},
-        {"files": {"a": FileEntry(1, None)}},
-        {"files": {"a": FileEntry(1, SHA256, [])}},
-        {"files": [1]},
-        {"mode": None},
-        {"step": "7"},
-        {"epoch": [1]},
-        {"metrics": {}, "metadata": {}, "anchor": []},
-        {"created": 5},
+        ({"files": entry(size_bytes=-1)}, "files['a'].size_bytes"),
+        ({"files": entry(size_bytes=True)}, "files['a'].size_bytes"),
+        ({"files": entry(size_bytes=1.0)}, "files['a'].size_bytes"),
+        ({"files": entry(size_bytes=2**63)}, "files['a'].size_bytes"),
+        ({"files": entry(sha256="f" * 63)}, "files['a'].sha256"),
+        ({"files": entry(sha256="F" * 64)}, "files['a'].sha256"),
+        ({"files": entry(sha256=None)}, "files['a'].sha256"),
+        ({"files": entry(report=[])}, "files['a'].report"),
+        ({"files": {"a": 1}}, "files['a']: expected an object"),
+        ({"files": [1]}, "the manifest.files"),
+        ({"files": report(anchor="../x")}, "files['a'].report.anchor"),
+        ({"files": report(tensors=None)}, "files['a'].report.tensors: expected a list"),
+        ({"files": report(tensors=["x"])}, "files['a'].report.tensors[0]: expected an object"),
+        ({"files": report(tensors=[{}])}, "files['a'].report.tensors[0].path: expected a text, found nothing"),
+        ({"files": tensors(bytes_in=-1)}, "files['a'].report.tensors[1].bytes_in"),
+        ({"files": tensors(bytes_out=10**30)}, "files['a'].report.tensors[1].bytes_out"),
+        ({"files": tensors(bound=math.nan)}, "files['a'].report.tensors[1].bound"),
+        ({"files": tensors(bound=-1.0)}, "files['a'].report.tensors[1].bound"),
+        ({"files": tensors(bound=10**400)}, "files['a'].report.tensors[1].bound"),
+        ({"files": tensors(role=["weight"])}, "files['a'].report.tensors[1].role"),
+        ({"files": tensors(codec=None)}, "files['a'].report.tensors[1].codec"),
+        ({"files": {"x" * 5000: 1}}, "files['xxx"),
+        ({"mode": None}, "the manifest.mode"),
+        ({"step": "7"}, "the manifest.step"),
+        ({"step": True}, "the manifest.step"),
+        ({"epoch": [1]}, "the manifest.epoch"),
+        ({"metrics": []}, "the manifest.metrics"),
+        ({"metadata": 1}, "the manifest.metadata"),
+        ({"anchor": []}, "the manifest.anchor"),
+        ({"created": 5}, "the manifest.created"),
+        ({"rounded_before": []}, "rounded_before: expected an object"),
+        ({"rounded_before": {"a": 1}}, "rounded_before['a']: expected an object"),
+        ({"rounded_before": {"a": {"weight": math.nan}}}, "rounded_before['a']['weight']"),
     ],
+    ids=str,
 )
-def test_fields_of_a_wrong_type_are_refused(tmp_path, changes):
-    (tmp_path / MANIFEST_NAME).write_bytes(signed(**changes))
-    with pytest.raises(CorruptFileError, match=MANIFEST_NAME):
+def test_a_value_of_a_wrong_type_or_range_is_refused_with_its_key(tmp_path, changes, key):
+    fields = {**json.loads(signed()), **changes}
+    (tmp_path / MANIFEST_NAME).write_bytes(sign_json(fields))
+    with pytest.raises(CorruptFileError, match=re.escape(f"{tmp_path / MANIFEST_NAME}, {key}")) as caught:
         read_manifest(tmp_path)
+    assert len(str(caught.value)) < 1000
 
 
 @pytest.mark.parametrize(

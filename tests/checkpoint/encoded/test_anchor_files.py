@@ -105,13 +105,13 @@ def test_file_of_another_name_is_no_anchor(tmp_path):
 def test_link_directory_and_pipe_are_not_opened(tmp_path):
     target = anchor_in(tmp_path / "target")
     (tmp_path / NAME).symlink_to(target)
-    with pytest.raises(MissingAnchorError, match="expected a file at"):
+    with pytest.raises(CorruptFileError, match="expected a regular file, found a symbolic link"):
         find_anchor(SHA256, str(tmp_path / NAME))
-    for make in (os.mkdir, os.mkfifo):
+    for make, found in ((os.mkdir, "a directory"), (os.mkfifo, "a FIFO")):
         directory = tmp_path / make.__name__
         directory.mkdir()
         make(directory / NAME)
-        with pytest.raises(MissingAnchorError, match="expected a file at"):
+        with pytest.raises(CorruptFileError, match=f"expected a regular file, found {found}"):
             find_anchor(SHA256, str(directory / NAME))
 
 

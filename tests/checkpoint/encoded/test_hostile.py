@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -162,7 +163,10 @@ HUGE = 1 << 40
         ({"crc32": 0}, "tensor tied.0, from byte 80 of the payload on: expected crc32 0"),
         ({"crc32": None}, "tensor tied.0, its storage: expected a crc32"),
         ({"params": []}, "tensor tied.0, its storage: expected a crc32 and parameters"),
-        ({"bound": "1"}, "tensor tied.0, bound: expected a number"),
+        ({"bound": "1"}, "tensor tied.0, bound: expected a finite number"),
+        ({"bound": -1.0}, "tensor tied.0, bound: expected a finite number"),
+        ({"bound": math.nan}, "tensor tied.0, bound: expected a finite number"),
+        ({"bound": 10**400}, "tensor tied.0, bound: expected a finite number"),
         ({"anchor": "w"}, "tensor tied.0, anchor: expected a name in the file's anchor"),
         ({"exp_avg_sq": 3}, "tensor tied.0, exp_avg_sq: expected a storage below 3"),
         ({"exp_avg_sq": 99}, "tensor tied.0, exp_avg_sq: expected a storage below 3"),

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import zipfile
 
@@ -104,3 +106,30 @@ def test_load_file_runs_no_code(tmp_path):
     with pytest.raises(CorruptFileError, match=r"evil\.pt: expected a file that torch.load reads"):
         load_file(tmp_path / "evil.pt")
     assert not (tmp_path / "ran").exists()
+
+
+def test_nobody_is_told_to_load_a_file_that_may_run_code(tmp_path):
+    torch.save({"object": slice(1, 2)}, tmp_path / "file.pt")
+    with pytest.raises(
+        CorruptFileError, match=r"file\.pt: expected .*found one that is damaged or holds more"
+    ) as caught:
+        load_file(tmp_path / "file.pt")
+    assert "weights_only" not in str(caught.value)
+    assert "weights_only" in str(caught.value.__cause__)
+
+
+def test_a_file_of_old_torch_versions_is_read_although_it_cannot_be_mapped(tmp_path):
+    torch.save({"w": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_file(tmp_path / "file.pt", mmap=True)["w"], torch.ones(2))
+
+
+@pytest.mark.parametrize(("number", "kind"), [(errno.EINVAL, CorruptFileError), (errno.EIO, OSError)])
+def test_a_seek_to_a_wrong_place_is_damage_and_what_the_disk_refuses_is_not(number, kind, tmp_path, monkeypatch):
+    torch.save({"w": torch.ones(2)}, tmp_path / "file.pt")
+
+    def refuse(*_, **__):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(torch, "load", refuse)
+    with pytest.raises(kind, match=os.strerror(number)):
+        load_file(tmp_path / "file.pt")

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import struct
+import sys
 from collections import Counter, OrderedDict, defaultdict, namedtuple
 
 import numpy as np
@@ -158,6 +159,7 @@ def test_depth_that_is_stored_is_depth_that_is_read():
         {"float": "xyz"}, {"float": "00"}, {"float": 1}, {"float": []}, {"dtype": "torch.float32"}, {"dtype": []},
         {"device": "nowhere"}, {"device": [0]}, {"size": ["a"]}, {"size": [1.5]}, {"size": 3}, {"size": None},
         {"ordered_dict": [], "metadata": {"what": 1}}, {"": []},
+        {"dict": [["b", 1], ["b", 2]]}, {"counter": [[1, 1], [True, 2]]}, {"tensor": 10**30},
     ],
     ids=repr,
 )  # fmt: skip
@@ -173,6 +175,63 @@ def test_tree_deeper_than_python_can_go_is_refused():
         node = [node]
     with pytest.raises(CorruptFileError, match=f"expected a tree at most {MAX_DEPTH} deep"):
         unflatten({"tree": node, "tensors": []}, [])
+
+
+@pytest.mark.parametrize("kind", ["tuple", "tensor", "dict", "float", "what"])
+def test_a_malformed_node_deeper_than_python_can_print_is_refused(kind):
+    node: list = []
+    for _ in range(sys.getrecursionlimit()):
+        node = [node]
+    with pytest.raises(CorruptFileError, match=r"^a: expected|^a\.0.*expected a tree at most"):
+        unflatten({"tree": {"dict": [["a", {kind: node}]]}, "tensors": []}, [])
+
+
+def calls_of(function, *arguments):
+    """Return how many functions a call makes, those of Python's own included, and what it gave."""
+    calls = 0
+
+    def count(frame, event, _):
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        result = function(*arguments)
+    finally:
+        sys.setprofile(None)
+    return calls, result
+
+
+LONG_KEY = "k" * 100_000
+
+
+@pytest.mark.parametrize(
+    "items",
+    [
+        lambda n: [1] * n,
+        lambda n: {"tuple": [[]] * n},
+        lambda n: {"dict": [[f"{i}", "text"] for i in range(n)]},
+        lambda n: [{"tensor": 0}] * n,
+        lambda n: [{"dict": [["a", {"float": "7ff8000000000000"}]]}] * n,
+    ],
+    ids=["list", "tuple", "dict", "one tensor", "floats"],
+)
+def test_four_times_the_items_are_four_times_the_work_however_long_the_key_above_them(items, monkeypatch):
+    monkeypatch.setattr("hf_trainweights.checkpoint.encoded.tree.path_text", None)  # each call would copy the key
+
+    def structure(n):
+        return {"tree": {"dict": [[LONG_KEY, items(n)]]}, "tensors": [{"storage": 0}]}
+
+    few, _ = calls_of(unflatten, structure(500), [torch.ones(2)])
+    many, tree = calls_of(unflatten, structure(2000), [torch.ones(2)])
+    assert len(tree[LONG_KEY]) == 2000
+    assert many <= 4 * few
+
+
+def test_of_a_long_key_messages_and_reports_show_the_beginning():
+    structure = {"tree": {"dict": [[LONG_KEY, {"dict": [["b", {"what": 1}]]}]]}, "tensors": []}
+    with pytest.raises(CorruptFileError, match=rf"^{LONG_KEY[:500]}\.b: expected a node"):
+        unflatten(structure, [])
 
 
 any_json = st.recursive(

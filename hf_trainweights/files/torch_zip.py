@@ -1,0 +1,65 @@
+"""The zip archives that torch.save writes, opened by Python's zipfile; damage is an error that names the file."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+
+
+@contextlib.contextmanager
+def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip archive for a block that does nothing but read from it.
+
+    Args:
+        path: The archive.
+
+    Yields:
+        The archive. A member that is read to its end is compared with its checksum.
+
+    Raises:
+        CorruptFileError: It is no zip archive or a damaged one, which may show only when a member is read.
+        OSError: It is missing or cannot be read.
+    """
+    with open_regular_file(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                yield archive
+        except Exception as error:
+            # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
+            # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.
+            # Where the disk refuses, it says BadZipFile while it handles the OSError.
+            refusal = error if isinstance(error, OSError) else error.__context__
+            if isinstance(refusal, OSError) and refusal.errno not in (None, errno.EINVAL):
+                raise refusal from None
+            found = f"{type(error).__name__}: {error}"[:200]
+            next_step = "Restore it from a copy, unless it was never a zip archive."
+            raise CorruptFileError(str(path), "a whole zip archive", found, next_step) from error
+
+
+@contextlib.contextmanager
+def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open the pickle in a file of torch.save, for a block that does nothing but read from it.
+
+    Args:
+        path: The file.
+
+    Yields:
+        The pickle's bytes. When they are read to the end, they are compared with their checksum.
+
+    Raises:
+        CorruptFileError: The file is damaged, or no zip archive of torch.save.
+        OSError: It is missing or cannot be read.
+    """
+    with open_zip(path) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
+        with archive.open(pickles[0]) as pickle:
+            yield pickle

@@ -1,0 +1,73 @@
+"""An optimizer.pt may hold anything under the names that torch's optimizers use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trees import fingerprint
+
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory
+from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
+
+MOMENT = torch.linspace(-1.0, 1.0, 6400).view(80, 80)
+ADAM = {"step": torch.tensor(3.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT.square()}
+GROUP: dict[str, Any] = {"params": [0], "lr": 1e-3, "betas": (0.9, 0.99), "param_names": ["w"]}
+
+OTHERS: dict[str, dict[str, Any]] = {
+    "groups are no list": {"param_groups": {"a": 1}},
+    "a group is a number": {"param_groups": [1]},
+    "a group has no parameters": {"param_groups": [{"lr": 1}]},
+    "the parameters are no list": {"param_groups": [{**GROUP, "params": 3}]},
+    "a parameter is a list": {"param_groups": [{**GROUP, "params": [[1]]}]},
+    "the names are a number": {"param_groups": [{**GROUP, "param_names": 5}]},
+    "a name is a list": {"param_groups": [{**GROUP, "param_names": [[1]]}]},
+    "betas are None": {"param_groups": [{**GROUP, "betas": None}]},
+    "betas are text": {"param_groups": [{**GROUP, "betas": ("a", "b")}]},
+    "a beta is 1": {"param_groups": [{**GROUP, "betas": (1.0, 1.0)}]},
+    "there is no learning rate": {"param_groups": [{**GROUP, "lr": None}]},
+    "states are a list": {"state": [ADAM]},
+    "a state is a number": {"state": {0: 5}},
+}
+ODD_STATES: dict[str, dict[str, Any]] = {
+    "the step is text": {"step": "x"},
+    "moments of two shapes": {"exp_avg": torch.ones(3)},
+    "a moment is a number": {"exp_avg": 1.0},
+    "a negative second moment": {"exp_avg_sq": -MOMENT.square()},
+    "a step of zero": {"step": torch.tensor(0.0)},
+}
+
+
+def optimizer(**changes: Any) -> dict[str, Any]:
+    return {"state": {0: ADAM}, "param_groups": [GROUP]} | changes
+
+
+def compressed(path: Path, tree: dict[str, Any], mode: str) -> dict[str, Any]:
+    torch.save({"w": MOMENT}, path / "pytorch_model.bin")
+    torch.save(tree, path / "optimizer.pt")
+    compress_directory(path, mode=mode)
+    return torch.load(path / "optimizer.pt", weights_only=True)
+
+
+@pytest.mark.parametrize("mode", ["lossless", "compact"])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_layout_is_stored_exactly(kind: str, mode: str, tmp_path: Path) -> None:
+    tree = optimizer(**OTHERS[kind])
+    assert not is_optimizer_state(tree)
+    assert fingerprint(compressed(tmp_path, tree, mode)) == fingerprint(tree)
+
+
+@pytest.mark.parametrize("kind", ODD_STATES)
+def test_a_state_that_is_not_adams_does_not_stop_a_lossy_mode(kind: str, tmp_path: Path) -> None:
+    tree = optimizer(state={0: ADAM | ODD_STATES[kind]})
+    assert compressed(tmp_path, tree, "compact")["param_groups"] == tree["param_groups"]
+
+
+def test_the_names_that_an_optimizer_records_serve_a_lossy_mode(tmp_path: Path) -> None:
+    assert recorded_names(optimizer()) == {0: "w"}
+    quick = {"state": {0: ADAM}, "param_groups": [GROUP | {"lr": 10.0}]}
+    compressed(tmp_path, quick, "compact")
+    weight = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)["w"]
+    assert torch.equal(weight, MOMENT.bfloat16().float())  # it drifts so far that the first anchor is rounded

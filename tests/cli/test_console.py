@@ -1,0 +1,63 @@
+"""What a file says reaches the terminal as text: no escape sequence, no markup, no endless line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory
+from hf_trainweights.files.signed_json import sign_json
+from trainweights_cli.console import one_line, printable
+from trainweights_cli.main import app
+
+# Colors, a new title of the window, a new line, text that runs from right to left, half a character, and markup.
+HOSTILE = "[red]x[/red]\x1b[31m\x1b]0;title\x07\n\u202eback\x9b1m\ud800"
+
+
+@pytest.fixture
+def hostile_checkpoint(tmp_path: Path) -> Path:
+    """A checkpoint whose manifest has a right digest and hostile texts wherever a text may stand."""
+    path = tmp_path / "checkpoint-1"
+    path.mkdir()
+    torch.save({"w": torch.ones(64, 64)}, path / "pytorch_model.bin")
+    compress_directory(path)
+    (path / "\x1b[31mfile.txt").touch()
+    fields = json.loads((path / MANIFEST_NAME).read_bytes())
+    tensors = fields["files"]["pytorch_model.bin"]["report"]["tensors"]
+    tensors[0] |= {"name": HOSTILE, "role": HOSTILE, "codec": HOSTILE}
+    fields["files"]["\x9b31m.bin"] = vars(FileEntry(3, "0" * 64))
+    texts = dict.fromkeys(("mode", "created", "package_version", "torch_version"), HOSTILE)
+    (path / MANIFEST_NAME).write_bytes(sign_json({**fields, **texts, "metrics": {HOSTILE: HOSTILE * 1000}}))
+    return path
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("checkpoint", "ls"), ("checkpoint", "inspect"), ("checkpoint", "inspect", "--tensors"), ("checkpoint", "verify")],
+    ids=" ".join,
+)
+def test_what_a_manifest_says_is_shown_as_text(arguments: tuple[str, ...], hostile_checkpoint: Path) -> None:
+    result = CliRunner().invoke(app, [*arguments, str(hostile_checkpoint)], env={"COLUMNS": "200"})
+    assert result.exception is None or isinstance(result.exception, SystemExit)
+    assert [each for each in result.output if not each.isprintable() and each != "\n"] == []
+    assert "\\x9b" in result.output or "[red]x[/red]\\x1b[31m" in result.output
+    assert max(map(len, result.output.splitlines())) < 10_000
+
+
+def test_names_of_tensors_are_shown_as_text(tmp_path: Path) -> None:
+    save_file({"[red]x\x1b[31m": torch.zeros(2)}, tmp_path / "model.safetensors")
+    result = CliRunner().invoke(app, ["inspect", str(tmp_path)], env={"COLUMNS": "200"})
+    assert "[red]x\\x1b[31m" in result.stdout
+    assert "\x1b" not in result.stdout
+
+
+def test_a_long_text_is_cut_and_an_ordinary_one_is_as_it_was() -> None:
+    assert printable("checkpoint-1/ä.bin: 3 x 4") == "checkpoint-1/ä.bin: 3 x 4"
+    assert len(printable("x" * 10**6)) < 3000
+    assert one_line("two\n lines\t") == "two lines"
