@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.completeness import plain_problem
+from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
@@ -103,10 +104,10 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
     """
     step = checkpoint_step(path)
     if not (path / MANIFEST_NAME).exists():
-        return FoundCheckpoint(path, step, None, plain_problem(path))
+        return FoundCheckpoint(path, step, None, plain_problem(path) or converted_weights_problem(path))
     report = verify_checkpoint(path)
     problem = None if report.intact else "; ".join(f"{name} {what}" for name, what in report.problems.items())
-    return FoundCheckpoint(path, step, report.manifest, problem)
+    return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
 
 
 def latest(root: str | Path) -> str | None:
@@ -114,7 +115,8 @@ def latest(root: str | Path) -> str | None:
 
     That is one whose manifest verifies, or a directory without a manifest, a Trainer's own for example, that has a
     `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`, a readable
-    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart.
+    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart. A
+    directory from which a Trainer would resume with weights at their starting values is passed over as well.
 
     Args:
         root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
