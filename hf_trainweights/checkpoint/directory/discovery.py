@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import stat
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -54,9 +56,13 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name)]
-    directories = [path for path in found if path.is_dir() and not path.is_symlink()]
-    return sorted(directories, key=lambda path: (checkpoint_step(path), path.stat().st_mtime_ns), reverse=True)
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            status = path.lstat()
+            if _CHECKPOINT_NAME.fullmatch(path.name) and stat.S_ISDIR(status.st_mode):
+                found.append((checkpoint_step(path), status.st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def checkpoint_step(path: Path) -> int:

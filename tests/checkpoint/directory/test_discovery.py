@@ -1,5 +1,7 @@
 import os
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 from checkpoint.directory.runs import cut, save
@@ -81,3 +83,17 @@ def test_finding_the_newest_does_not_warn(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert latest(tmp_path) is not None
+
+
+def test_a_checkpoint_that_goes_while_a_run_is_listed_does_not_count(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step, manifest=False)
+    lstat = Path.lstat
+
+    def late(path):
+        if path.name == "checkpoint-2":
+            shutil.rmtree(path, ignore_errors=True)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", late)
+    assert [path.name for path in checkpoint_directories(tmp_path)] == ["checkpoint-3", "checkpoint-1"]
