@@ -10,7 +10,7 @@ import logging
 import threading
 from pathlib import Path
 
-from hf_trainweights.checkpoint.compression import Compression, Savings
+from hf_trainweights.checkpoint.compression import Compression, Savings, is_plain
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.errors import ConfigError
 
@@ -34,7 +34,8 @@ class Backlog:
             raise ConfigError("on_error", " or ".join(ON_ERROR), repr(on_error), "Choose one of these.")
         self._on_error = on_error
         self._waiting: list[Compression] = []
-        self._stayed: dict[Path, tuple[Compression, str]] = {}
+        self._failed: dict[Path, Compression] = {}
+        self._stayed: dict[Path, str] = {}
         self._outcomes: list[tuple[Compression, Exception | str]] = []
         self._fatal: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -47,10 +48,10 @@ class Backlog:
         Args:
             compression: The checkpoint.
         """
-        self._stayed.pop(compression.directory, None)
-        self._waiting += [stayed for stayed, _ in self._stayed.values() if stayed.is_plain]
+        self._failed.pop(compression.directory, None)
+        self._waiting += [failed for failed in self._failed.values() if is_plain(failed.directory)]
         self._waiting.append(compression)
-        self._stayed.clear()
+        self._failed.clear()
 
     def start(self) -> None:
         """Begin to work in the background on what waits, if anything does."""
@@ -93,10 +94,10 @@ class Backlog:
             return
         if self._on_error == "raise" or all(found.problem for found in find_checkpoints(directory.parent)):
             raise error
-        self._say_once(directory, f"{message} {error}")
+        self._stay(directory, message, str(error))
 
     def __str__(self) -> str:
-        stayed = [(path.name, reason) for path, (compression, reason) in self._stayed.items() if compression.is_plain]
+        stayed = [(directory.name, reason) for directory, reason in self._stayed.items() if is_plain(directory)]
         parts = [str(self._savings)] if self._savings.checkpoints else []
         if stayed:
             names = ", ".join(name for name, _ in stayed)
@@ -124,16 +125,15 @@ class Backlog:
 
     def _keep_plain(self, compression: Compression, outcome: Exception | str) -> None:
         directory = compression.directory
-        if not directory.is_dir():
-            return
-        self._stayed[directory] = (compression, str(outcome))
+        self._failed[directory] = compression
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
         if isinstance(outcome, Exception):
             self.blame(directory, outcome, message)
-        else:
-            self._say_once(directory, f"{message} {outcome}.")
+        elif directory.is_dir():
+            self._stay(directory, message, outcome)
 
-    def _say_once(self, directory: Path, text: str) -> None:
-        if (directory, text) not in self._said:
-            self._said.add((directory, text))
-            _logger.warning("%s", text)
+    def _stay(self, directory: Path, message: str, reason: str) -> None:
+        self._stayed[directory] = reason
+        if (directory, reason) not in self._said:
+            self._said.add((directory, reason))
+            _logger.warning("%s %s", message, reason)

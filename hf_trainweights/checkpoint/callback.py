@@ -100,17 +100,16 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         Raises:
             ConfigError: The Trainer has resumed from a checkpoint that leaves some weights at their starting values.
             SaveError: The mark cannot be written.
-            OSError: Something that a killed run left cannot be removed.
         """
-        if not args.should_save or not self._is_supported(args):
+        if not self._is_supported(args):
             return
-        collect_garbage(args.output_dir or "")
         names = converted_names(extract_model_from_parallel(model)) if model is not None else set()
-        if not names:
-            return
-        mark_run(args.output_dir or "", min(names))
+        if args.should_save:
+            _remove_leftovers(Path(args.output_dir or ""))
+            if names:
+                mark_run(args.output_dir or "", min(names))
         directory = _checkpoint(args, state)
-        problem = converted_weights_problem(directory) if state.global_step > 0 else None
+        problem = converted_weights_problem(directory, names) if names and state.global_step > 0 else None
         if problem:
             next_step = "Pass resume_from_checkpoint=latest(output_dir), which passes such a checkpoint over."
             raise ConfigError("resume_from_checkpoint", "a whole checkpoint", f"{directory}: {problem}", next_step)
@@ -260,6 +259,13 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if message not in self._said:
             self._said.add(message)
             _logger.warning("%s", message)
+
+
+def _remove_leftovers(root: Path) -> None:
+    try:
+        collect_garbage(root)
+    except OSError as error:
+        _logger.warning("What an earlier run has left in %s stays: %s", root, error)
 
 
 def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:

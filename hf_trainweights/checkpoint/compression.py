@@ -29,11 +29,6 @@ class Compression:
     plain_bytes: int
     options: dict[str, Any]
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether the checkpoint is still there, and still as it was."""
-        return self.directory.is_dir() and not (self.directory / MANIFEST_NAME).exists()
-
     def run(self, savings: Savings) -> str | None:
         """Make the checkpoint small.
 
@@ -48,7 +43,7 @@ class Compression:
             TrainWeightsError: It could not be rewritten; every file in it is whole.
         """
         # What is encoded gets a manifest and counts as verified, so damage must be found before.
-        problem = plain_problem(self.directory) if self.is_plain else None
+        problem = plain_problem(self.directory) if is_plain(self.directory) else None
         if problem:
             next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
             raise CorruptFileError(str(self.directory), "a whole checkpoint", problem, next_step)
@@ -94,6 +89,11 @@ class Savings:
         )
         sizes = f"{self.before_bytes / 1e6:.1f} MB -> {self.after_bytes / 1e6:.1f} MB ({ratio:.2f}x)"
         return f"{self.checkpoints} checkpoints made small: {sizes}, {error}"
+
+
+def is_plain(directory: Path) -> bool:
+    """Return whether a checkpoint is there, and as the Trainer wrote it."""
+    return directory.is_dir() and not (directory / MANIFEST_NAME).exists()
 
 
 def size_bytes(directory: Path) -> int:

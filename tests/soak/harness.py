@@ -131,9 +131,11 @@ class Soak:
         return None if checked.code == 0 else checked.text[-_TEXT_CHARACTERS:] or "the check hung or died"
 
     def _draw(self, rng: random.Random) -> Kill:
+        # What goes on from a kill has less to do, so every other kill comes early.
+        reach = rng.choice((0.3, 1.0))
         if self._timed and rng.random() < 0.5:
-            return Kill(seconds=rng.uniform(0, self._undisturbed.seconds))
-        return Kill(call=rng.randint(1, self._undisturbed.calls))
+            return Kill(seconds=rng.uniform(0, reach * self._undisturbed.seconds))
+        return Kill(call=rng.randint(1, max(1, int(reach * self._undisturbed.calls))))
 
     def _note(self, kills: Sequence[Kill], text: str) -> None:
         kept = self._folder / f"finding-{len(self.row.findings) + 1}"

@@ -8,6 +8,7 @@ it names weights that only the Trainer's own files have, and a checkpoint that h
 from __future__ import annotations
 
 import json
+from collections.abc import Set
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -43,32 +44,26 @@ def mark_run(root: str | Path, name: str) -> None:
         file.write(json.dumps({_KEY: sorted({*names, name})}, indent=2).encode() + b"\n")
 
 
-def converted_weights_problem(checkpoint: str | Path) -> str | None:
-    """Say why a Trainer would resume wrongly from a checkpoint in a marked run.
+def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = None) -> str | None:
+    """Say why a Trainer would resume wrongly from a checkpoint.
 
     Args:
         checkpoint: A directory beside which the run's mark lies, if it has one.
+        names: Weights that only the Trainer's own files have. Default: those of the mark.
 
     Returns:
-        The reason; None if the run has no mark, or the checkpoint's weights are safe to resume from.
+        The reason; None if its weights are safe to resume from, or nothing is known of other names.
     """
     checkpoint = Path(checkpoint).absolute()
     try:
-        marked = _marked_names(checkpoint.parent)
-        found = marked & stored_weight_names(checkpoint) if marked else marked
+        names = _marked_names(checkpoint.parent) if names is None else names
+        found = names & stored_weight_names(checkpoint) if names else None
     except (OSError, ValueError, SafetensorError) as error:
         return f"{MARK_NAME} or the weights cannot be read: {error}"
-    return named_otherwise(min(found)) if found else None
-
-
-def named_otherwise(name: str) -> str:
-    """Return the reason not to resume from weight files that the Trainer wrote and the callback has not replaced.
-
-    Args:
-        name: A weight in these files.
-    """
+    if not found:
+        return None
     return (
-        f"its weight files name weights otherwise than the model's modules do ({name}), "
+        f"its weight files name weights otherwise than the model's modules do ({min(found)}), "
         "and a Trainer that resumes from them leaves these at their starting values"
     )
 
