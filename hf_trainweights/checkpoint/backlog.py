@@ -64,8 +64,7 @@ class Backlog:
         """Work here and now on what waits, if the thread does not, and wait for the thread.
 
         Raises:
-            Exception: A checkpoint could not be made small, and `on_error` says so or no checkpoint beside it is whole.
-            MemoryError: The memory is full.
+            Exception: A checkpoint could not be made small, and `blame` does not let that pass.
         """
         thread, self._thread = self._thread, None
         if thread is None:
@@ -88,8 +87,10 @@ class Backlog:
             message: What that means for the checkpoint, a sentence.
 
         Raises:
-            Exception: The error, where `on_error` says so or no checkpoint beside it is whole.
+            Exception: The error, where `on_error` says so, no checkpoint beside it is whole, or the memory is full.
         """
+        if isinstance(error, MemoryError):
+            raise error
         if not directory.is_dir():
             return
         if self._on_error == "raise" or all(found.problem for found in find_checkpoints(directory.parent)):
@@ -115,8 +116,6 @@ class Backlog:
     def _try(self, compression: Compression) -> None:
         try:
             no_room = compression.run(self._savings)
-        except MemoryError:
-            raise
         except Exception as error:
             self._outcomes.append((compression, error))
         else:

@@ -11,6 +11,7 @@ import datetime
 import json
 import logging
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,7 +45,10 @@ def main() -> int:
     _print(rows)
     if options.record:
         options.record.write_text(json.dumps(_record(rows, options), indent=2) + "\n")
-    return int(any(failed) or any(row.findings for row in rows))
+    is_bad = any(failed) or any(row.findings for row in rows)
+    if not is_bad:
+        shutil.rmtree(folder)
+    return int(is_bad)
 
 
 def _options() -> argparse.Namespace:

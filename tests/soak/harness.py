@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 import shutil
 import time
@@ -158,6 +159,7 @@ def soak_for(seconds: float, kinds: Sequence[str], folder: Path, seed: str, tell
         One row for each kind.
     """
     started = told = time.monotonic()
+    gc.freeze()  # a Trainer collects garbage, and each child would go through all that this process has imported
     soaks = [Soak(SCENARIOS[kind], folder / kind.replace(" ", "-"), seed) for kind in kinds]
     while time.monotonic() - started < seconds:
         for soak in soaks:

@@ -21,6 +21,7 @@ from hf_trainweights.checkpoint.directory.discovery import checkpoint_step, late
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.training_files import load_checkpoint
+from hf_trainweights.models.host.checkpoints import converted_names
 
 STEPS = 8
 KEEP = 3
@@ -102,6 +103,10 @@ class TrainerLossless(Training):
 
     kind = "trainer lossless"
     architecture: ClassVar[str] = "llama"
+
+    def prepare(self) -> None:
+        """Have Transformers build its table of conversions, which takes half a second, before children are forked."""
+        converted_names(build(self.architecture))
 
     def train(self, root: Path) -> dict[str, Any]:
         """Resume from `latest`, into a model whose own weights are of no use."""
