@@ -1,4 +1,4 @@
-.PHONY: check fix quick test slow-tests bench
+.PHONY: check fix quick test slow-tests soak bench
 check:
 	ruff check .
 	ruff format --check .
@@ -19,6 +19,9 @@ slow-tests:
 	python tests/slow_tests.py build/whole.xml
 	pytest -n 2 -m "not slow" --junitxml=build/quick.xml
 	python tests/slow_tests.py build/whole.xml build/quick.xml
+
+soak:
+	python -m tests.soak --seconds $(or $(SECONDS),600)
 
 bench:
 	python -m benchmarks.quality

@@ -1,41 +1,36 @@
 """TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
 
-The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It is waited
-for before the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking
-whether anyone writes in them. The thread reads the Trainer's own files; where these name weights otherwise than the
-modules do, the weights are first written once more, plainly, while training waits.
+The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It begins
+when the next step does, after other callbacks have had the checkpoint as the Trainer wrote it. It is waited for before
+the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking whether
+anyone writes in them. The thread reads the Trainer's own files; where these name weights otherwise than the modules do,
+other files take their place at once, while training waits.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import extract_model_from_parallel
-from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.compression import (
-    BackgroundCall,
-    Compression,
-    Savings,
-    drop_stale_manifest,
-    rewriting_bytes,
-    size_bytes,
-    stored_weight_names,
-)
+from hf_trainweights.checkpoint.backlog import Backlog
+from hf_trainweights.checkpoint.compression import Compression, drop_stale_manifest, size_bytes
+from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
-from hf_trainweights.checkpoint.directory.weights_aside import set_weights_aside
+from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, set_weights_aside
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.models.host.checkpoints import names_not_saved
-from hf_trainweights.models.host.models import tied_names
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.host.checkpoints import converted_names
 
 _logger = logging.get_logger(__name__)
 
@@ -51,9 +46,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
         rules: Exceptions from the mode, likewise.
         anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
+        on_error: What to do about a checkpoint that cannot be made small. `"warn"`: it stays plain and gets another try
+            at the next save; only if no checkpoint of the run is whole, the training ends. `"raise"`: the training
+            ends.
 
     Raises:
-        ConfigError: Mode or rules are wrong.
+        ConfigError: Mode, rules or `on_error` are wrong.
 
     Example:
         >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
@@ -65,11 +63,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         mode: str = "lossless",
         rules: Mapping[str, Any] | None = None,
         anchor_every: int = ANCHOR_EVERY_SAVES,
+        on_error: str = "warn",
     ):
         self.policy = Policy(mode, rules or {})
         self.anchor_every = anchor_every
-        self._job: BackgroundCall | None = None
-        self._savings = Savings()
+        self._backlog = Backlog(on_error)
         self._said: set[str] = set()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -83,6 +81,49 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         for directory in checkpoint_directories(args.output_dir or ""):
             register_anchor_directory(directory)
 
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **_: Any,
+    ) -> None:
+        """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            model: The model.
+
+        Raises:
+            ConfigError: The Trainer has resumed from a checkpoint that leaves some weights at their starting values.
+            SaveError: The mark cannot be written.
+        """
+        if not self._is_supported(args):
+            return
+        names = converted_names(extract_model_from_parallel(model)) if model is not None else set()
+        if args.should_save:
+            _remove_leftovers(Path(args.output_dir or ""))
+            if names:
+                mark_run(args.output_dir or "", min(names))
+        directory = _checkpoint(args, state)
+        problem = converted_weights_problem(directory, names) if names and state.global_step > 0 else None
+        if problem:
+            next_step = "Pass resume_from_checkpoint=latest(output_dir), which passes such a checkpoint over."
+            raise ConfigError("resume_from_checkpoint", "a whole checkpoint", f"{directory}: {problem}", next_step)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin to make the last checkpoint small.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+        """
+        self._backlog.start()
+
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint if another is about to be saved.
 
@@ -92,10 +133,10 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             control: What it is going to do.
 
         Raises:
-            Exception: Whatever went wrong in the background.
+            Exception: Whatever went wrong in the background, where it ends the training; see `on_error`.
         """
         if control.should_save or control.should_training_stop:
-            self._wait()
+            self._backlog.finish()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint if another is about to be saved; see `on_step_end`."""
@@ -104,7 +145,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint where the evaluation decides whether another is saved; see `on_step_end`."""
         if args.save_strategy == SaveStrategy.BEST:
-            self._wait()
+            self._backlog.finish()
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -118,13 +159,14 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             kwargs: Model and optimizer, among others.
 
         Raises:
-            TrainWeightsError: The checkpoint could not be rewritten; every file in it is whole.
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
-        self._wait()
-        self._start(args, state, foreground=True, **kwargs)
+        self._backlog.finish()
+        self._add(args, state, **kwargs)
+        self._backlog.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Make the checkpoint small: in the background, or at once where the Trainer is about to stop.
+        """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop.
 
         Args:
             args: The Trainer's arguments.
@@ -133,15 +175,16 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             kwargs: Model and optimizer, among others.
 
         Raises:
-            TrainWeightsError: The last checkpoint could not be rewritten; every file in it is whole.
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
-        self._wait()
+        self._backlog.finish()
+        self._add(args, state, **kwargs)
         # No event lies between the last save and the loading of the best model.
-        last = control.should_training_stop or state.global_step >= state.max_steps
-        self._start(args, state, foreground=last, **kwargs)
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._backlog.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint and say in one line what was saved.
+        """Wait for the last checkpoint and say in one line what was saved and what stayed plain.
 
         Args:
             args: The Trainer's arguments.
@@ -149,57 +192,62 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             control: What it is going to do.
 
         Raises:
-            Exception: Whatever went wrong in the background.
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
-        self._wait()
-        if self._savings.checkpoints:
-            _logger.warning("%s", self._savings)
+        self._backlog.finish()
+        summary = str(self._backlog)
+        if summary:
+            _logger.warning("%s", summary)
 
-    def _start(
+    def _add(
         self,
         args: TrainingArguments,
         state: TrainerState,
         *,
-        foreground: bool,
         model: nn.Module | None = None,
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        directory = Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        directory = _checkpoint(args, state)
         if not args.should_save or not directory.is_dir() or not self._is_supported(args):
             return
-        if not self._has_room(directory):
-            return
-        drop_stale_manifest(directory)
         module = extract_model_from_parallel(model) if model is not None else None
-        weights = self._live_weights(module, directory) if not args.push_to_hub else None
+        try:
+            plain_bytes = size_bytes(directory)
+            drop_stale_manifest(directory)
+            if module is not None:
+                self._replace_converted_weights(module, directory, keep=args.push_to_hub)
+        except Exception as error:
+            self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
+            return
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
-        compression = Compression(
-            directory,
-            plain_bytes=size_bytes(directory),
-            # Written here, while training waits: the next step changes them.
-            aside=set_weights_aside(directory, weights) if weights is not None else None,
-            options={
-                "mode": self.policy.mode,
-                "rules": {"weight": "lossless", **self.policy.rules} if best else self.policy.rules,
-                "keep_weights": bool(args.push_to_hub),
-                "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
-                "optimizer_names": optimizer_parameter_names(module, optimizer) if module is not None else {},
-                "metrics": _metrics(state),
-                "anchor_every": self.anchor_every,
-            },
-        )
-        self._job = BackgroundCall(lambda: compression.run(self._savings))
-        if foreground:
-            self._job.run()
-            self._wait()
-        else:
-            self._job.start()
+        options = {
+            "mode": self.policy.mode,
+            "rules": {"weight": "lossless", **self.policy.rules} if best else self.policy.rules,
+            "keep_weights": bool(args.push_to_hub),
+            "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
+            "optimizer_names": optimizer_parameter_names(module, optimizer) if module is not None else {},
+            "metrics": _metrics(state),
+            "anchor_every": self.anchor_every,
+        }
+        self._backlog.add(Compression(directory, plain_bytes, options))
 
-    def _wait(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            job.result()
+    def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
+        """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.
+
+        Training waits, because the next step changes the weights. Until it is done `latest` passes the checkpoint over.
+        """
+        if not converted_names(module):
+            return
+        meaning = "This model's files name its weights otherwise than its modules do, "
+        if keep:
+            self._say_once(meaning + "and what is pushed stays so: a Trainer cannot resume from these checkpoints.")
+            return
+        self._say_once(
+            meaning + "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
+        )
+        weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        adopt_weights(directory, set_weights_aside(directory, weights))
 
     def _is_supported(self, args: TrainingArguments) -> bool:
         sharded = bool(getattr(args, "fsdp", None)) or bool(getattr(args, "deepspeed", None))
@@ -207,40 +255,22 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._say_once("FSDP and DeepSpeed checkpoints are left as the Trainer wrote them.")
         return not sharded
 
-    def _has_room(self, directory: Path) -> bool:
-        """Return whether there is room to rewrite the files; without it the checkpoint stays plain."""
-        needed = rewriting_bytes(directory)
-        free = shutil.disk_usage(directory).free
-        if free < needed:
-            _logger.warning(
-                "%s stays as it is: rewriting it takes %d MB of free disk space, there are %d MB.",
-                directory,
-                needed // 10**6,
-                free // 10**6,
-            )
-        return free >= needed
-
-    def _live_weights(self, module: nn.Module | None, directory: Path) -> dict[str, Tensor] | None:
-        """Return the model's weights under its own names where the file has other names, else None."""
-        stored = stored_weight_names(directory)
-        if module is None or stored is None or not isinstance(module, PreTrainedModel):
-            return None
-        if getattr(module, "hf_quantizer", None) is not None:
-            return None
-        state = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        missing = state.keys() - stored - names_not_saved(module)
-        if stored <= state.keys() and missing <= tied_names(module).keys():
-            return None
-        self._say_once(
-            "This model's files name its weights otherwise than its modules do, so its checkpoints get weights under "
-            "the modules' names: a Trainer resumes from these exactly."
-        )
-        return state
-
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             _logger.warning("%s", message)
+
+
+def _remove_leftovers(root: Path) -> None:
+    try:
+        collect_garbage(root)
+    except OSError as error:
+        _logger.warning("What an earlier run has left in %s stays: %s", root, error)
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    """Return the directory of the checkpoint that belongs to the step."""
+    return Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _metrics(state: TrainerState) -> dict[str, float]:

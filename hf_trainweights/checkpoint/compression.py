@@ -1,20 +1,17 @@
-"""The work on one checkpoint of a Trainer: a call in the background that reads files and never live tensors."""
+"""The work on one checkpoint of a Trainer, which reads files and never live tensors, and what it saved."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
-
+from hf_trainweights.checkpoint.directory.completeness import plain_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
-from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights
-from hf_trainweights.files.temporary import Claim
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.weight_files import safetensors_files
 
 
@@ -25,64 +22,37 @@ class Compression:
     Args:
         directory: The checkpoint.
         plain_bytes: What it takes on disk before.
-        aside: Weights that take the place of its own first, from `set_weights_aside`; None where its own serve.
         options: Arguments for `compress_directory`.
     """
 
     directory: Path
     plain_bytes: int
-    aside: Claim | None
     options: dict[str, Any]
 
-    def run(self, savings: Savings) -> None:
+    def run(self, savings: Savings) -> str | None:
         """Make the checkpoint small.
 
         Args:
             savings: Where it is counted.
 
+        Returns:
+            Why there is no room to rewrite it; None once it is small.
+
         Raises:
+            CorruptFileError: One of its files is damaged; nothing has changed.
             TrainWeightsError: It could not be rewritten; every file in it is whole.
         """
-        if self.aside is not None:
-            adopt_weights(self.directory, self.aside)
+        # What is encoded gets a manifest and counts as verified, so damage must be found before.
+        problem = plain_problem(self.directory) if is_plain(self.directory) else None
+        if problem:
+            next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+            raise CorruptFileError(str(self.directory), "a whole checkpoint", problem, next_step)
+        needed, free = _rewriting_bytes(self.directory), shutil.disk_usage(self.directory).free
+        if free < needed:
+            return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
         manifest = compress_directory(self.directory, **self.options)
         savings.add(self.plain_bytes, size_bytes(self.directory), manifest)
-
-
-class BackgroundCall:
-    """One call in a thread of its own, whose exception is raised by `result`.
-
-    Args:
-        function: What to call.
-    """
-
-    def __init__(self, function: Callable[[], None]):
-        self._function = function
-        self._error: BaseException | None = None
-        # Not a daemon: the interpreter waits for a checkpoint that is being written.
-        self._thread = threading.Thread(target=self.run, name="trainweights-checkpoint", daemon=False)
-
-    def start(self) -> None:
-        """Call the function in the thread."""
-        self._thread.start()
-
-    def run(self) -> None:
-        """Call the function here and now."""
-        try:
-            self._function()
-        except BaseException as error:  # raised again by result, in the thread that asks
-            self._error = error
-
-    def result(self) -> None:
-        """Wait for the call to end.
-
-        Raises:
-            BaseException: Whatever the function raised.
-        """
-        if self._thread.ident is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
+        return None
 
 
 @dataclass
@@ -121,28 +91,23 @@ class Savings:
         return f"{self.checkpoints} checkpoints made small: {sizes}, {error}"
 
 
+def is_plain(directory: Path) -> bool:
+    """Return whether a checkpoint is there, and as the Trainer wrote it."""
+    return directory.is_dir() and not (directory / MANIFEST_NAME).exists()
+
+
 def size_bytes(directory: Path) -> int:
     """Return what a checkpoint takes on disk, without anchors."""
     # An anchor is a second link to a file that another checkpoint holds.
     return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
 
 
-def rewriting_bytes(directory: Path) -> int:
+def _rewriting_bytes(directory: Path) -> int:
     """Return the free space that rewriting takes: one encoded file at a time, and its payload until it is written."""
     sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
-    # Shards become one file; where they do not have the modules' names, they are set aside as one file as well.
+    # Shards become one file.
     shards = sum(file.stat().st_size for file in safetensors_files(directory))
     return 2 * max([shards, *sizes])
-
-
-def stored_weight_names(directory: Path) -> set[str] | None:
-    """Return the names in a directory's model*.safetensors files, None if there are none."""
-    files = safetensors_files(directory)
-    names: set[str] = set()
-    for file in files:
-        with safe_open(file, framework="pt") as shard:
-            names |= set(shard.keys())
-    return names if files else None
 
 
 def drop_stale_manifest(directory: Path) -> None:

@@ -142,11 +142,12 @@ def take_over(path: Path) -> Iterator[bool]:
 
 
 @contextlib.contextmanager
-def lock_directory(path: Path) -> Iterator[bool]:
+def lock_directory(path: Path, *, wait: bool = False) -> Iterator[bool]:
     """Hold a directory for one writer; the system lets go of it if the process dies.
 
     Args:
         path: An existing directory.
+        wait: Until another writer lets go of it.
 
     Yields:
         Whether it was free. Where nothing can be locked it always is.
@@ -156,7 +157,7 @@ def lock_directory(path: Path) -> Iterator[bool]:
     """
     descriptor = os.open(path, os.O_RDONLY) if fcntl is not None else None
     try:
-        yield descriptor is None or _lock(descriptor, wait=False) is not False
+        yield descriptor is None or _lock(descriptor, wait=wait) is not False
     finally:
         if descriptor is not None:
             _unlock(descriptor)
@@ -164,16 +165,17 @@ def lock_directory(path: Path) -> Iterator[bool]:
 
 def _claim(path: Path, descriptor: int | None) -> Claim | None:
     """Return the claim on a fresh entry; None if a cleaner came between its creation and its lock, and removed it."""
-    if descriptor is None or _lock(descriptor, wait=True) is None:
-        return Claim(path, _close(descriptor))
+    is_locked = descriptor is not None and _lock(descriptor, wait=True) is not None
     try:
-        is_there = os.path.samestat(os.stat(path, follow_symlinks=False), os.fstat(descriptor))
+        status = os.stat(path, follow_symlinks=False)
+        is_there = descriptor is None or os.path.samestat(status, os.fstat(descriptor))
     except FileNotFoundError:
         is_there = False
-    if not is_there:
+    if is_there:
+        return Claim(path, descriptor if is_locked else _close(descriptor))
+    if descriptor is not None:
         _unlock(descriptor)
-        return None
-    return Claim(path, descriptor)
+    return None
 
 
 def _open(path: Path) -> int | None:

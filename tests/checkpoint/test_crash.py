@@ -13,6 +13,7 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
+from hf_trainweights.checkpoint.directory.converted_weights import mark_run
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import remove_checkpoint
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
@@ -168,11 +169,13 @@ def renamed(weights):
     return {f"module.{name}": tensor for name, tensor in weights.items()}
 
 
+@pytest.mark.filterwarnings("ignore:.*is passed over")
 @pytest.mark.parametrize("shards", [False, True], ids=["one file", "shards"])
-def test_weights_under_other_names_take_the_place_of_a_trainers_at_every_moment(tmp_path, monkeypatch, shards):
+def test_weights_under_other_names_are_all_there_or_their_checkpoint_is_passed_over(tmp_path, monkeypatch, shards):
     root = tmp_path / "run"
     path = trainer_directory(root, 2, shards=shards)
     stored = loaded_by_transformers(path)
+    mark_run(root, "w")
 
     def action():
         adopt_weights(path, set_weights_aside(path, renamed(stored)))
@@ -180,16 +183,16 @@ def test_weights_under_other_names_take_the_place_of_a_trainers_at_every_moment(
 
     found = []
     for when in replay(root, action, monkeypatch):
-        assert latest(root) == str(path), when
+        is_offered = latest(root) == str(path)
         loaded = loaded_by_transformers(path)
-        expected = renamed(stored) if "module.w" in loaded else stored
+        expected = renamed(stored) if is_offered or "module.w" in loaded else stored
         assert loaded.keys() == expected.keys(), when
         assert all(torch.equal(loaded[name], expected[name]) for name in expected), when
-        found.append((loaded.keys() != stored.keys(), verify_checkpoint(path).ok))
+        found.append((is_offered, verify_checkpoint(path).ok))
     killed = found[:: len(OUTCOMES)]
     assert killed == sorted(killed)
     # From the module's names a Trainer resumes exactly: they are there before anything is encoded.
-    assert (True, False) in killed
+    assert {(False, False), (True, False)} < set(killed)
     assert set(found[-len(OUTCOMES) :]) == {(True, True)}
 
 

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 
@@ -91,18 +92,18 @@ def test_a_program_that_is_started_does_not_keep_what_its_parent_claimed(tmp_pat
     assert abandoned
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_cleaner_that_comes_before_the_lock_costs_a_new_name_and_no_more(tmp_path, monkeypatch, kind):
-    lock, removed = temporary._lock, []
+@pytest.mark.parametrize(("kind", "moment"), [("file", "_lock"), ("directory", "_lock"), ("directory", "_open")])
+def test_a_cleaner_that_comes_before_the_lock_costs_a_new_name_and_no_more(tmp_path, monkeypatch, kind, moment):
+    original, removed = getattr(temporary, moment), []
 
-    def late(descriptor, *, wait):
+    def late(*arguments, **options):
         if not removed:
             (path,) = tmp_path.iterdir()
             removed.append(path)
             path.rmdir() if path.is_dir() else path.unlink()
-        return lock(descriptor, wait=wait)
+        return original(*arguments, **options)
 
-    monkeypatch.setattr(temporary, "_lock", late)
+    monkeypatch.setattr(temporary, moment, late)
     claimed = claim(tmp_path, kind)
     assert list(tmp_path.iterdir()) == [claimed.path] != removed
     claimed.release()
@@ -148,6 +149,24 @@ def test_a_directory_is_held_by_one(tmp_path):
         assert (first, second) == (True, False)
     with lock_directory(tmp_path) as third:
         assert third
+
+
+def test_who_waits_for_a_directory_gets_it_when_it_is_free(tmp_path):
+    holds, got = threading.Event(), threading.Event()
+
+    def wait():
+        holds.wait()
+        with lock_directory(tmp_path, wait=True) as free:
+            assert free
+            got.set()
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    with lock_directory(tmp_path):
+        holds.set()
+        assert not got.wait(0.05)
+    assert got.wait(10)
+    thread.join()
 
 
 def test_what_is_moved_aside_is_claimed(tmp_path):

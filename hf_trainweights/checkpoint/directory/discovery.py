@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
+import stat
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.completeness import plain_problem
+from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
@@ -53,9 +56,13 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
     root = Path(root)
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _CHECKPOINT_NAME.fullmatch(path.name)]
-    directories = [path for path in found if path.is_dir() and not path.is_symlink()]
-    return sorted(directories, key=lambda path: (checkpoint_step(path), path.stat().st_mtime_ns), reverse=True)
+    found = []
+    for path in root.iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another process removes it
+            status = path.lstat()
+            if _CHECKPOINT_NAME.fullmatch(path.name) and stat.S_ISDIR(status.st_mode):
+                found.append((checkpoint_step(path), status.st_mtime_ns, path))
+    return [path for *_, path in sorted(found, reverse=True)]
 
 
 def checkpoint_step(path: Path) -> int:
@@ -101,12 +108,12 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
     step = checkpoint_step(path)
     try:
         if not (path / MANIFEST_NAME).exists():
-            return FoundCheckpoint(path, step, None, plain_problem(path))
+            return FoundCheckpoint(path, step, None, plain_problem(path) or converted_weights_problem(path))
         report = verify_checkpoint(path)
     except OSError as error:
         return FoundCheckpoint(path, step, None, f"cannot be read: {error}")
     problem = None if report.intact else "; ".join(f"{name} {what}" for name, what in report.problems.items())
-    return FoundCheckpoint(path, step, report.manifest, problem)
+    return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
 
 
 def latest(root: str | Path) -> str | None:
@@ -114,7 +121,8 @@ def latest(root: str | Path) -> str | None:
 
     That is one whose manifest verifies, or a directory without a manifest, a Trainer's own for example, that has a
     `trainer_state.json` (or `trainweights_state.pt`), weights that open and, if there is an `optimizer.pt`, a readable
-    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart.
+    one. Such a plain directory has no digests, so it counts as unverified; `find_checkpoints` tells the two apart. A
+    directory from which a Trainer would resume with weights at their starting values is passed over as well.
 
     Args:
         root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.

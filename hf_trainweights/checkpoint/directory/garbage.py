@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Collection
 from pathlib import Path
 
@@ -13,8 +14,8 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
-from hf_trainweights.files.cleanup import clean_up
-from hf_trainweights.files.temporary import move_aside
+from hf_trainweights.files.cleanup import remove_abandoned
+from hf_trainweights.files.temporary import lock_directory, move_aside
 from hf_trainweights.files.torch_zip import open_pickle
 
 _CHUNK_BYTES = 1 << 20
@@ -55,12 +56,24 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
         []
     """
     root = Path(root)
-    directories = checkpoint_directories(root)
-    anchors = [path for directory in (root, *directories) for path in unused_anchors(directory)]
-    for path in () if dry_run else anchors:
-        disk.file_system.unlink(path)
-    leftovers = [path for directory in (root, *directories) for path in clean_up(directory, dry_run=dry_run)]
-    return sorted([*anchors, *leftovers])
+    removed: list[Path] = []
+    for directory in (root, *checkpoint_directories(root)):
+        with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
+            removed += _collect(directory, dry_run=dry_run)
+    return sorted(removed)
+
+
+def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
+    """Remove what is left over in one directory, unless someone writes in it."""
+    if not directory.is_dir():
+        return []
+    with lock_directory(directory) as is_free:
+        if not is_free:
+            return []
+        anchors = unused_anchors(directory)
+        for path in () if dry_run else anchors:
+            disk.file_system.unlink(path)
+        return [*anchors, *remove_abandoned(directory, dry_run=dry_run)]
 
 
 def unused_anchors(directory: Path) -> list[Path]:

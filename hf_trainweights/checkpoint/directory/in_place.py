@@ -19,9 +19,10 @@ from hf_trainweights.checkpoint.directory.verification import list_files
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_files
-from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.cleanup import remove_abandoned
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.temporary import lock_directory
 
 CHOICES = ("policy", "keep_weights")
 """Keys in a manifest's metadata that say how the directory was rewritten."""
@@ -33,17 +34,19 @@ _RNG_PREFIX = "rng_state"
 def rewriting(path: Path) -> Iterator[None]:
     """Remove the manifest and files of dead processes, and keep the directory's times: rotation sorts by them.
 
+    The directory is locked, because an anchor that is linked before the file that refers to it looks like garbage.
+
     Args:
         path: The checkpoint directory.
 
     Raises:
         SaveError: The disk is full or refuses, also in the block.
     """
-    with save_errors(path, "Every file there is whole, old or new."):
+    with save_errors(path, "Every file there is whole, old or new."), lock_directory(path, wait=True):
         times = path.stat()
         try:
             remove_files([path / MANIFEST_NAME])
-            clean_up(path)
+            remove_abandoned(path)
             yield
         finally:
             disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.in_place import (
     manifest_fields,
     rewriting,
@@ -89,8 +90,11 @@ def compress_directory(
     if previous and choices.items() <= previous.metadata.items():
         return previous
     register_anchor_directory(path)
+    problem = None if keep_weights else converted_weights_problem(path)
+    if problem:
+        warnings.warn(f"{path}: the weights stay as they are: {problem}", stacklevel=2)
     optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
-    weights = None if keep_weights else read_weights_to_store(inventory, previous, buffers, optimizer)
+    weights = None if keep_weights or problem else read_weights_to_store(inventory, previous, buffers, optimizer)
     with rewriting(path):
         entries, anchor = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer)

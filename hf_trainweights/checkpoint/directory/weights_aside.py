@@ -1,4 +1,4 @@
-"""Live weights that replace a Trainer's files: written aside while training waits, put in their place later."""
+"""Live weights that take the place of a Trainer's files: written aside whole, then renamed."""
 
 from __future__ import annotations
 

@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.models.host.converters import QuantizerOp
+from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.host.versions import private
 
 
@@ -40,6 +41,24 @@ def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) ->
         UnsupportedError: The installed Transformers is not supported.
     """
     return private("core_model_loading", "revert_weight_conversion")(model, tensors)
+
+
+def converted_names(module: nn.Module) -> set[str]:
+    """Return the names in a model's files whose tensors are not the modules' own: renamed, split, merged or transposed.
+
+    Args:
+        module: Any module, on any device; nothing is copied.
+
+    Returns:
+        Empty for a quantized model, for one that saves its adapters alone, and for one that is none of Transformers.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
+        return set()
+    state = {name: tensor.to("meta") for name, tensor in module.state_dict().items()}
+    return {name for name, tensor in checkpoint_tensors(module, state).items() if state.get(name) is not tensor}
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:

@@ -1,6 +1,8 @@
 import errno
 import os
+import shutil
 import warnings
+from pathlib import Path
 
 import pytest
 from checkpoint.directory.runs import cut, save
@@ -97,3 +99,17 @@ def test_a_checkpoint_that_the_disk_refuses_to_read_is_passed_over(tmp_path, mon
     monkeypatch.setattr(discovery, "verify_checkpoint", verify)
     with pytest.warns(UserWarning, match=r"checkpoint-2 is passed over: cannot be read: .*Input/output error"):
         assert latest(tmp_path) == str(older)
+
+
+def test_a_checkpoint_that_goes_while_a_run_is_listed_does_not_count(tmp_path, monkeypatch):
+    for step in (1, 2, 3):
+        save(tmp_path, step, manifest=False)
+    lstat = Path.lstat
+
+    def late(path):
+        if path.name == "checkpoint-2":
+            shutil.rmtree(path, ignore_errors=True)
+        return lstat(path)
+
+    monkeypatch.setattr(Path, "lstat", late)
+    assert [path.name for path in checkpoint_directories(tmp_path)] == ["checkpoint-3", "checkpoint-1"]

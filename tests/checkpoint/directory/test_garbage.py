@@ -1,9 +1,13 @@
+import errno
 import os
+import shutil
 
 import pytest
 import torch
 
+from hf_trainweights.checkpoint.directory import garbage
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint.directory.in_place import rewriting
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights
 from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -25,17 +29,17 @@ def test_a_removed_checkpoint_leaves_nothing(tmp_path):
 def test_garbage_is_what_dead_processes_left_and_anchors_nobody_needs(tmp_path, dry_run):
     save(tmp_path / "checkpoint-1")
     before = sorted(tmp_path.rglob("*"))
-    garbage = [
+    left = [
         tmp_path / "_trainweights-aa",
         tmp_path / "checkpoint-1" / "_trainweights-bb",
         tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor"),
         tmp_path / "_trainweights-of-nobody",
     ]
-    garbage[0].mkdir()
-    for path in (garbage[0] / "file", *garbage[1:]):
+    left[0].mkdir()
+    for path in (left[0] / "file", *left[1:]):
         path.write_bytes(b"x")
-    assert collect_garbage(tmp_path, dry_run=dry_run) == sorted(garbage)
-    assert garbage[0].exists() == dry_run
+    assert collect_garbage(tmp_path, dry_run=dry_run) == sorted(left)
+    assert left[0].exists() == dry_run
     assert (sorted(tmp_path.rglob("*")) == before) != dry_run
 
 
@@ -66,3 +70,30 @@ def test_garbage_that_is_a_link_goes_without_its_target(tmp_path):
     link.symlink_to(tmp_path / "outside")
     assert collect_garbage(tmp_path / "run") == [link]
     assert (tmp_path / "outside" / "file").read_bytes() == b"precious"
+
+
+def test_an_anchor_that_a_save_in_place_has_just_linked_is_no_garbage(tmp_path):
+    save(tmp_path / "checkpoint-1")
+    with rewriting(tmp_path / "checkpoint-1"):
+        anchor = tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")
+        anchor.write_bytes(b"x")
+        assert collect_garbage(tmp_path) == []
+        assert anchor.exists()
+    assert collect_garbage(tmp_path) == [anchor]
+
+
+@pytest.mark.parametrize("moment", ["unused_anchors", "remove_abandoned"])
+def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_removes_it(tmp_path, monkeypatch, moment):
+    for step in (1, 2):
+        save(tmp_path / f"checkpoint-{step}")
+        (tmp_path / f"checkpoint-{step}" / ("0" * 64 + ".anchor")).write_bytes(b"x")
+    original = getattr(garbage, moment)
+
+    def slow(directory, **options):
+        if directory.name == "checkpoint-2":
+            shutil.rmtree(directory)
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
+        return original(directory, **options)
+
+    monkeypatch.setattr(garbage, moment, slow)
+    assert collect_garbage(tmp_path) == [tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")]

@@ -10,15 +10,18 @@ import accelerate
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.core_model_loading import Transpose, WeightConverter
 
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.conversion import TrainWeightsDeserialize
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
+    converted_names,
     drop_conversions,
     load_offloaded,
     names_not_saved,
@@ -64,6 +67,33 @@ def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:
     tensors = checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight.detach()})
     assert sorted(tensors) == [f"{EXPERTS}.{expert}.down_proj.weight" for expert in range(4)]
     assert torch.equal(tensors[f"{EXPERTS}.2.down_proj.weight"], weight[2])
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_the_converted_names_are_those_that_a_save_writes_and_no_module_has(tmp_path: Path, name: str) -> None:
+    model = ARCHITECTURES[name].build()
+    names = converted_names(model)
+    model.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors").keys()
+    assert names == stored - model.state_dict().keys()
+    assert bool(names) == (name in {"gpt_neox", "qwen3_moe", "mixtral", "deepseek_v3", "vit"})
+
+
+def test_a_tensor_that_a_save_changes_under_its_own_name_counts_as_converted(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ARCHITECTURES["llama"].build()
+    transpose = WeightConverter("q_proj.weight", "q_proj.weight", operations=[Transpose(0, 1)])
+    monkeypatch.setattr(model, "_weight_conversions", [transpose], raising=False)
+    assert converted_names(model) == {f"model.layers.{layer}.self_attn.q_proj.weight" for layer in range(2)}
+
+
+def test_modules_that_transformers_does_not_convert_have_no_converted_names(tmp_path: Path) -> None:
+    assert converted_names(nn.Linear(2, 2)) == set()
+    model = ARCHITECTURES["gpt_neox"].build()
+    model.save_pretrained(tmp_path)
+    quantized = type(model).from_pretrained(tmp_path, quantization_config=TrainWeightsConfig("int8"))
+    assert converted_names(quantized) == set()
+    model.add_adapter(LoraConfig(target_modules=["query_key_value"]))
+    assert converted_names(model) == set()
 
 
 def test_names_that_transformers_does_not_save_are_told() -> None:

@@ -1,0 +1,97 @@
+"""A mark in a run whose model's files name its weights otherwise than its modules do.
+
+A stock Trainer leaves such weights at their starting values when it resumes from files that it has written itself. The
+callback replaces these files in every checkpoint, but the process may die first. So the mark is there from the start:
+it names weights that only the Trainer's own files have, and a checkpoint that has one of them is not resumed from.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Set
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.weight_files import safetensors_files
+
+# No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
+MARK_NAME = "_trainweights_run.json"
+
+_KEY = "converted_names"
+
+
+def mark_run(root: str | Path, name: str) -> None:
+    """Note in a run's directory, durably, that a checkpoint with a certain weight in its files must not be resumed.
+
+    Args:
+        root: Where the run keeps its checkpoints.
+        name: A weight that is in every checkpoint that the Trainer writes, and not as the module has it.
+
+    Raises:
+        SaveError: The disk is full or refuses.
+    """
+    mark = Path(root) / MARK_NAME
+    try:
+        names = _marked_names(Path(root))
+    except (OSError, ValueError):
+        names = frozenset()
+    if name in names:
+        return
+    with save_errors(mark, "No checkpoint was changed."), replace_file(mark) as file:
+        file.write(json.dumps({_KEY: sorted({*names, name})}, indent=2).encode() + b"\n")
+
+
+def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = None) -> str | None:
+    """Say why a Trainer would resume wrongly from a checkpoint.
+
+    Args:
+        checkpoint: A directory beside which the run's mark lies, if it has one.
+        names: Weights that only the Trainer's own files have. Default: those of the mark.
+
+    Returns:
+        The reason; None if its weights are safe to resume from, or nothing is known of other names.
+    """
+    checkpoint = Path(checkpoint).absolute()
+    try:
+        names = _marked_names(checkpoint.parent) if names is None else names
+        found = names & stored_weight_names(checkpoint) if names else None
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"{MARK_NAME} or the weights cannot be read: {error}"
+    if not found:
+        return None
+    return (
+        f"its weight files name weights otherwise than the model's modules do ({min(found)}), "
+        "and a Trainer that resumes from them leaves these at their starting values"
+    )
+
+
+def stored_weight_names(directory: Path) -> set[str]:
+    """Return the names in the `model*.safetensors` files of a directory.
+
+    Args:
+        directory: The directory; it may be missing.
+
+    Raises:
+        SafetensorError: One of the files is damaged.
+        OSError: One cannot be read.
+    """
+    names: set[str] = set()
+    for file in safetensors_files(directory):
+        with safe_open(file, framework="pt") as shard:
+            names |= set(shard.keys())
+    return names
+
+
+def _marked_names(root: Path) -> frozenset[str]:
+    """Return the names in the mark of a run, none if it has no mark; ValueError if it is damaged."""
+    try:
+        content = json.loads((root / MARK_NAME).read_bytes())
+    except FileNotFoundError:
+        return frozenset()
+    names = content.get(_KEY) if isinstance(content, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("it holds no list of names")
+    return frozenset(names)
