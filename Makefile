@@ -1,4 +1,4 @@
-.PHONY: check fix quick test slow-tests bench
+.PHONY: check fix quick test slow-tests bench fuzz
 check:
 	ruff check .
 	ruff format --check .
@@ -26,3 +26,6 @@ bench:
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
 	python -m benchmarks.tables
+
+fuzz:
+	python -m tests.fuzz --seconds $(or $(SECONDS),600)
