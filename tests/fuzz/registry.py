@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
+from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
+from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
 
-_TARGETS: tuple[type[Target], ...] = (EncodedBytes, EncodedStructures, EncodedPayloads)
+_TARGETS: tuple[type[Target], ...] = (
+    EncodedBytes,
+    EncodedStructures,
+    EncodedPayloads,
+    PickledWeights,
+    PickledFiles,
+    Configurations,
+)
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}
