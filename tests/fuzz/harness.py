@@ -60,7 +60,7 @@ class Worker:
             self._findings.append(finding)
         # What blocks in C code is not interrupted by the worker's own alarm.
         _, began, *_ = STATE.unpack_from(self._state, 0)
-        if time.monotonic() - began > 3 * self.target.limit_seconds + 1:
+        if time.monotonic() - began > 1.5 * self.target.limit_seconds + 2:
             self._process.kill()
             self._process.join()
             return self._died("hang", f"more than {self.target.limit_seconds:g} s in code that no signal stops")

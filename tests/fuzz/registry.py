@@ -5,7 +5,9 @@ from __future__ import annotations
 from tests.fuzz.target import Target
 from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
+from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
 from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
+from tests.fuzz.targets.run_directories import Manifests, RunDirectories
 
 _TARGETS: tuple[type[Target], ...] = (
     EncodedBytes,
@@ -14,5 +16,9 @@ _TARGETS: tuple[type[Target], ...] = (
     PickledWeights,
     PickledFiles,
     Configurations,
+    ModelFiles,
+    ModelDirectories,
+    Manifests,
+    RunDirectories,
 )
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}

@@ -24,8 +24,8 @@ class Outcome(enum.Enum):
     REFUSED = enum.auto()
 
 
-class SilentDifferenceError(AssertionError):
-    """An input was accepted that gives other values than it may."""
+class BrokenPromiseError(AssertionError):
+    """An input was accepted and gives other values than it may, or broke another promise than that of typed errors."""
 
 
 class Target(ABC):
@@ -58,7 +58,7 @@ class Target(ABC):
         """Try an input.
 
         Raises:
-            SilentDifferenceError: It was accepted, and what it gives is wrong.
+            BrokenPromiseError: It was accepted, and what it gives is wrong, or did what it must not do.
             TrainWeightsError: It was refused as it should be.
             Exception: Anything else is a finding, if it passed through the package.
         """
@@ -66,7 +66,7 @@ class Target(ABC):
 
 def is_refusal(error: Exception) -> bool:
     """Return whether an error is a right answer: a typed one, or one of code below which ours was not called."""
-    if isinstance(error, SilentDifferenceError):
+    if isinstance(error, BrokenPromiseError):
         return False
     return isinstance(error, TrainWeightsError) or not our_frames(error)
 

@@ -18,7 +18,7 @@ from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.finding import load_finding
 from tests.fuzz.harness import run_count, run_seconds
 from tests.fuzz.mutate_json import change_json
-from tests.fuzz.target import Outcome, SilentDifferenceError, Target
+from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.fuzz.worker import CANARY
 
 ADVICE = "you can re-run it with `weights_only` set to `False`, do it only if you got the file from a trusted source"
@@ -49,7 +49,7 @@ def raise_untyped(target):
 
 
 def differ(target):
-    raise SilentDifferenceError("3 instead of 4")
+    raise BrokenPromiseError("3 instead of 4")
 
 
 def sleep(target):
@@ -87,7 +87,7 @@ def hand_on_advice(target):
 
 DEFECTS = {
     raise_untyped: "untyped error",
-    differ: "silent difference",
+    differ: "broken promise",
     sleep: "hang",
     be_stuck: "hang",
     allocate: "memory",

@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 
 from tests.fuzz.finding import Finding
 from tests.fuzz.target import (
+    BrokenPromiseError,
     Outcome,
-    SilentDifferenceError,
     Target,
     advises_to_trust,
     is_refusal,
@@ -172,8 +172,8 @@ def _try(target: Target, given: Any, canary: Path) -> Outcome | Problem:
 def _judge(error: Exception) -> Outcome | Problem:
     text = f"{type(error).__name__} in {_place(error)}: {error}".replace("\n", " ")[:300]
     details = "".join(traceback.format_exception(error))
-    if isinstance(error, SilentDifferenceError):
-        return Problem("silent difference", str(error), details)
+    if isinstance(error, BrokenPromiseError):
+        return Problem("broken promise", str(error), details)
     if not is_refusal(error):
         return Problem("untyped error", text, details)
     if our_frames(error) and advises_to_trust(str(error)):

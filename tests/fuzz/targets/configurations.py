@@ -11,7 +11,7 @@ from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.formats import get_format
 from tests.fuzz.mutate_json import change_json
-from tests.fuzz.target import Outcome, SilentDifferenceError, Target
+from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 
 _FORMATS: list[dict[str, Any]] = [
     {"format": "int8", "group_size": None, "activations": "int8"},
@@ -67,5 +67,5 @@ class Configurations(Target):
             made.format_for(_NAMES)
             again = TrainWeightsConfig.from_dict(json.loads(json.dumps(made.to_dict())))
         if repr(again) != repr(made):
-            raise SilentDifferenceError(f"{kind}: another value after a way through JSON")
+            raise BrokenPromiseError(f"{kind}: another value after a way through JSON")
         return Outcome.ACCEPTED

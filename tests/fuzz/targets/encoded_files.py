@@ -23,7 +23,7 @@ from hf_trainweights.errors import TrainWeightsError
 from tests.fuzz.encoded_corpus import Sample, as_payload, build_samples, seal, touch
 from tests.fuzz.mutate_bytes import change_bytes, damage
 from tests.fuzz.mutate_json import change_json
-from tests.fuzz.target import Outcome, SilentDifferenceError, Target
+from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 
 _KEYS = (
     *("tensor", "dict", "ordered_dict", "counter", "tuple", "size", "device", "dtype", "float", "metadata"),
@@ -65,7 +65,7 @@ class EncodedBytes(_EncodedTarget):
         if reader in ("load_file", "torch.load"):
             loaded = load_file(path) if reader == "load_file" else torch.load(io.BytesIO(data), weights_only=True)
             if repr(touch(loaded)) not in self.prints:
-                raise SilentDifferenceError(f"{reader} returned other values than were saved")
+                raise BrokenPromiseError(f"{reader} returned other values than were saved")
             return Outcome.ACCEPTED
         if reader == "is_encoded":
             return Outcome.ACCEPTED if is_encoded(path) else Outcome.REFUSED

@@ -21,7 +21,7 @@ from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 from tests.fuzz.mutate_bytes import change_bytes
-from tests.fuzz.target import Outcome, SilentDifferenceError, Target
+from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.fuzz.worker import CANARY
 
 FORMATS: list[dict[str, Any]] = [
@@ -103,7 +103,7 @@ class PickledWeights(Target):
             _compare_products(weight, dense)
         again = torch.load(_saved(weight), weights_only=True)
         if not torch.equal(again.dequantize().nan_to_num(), dense.nan_to_num()):
-            raise SilentDifferenceError("a saved and loaded weight has other values")
+            raise BrokenPromiseError("a saved and loaded weight has other values")
         return Outcome.ACCEPTED
 
 
@@ -136,7 +136,7 @@ def _compare_products(weight: QuantizedTensor, dense: Tensor) -> None:
         size = expected.norm().clamp_min(1e-20)
         for product in found:
             if not (product - expected).norm() / size <= limit:
-                raise SilentDifferenceError(f"a product of {rows} rows differs from that of the dequantized weight")
+                raise BrokenPromiseError(f"a product of {rows} rows differs from that of the dequantized weight")
 
 
 def _change_tensor(rng: random.Random, arguments: list[Any]) -> None:
