@@ -16,13 +16,11 @@ from typing import Any
 import torch
 
 from benchmarks.machine import cpu_name, versions
-from tests.fuzz.finding import load_finding
+from tests.fuzz.finding import CORPUS, load_finding
 from tests.fuzz.harness import memory_directory, run_count, run_seconds
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.target import Target
 from tests.fuzz.worker import Tally
-
-DEFAULT_CORPUS = Path("build/fuzz")
 
 
 def main() -> int:
@@ -56,7 +54,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--corpus", type=Path, default=DEFAULT_CORPUS, help="where findings are kept")
+    parser.add_argument("--corpus", type=Path, default=CORPUS, help="where findings are kept")
     parser.add_argument("--record", type=Path, help="JSON file for the table")
     parser.add_argument("--repeat", type=Path, help="a finding to try again")
     return parser.parse_args()

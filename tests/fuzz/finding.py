@@ -9,6 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# Where findings are kept; git ignores it.
+CORPUS = Path(__file__).parents[2] / "build" / "fuzz"
+
 
 @dataclass(frozen=True)
 class Finding:
