@@ -42,7 +42,7 @@ class Configurations(Target):
     name = "configurations"
     share = 1.5
     limit_seconds = 20.0  # matching may take five
-    inputs_in_suite = 2000
+    inputs_in_suite = 5000
 
     def mutate(self, rng: random.Random) -> tuple[str, Any]:
         kind = rng.choice(("config", "config", "policy", "policy", "format"))

@@ -47,7 +47,7 @@ class EncodedBytes(_EncodedTarget):
 
     name = "encoded-bytes"
     share = 3.0
-    inputs_in_suite = 3000
+    inputs_in_suite = 8000
 
     def prepare(self, directory: Path) -> None:
         super().prepare(directory)
@@ -78,7 +78,7 @@ class EncodedStructures(_EncodedTarget):
 
     name = "encoded-structures"
     share = 3.0
-    inputs_in_suite = 3000
+    inputs_in_suite = 8000
 
     def mutate(self, rng: random.Random) -> tuple[Any, bytes, str]:
         sample = rng.choice(self.samples)
@@ -117,7 +117,7 @@ class EncodedPayloads(_EncodedTarget):
 
     name = "encoded-payloads"
     share = 3.0
-    inputs_in_suite = 3000
+    inputs_in_suite = 8000
 
     def mutate(self, rng: random.Random) -> HostilePayload:
         sample = rng.choice(self.samples)

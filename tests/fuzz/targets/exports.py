@@ -65,7 +65,7 @@ class Exports(Target):
     name = "exports"
     share = 4.0
     limit_seconds = 30.0
-    inputs_in_suite = 40
+    inputs_in_suite = 150
 
     def mutate(self, rng: random.Random) -> Export:
         heads = rng.choice((1, 2, 4))

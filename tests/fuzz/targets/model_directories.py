@@ -77,7 +77,7 @@ class ModelFiles(_ModelTarget):
 
     name = "model-files"
     share = 2.0
-    inputs_in_suite = 1000
+    inputs_in_suite = 3000
     readers = (
         "verify_model",
         "inspect_weights",
@@ -133,7 +133,7 @@ class ModelDirectories(_ModelTarget):
     name = "model-directories"
     share = 5.0
     limit_seconds = 30.0
-    inputs_in_suite = 60
+    inputs_in_suite = 200
     readers = ("from_pretrained",)
 
     def prepare(self, directory: Path) -> None:

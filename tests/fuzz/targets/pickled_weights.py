@@ -73,7 +73,7 @@ class PickledWeights(Target):
 
     name = "pickled-weights"
     share = 3.0
-    inputs_in_suite = 2000
+    inputs_in_suite = 5000
 
     def prepare(self, directory: Path) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -177,7 +177,7 @@ def _strided(rng: random.Random, tensor: Tensor) -> Tensor:
 
 def _filled(rng: random.Random, tensor: Tensor) -> Tensor:
     if tensor.is_floating_point():
-        return tensor.float().fill_(rng.choice((0.0, float("nan"), float("inf"), -1e30, 1e-40))).to(tensor.dtype)
+        return tensor.float().fill_(rng.choice((0.0, float("nan"), float("inf"), -1e30, 1e-20))).to(tensor.dtype)
     return torch.full_like(tensor, rng.choice((0, -128, 127)))
 
 
@@ -206,7 +206,7 @@ class PickledFiles(Target):
 
     name = "pickled-files"
     share = 2.0
-    inputs_in_suite = 1500
+    inputs_in_suite = 4000
 
     def prepare(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

@@ -34,7 +34,7 @@ class Manifests(Target):
 
     name = "manifests"
     share = 2.0
-    inputs_in_suite = 1000
+    inputs_in_suite = 3000
     readers = ("read_manifest", "verify_checkpoint", "check_checkpoint", "summary_row", "verification_row")
 
     def prepare(self, directory: Path) -> None:
@@ -107,7 +107,7 @@ class RunDirectories(Target):
     name = "run-directories"
     share = 5.0
     limit_seconds = 20.0
-    inputs_in_suite = 120
+    inputs_in_suite = 300
 
     def prepare(self, directory: Path) -> None:
         self.prints: dict[str, Any] = {}

@@ -52,7 +52,7 @@ class TrainingStates(Target):
 
     name = "training-states"
     share = 2.0
-    inputs_in_suite = 1000
+    inputs_in_suite = 5000
 
     def mutate(self, rng: random.Random) -> tuple[int, bool]:
         return rng.getrandbits(48), rng.random() < 0.03
