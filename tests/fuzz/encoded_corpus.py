@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,14 +48,20 @@ class Sample:
 def build_samples(directory: Path) -> list[Sample]:
     """Return the corpus; anchors lie in `directory`."""
     directory.mkdir(parents=True, exist_ok=True)
-    encoded = [*_one_tensor_each(directory), encode_file(small_tree(), {}), encode_file(_strided(), {})]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls complex32 experimental
+        return [_sample(each) for each in _encoded_files(directory)]
+
+
+def _encoded_files(directory: Path) -> Iterator[EncodedFile]:
+    yield from _one_tensor_each(directory)
+    yield from (encode_file(tree, {}) for tree in (small_tree(), _strided()))
     # Two blocks of an entropy coder.
-    encoded.append(encode_file({"w": torch.zeros((1 << 18) + 3, dtype=torch.uint8)}, {}))
+    yield encode_file({"w": torch.zeros((1 << 18) + 3, dtype=torch.uint8)}, {})
     for name in ("AdamW", "SGD"):
         _, optimizer, scheduler = trained(name, steps=1)
         small = {"scheduler": scheduler.state_dict(), "groups": optimizer.state_dict()["param_groups"]}
-        encoded.append(encode_file(small, {}))
-    return [_sample(each) for each in encoded]
+        yield encode_file(small, {})
 
 
 def seal(structure: Any) -> str:

@@ -135,12 +135,13 @@ class RunDirectories(Target):
                 return self._latest(given, root)
             if given.command == ("manager",):
                 return self._resume(given, root)
+            outcome = Outcome.ACCEPTED
             if given.command == ("collect_garbage",):
                 collect_garbage(root)
             else:
-                self._command(given, root)
+                outcome = self._command(given, root)
         self._require_others(given, root)
-        return Outcome.ACCEPTED
+        return outcome
 
     def _latest(self, given: ChangedRun, root: Path) -> Outcome:
         found = latest(root)
@@ -158,7 +159,7 @@ class RunDirectories(Target):
             raise BrokenPromiseError("a run that resumed from a damaged directory ended with other weights")
         return Outcome.ACCEPTED
 
-    def _command(self, given: ChangedRun, root: Path) -> None:
+    def _command(self, given: ChangedRun, root: Path) -> Outcome:
         is_path = {word: word == "." or word.startswith("checkpoint-") for word in given.command}
         arguments = [str(root / word) if is_path[word] else word for word in given.command]
         result = CliRunner().invoke(app, ["checkpoint", *arguments])
@@ -171,6 +172,7 @@ class RunDirectories(Target):
             raise BrokenPromiseError(f"{given.command[0]} failed and did not say why: {result.output[-500:]}")
         if "\x1b" in result.output:
             raise BrokenPromiseError(f"{given.command[0]} printed what a file holds as it is: {result.output[-500:]!r}")
+        return Outcome.ACCEPTED if result.exit_code == 0 else Outcome.REFUSED
 
     def _require_others(self, given: ChangedRun, root: Path) -> None:
         """Check that checkpoints whose files were not changed still hold what they held."""
