@@ -20,6 +20,7 @@ from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.directories import Content, Tree, put_special, read_tree
 from tests.fuzz.mutate_bytes import damage
 from tests.fuzz.mutate_json import change_json
+from tests.fuzz.mutate_pickle import change_pickle
 
 DIGESTS = "trainweights_files.json"
 _FORMATS: dict[str, dict[str, Any]] = {
@@ -143,10 +144,11 @@ def change_header(rng: random.Random, saved: Tree, tree: dict[str, Content]) -> 
 
 
 def change_tensors(rng: random.Random, saved: Tree, tree: dict[str, Content]) -> None:
-    """Store other tensors in a file that is well-formed."""
+    """Store other tensors in a safetensors file that is well-formed, or change the pickle of another."""
     name = rng.choice(weight_files(saved))
     if name.endswith(".bin"):
-        return change_raw(rng, saved, tree)  # what pickles can do has a target of its own
+        tree[name] = change_pickle(rng, _bytes(saved, name))
+        return
     tensors = {key: tensor.clone() for key, tensor in load(_bytes(saved, name)).items()}
     ours = [key for key in tensors if key.rpartition("_")[2] in ("qdata", "scale", "format")]
     key = rng.choice(ours or sorted(tensors))
@@ -164,7 +166,6 @@ def change_tensors(rng: random.Random, saved: Tree, tree: dict[str, Content]) ->
         other = rng.choice(sorted(tensors))
         tensors[key], tensors[other] = tensors[other], tensors[key]
     tree[name] = save({key: tensor.clone() for key, tensor in tensors.items()}, {"format": "pt"})
-    return None
 
 
 _TENSOR_CHANGES = [

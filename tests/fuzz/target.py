@@ -16,6 +16,9 @@ _OUR_FILES = ("/hf_trainweights/", "/trainweights_cli/")
 # How torch and Transformers tell people to run whatever a file holds.
 _UNSAFE_ADVICE = re.compile(r"weights_only. (to|set to|argument.*to) .False|only if you (got|trust)|add_safe_globals")
 
+# Name of the file in a worker's directory that hostile inputs make if they are run.
+CANARY = "canary"
+
 
 class Outcome(enum.Enum):
     """What became of an input that gave no finding."""
@@ -36,7 +39,7 @@ class Target(ABC):
         share: Its part of the time, beside those of the others.
         limit_seconds: After how long an input hangs.
         inputs_in_suite: How many inputs the test suite tries.
-        directory: Where it may write; each worker has another one, and may find there what it left.
+        directory: Where it may write, and the current directory of its worker; what the last input left is there.
     """
 
     name: ClassVar[str]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import signal
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
@@ -18,8 +20,8 @@ from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.finding import load_finding
 from tests.fuzz.harness import run_count, run_seconds
 from tests.fuzz.mutate_json import change_json
-from tests.fuzz.target import BrokenPromiseError, Outcome, Target
-from tests.fuzz.worker import CANARY
+from tests.fuzz.target import CANARY, BrokenPromiseError, Outcome, Target
+from tests.fuzz.targets.pickled_weights import PickledFiles
 
 ADVICE = "you can re-run it with `weights_only` set to `False`, do it only if you got the file from a trusted source"
 
@@ -131,6 +133,20 @@ def test_a_dead_worker_tells_what_it_was_doing(tmp_path):
     (finding,) = tally.findings.values()
     assert "Segmentation fault" in finding.details
     assert "test_harness.py" in finding.details
+
+
+def test_hostile_pickles_are_hostile(tmp_path):
+    class Trusting(PickledFiles):
+        name = "trusting"
+
+        def run(self, given):
+            torch.load(io.BytesIO(given[1]), weights_only=False)
+            return Outcome.ACCEPTED
+
+    target = Trusting()
+    target.prepare(tmp_path)
+    tally = run_count(target, tmp_path / "work", range(100), seed=0)
+    assert "code run" in {finding.kind for finding in tally.findings.values()}
 
 
 def test_a_finding_is_kept_with_its_input(tmp_path):

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from tests.fuzz.finding import Finding
 from tests.fuzz.target import (
+    CANARY,
     BrokenPromiseError,
     Outcome,
     Target,
@@ -34,7 +35,6 @@ from tests.fuzz.target import (
 MEMORY_LIMIT_BYTES = 1 << 30
 # What a process may map beyond what it has: an input that asks for more gets the error of a full memory.
 _ADDRESS_SPACE_BYTES = 4 << 30
-CANARY = "canary"
 # Number of the input that is being tried, when it began, then the `counts` of a tally.
 STATE = struct.Struct("qdqqqq")
 
@@ -191,8 +191,9 @@ def _peak_bytes() -> int:
 
 @contextmanager
 def _limits(directory: Path) -> Iterator[None]:
-    """Limit the address space, interrupt what hangs, and keep what the process prints for the parent."""
+    """Go to the directory, limit memory, interrupt what hangs, and keep what the process prints for the parent."""
     directory.mkdir(parents=True, exist_ok=True)
+    os.chdir(directory)
     log = os.open(directory / "output", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     for descriptor in (1, 2):
         os.dup2(log, descriptor)

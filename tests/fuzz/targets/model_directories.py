@@ -88,7 +88,8 @@ class ModelFiles(_ModelTarget):
     )
 
     def run(self, given: ChangedModel) -> Outcome:
-        directory = write_tree(self.directory / "model", given.tree())
+        tree = given.tree()
+        directory = write_tree(self.directory / "model", tree)
         if given.reader == "verify_model":
             return Outcome.ACCEPTED if self.verifies(given) else Outcome.REFUSED
         if given.reader == "inspect_weights":
@@ -99,9 +100,9 @@ class ModelFiles(_ModelTarget):
             for file in sorted(directory.glob("*.safetensors")):
                 read_safetensors_header(file)
         elif given.reader == "unflatten":
-            _unflatten(given.tree())
+            _unflatten(tree)
         else:
-            _read_config(given.tree())
+            _read_config(tree)
         return Outcome.ACCEPTED
 
 
@@ -143,7 +144,8 @@ class ModelDirectories(_ModelTarget):
             self.outputs[name] = _outputs(write_tree(directory / name, tree))
 
     def run(self, given: ChangedModel) -> Outcome:
-        directory = write_tree(self.directory / "model", given.tree())
+        tree = given.tree()
+        directory = write_tree(self.directory / "model", tree)
         same = torch.equal(_outputs(directory), self.outputs[given.base])
         if not same and self.verifies(given) and DIGESTS not in given.files:
             raise BrokenPromiseError("from_pretrained gives another model, which verifies")

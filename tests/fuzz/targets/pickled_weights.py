@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import random
-import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,9 +19,8 @@ from hf_trainweights.formats import get_format
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
-from tests.fuzz.mutate_bytes import change_bytes
+from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
-from tests.fuzz.worker import CANARY
 
 FORMATS: list[dict[str, Any]] = [
     {"format": "int8", "group_size": None},
@@ -222,12 +220,11 @@ class PickledFiles(Target):
 
     def mutate(self, rng: random.Random) -> tuple[str, bytes]:
         reader = rng.choice(("torch.load", "load_file", "load_file", "check_weight_files", "inspect_weights"))
-        return reader, _change_pickle(rng, rng.choice(self.files))
+        return reader, change_pickle(rng, rng.choice(self.files))
 
     def run(self, given: tuple[str, bytes]) -> Outcome:
         reader, data = given
         path = self.directory / "pytorch_model.bin"
-        data = data.replace(_CANARY_MARK, str(self.directory / CANARY).encode())
         path.write_bytes(data)
         if reader == "check_weight_files":
             check_weight_files([path])
@@ -239,56 +236,3 @@ class PickledFiles(Target):
                 if isinstance(value, QuantizedTensor) and value.numel() <= _MOST_ELEMENTS:
                     value.dequantize()
         return Outcome.ACCEPTED
-
-
-_CANARY_MARK = b"<the canary's path>"
-_GLOBALS = [
-    *(b"cposix\nsystem\n", b"cbuiltins\neval\n", b"cbuiltins\nexec\n", b"cbuiltins\ngetattr\n", b"cbuiltins\nopen\n"),
-    *(b"chf_trainweights\ndecode_file\n", b"chf_trainweights\nverify_model\n", b"chf_trainweights\nQuantizedTensor\n"),
-    *(b"ctorch\nload\n", b"ctorch._utils\n_rebuild_tensor\n", b"ccollections\nOrderedDict\n", b"ctorch\nTensor\n"),
-]
-_OPCODES = [b"R", b"b", b"o", b"\x81", b"i", b"0", b"2", b"t", b"}", b"]", b"s", b"u", b"e", b"a", b"h\x00", b"Q", b"N"]
-
-
-def _touch(quoted: bytes) -> bytes:
-    """Return a pickle that makes the canary's file, if it is run by an unpickler that allows all globals."""
-    return quoted + b"X" + len(_command(quoted)).to_bytes(4, "little") + _command(quoted) + b"\x85R0"
-
-
-def _command(name: bytes) -> bytes:
-    return b"touch " + _CANARY_MARK if b"system" in name else b"open('" + _CANARY_MARK + b"', 'w')"
-
-
-def _change_pickle(rng: random.Random, data: bytes) -> bytes:
-    """Return a file whose pickle is another; its length changes, so that a zip file is written anew."""
-    if not data.startswith(b"PK"):
-        return _changed(rng, data)
-    changed = io.BytesIO()
-    with zipfile.ZipFile(io.BytesIO(data)) as old, zipfile.ZipFile(changed, "w") as new:
-        for name in old.namelist():
-            content = old.read(name)
-            if name.endswith("data.pkl"):
-                content = _changed(rng, content)
-            new.writestr(name, content)
-    return changed.getvalue()
-
-
-def _changed(rng: random.Random, pickled: bytes) -> bytes:
-    change = rng.randrange(6)
-    position = rng.randrange(2, len(pickled))
-    if change == 0:
-        return change_bytes(rng, pickled, rng.choice((1, 1, 2, 8)))
-    if change == 1:  # another opcode
-        return pickled[:position] + rng.choice(_OPCODES) + pickled[position + rng.randrange(2) :]
-    if change == 2:  # another global in the place of one
-        lines = [at for at in range(len(pickled)) if pickled.startswith((b"ctorch", b"chf_", b"ccoll"), at)]
-        start = rng.choice(lines) if lines else position
-        stop = pickled.find(b"\n", pickled.find(b"\n", start) + 1) + 1
-        return pickled[:start] + rng.choice(_GLOBALS) + pickled[stop:] if stop else pickled[:start]
-    if change == 3:  # a call that shows when it is made
-        call = _touch(rng.choice(_GLOBALS[:3]))
-        return pickled[:2] + call + pickled[2:]
-    if change == 4:
-        return pickled[:position] + b"." + pickled[position:]
-    stop = rng.randrange(position, min(position + 64, len(pickled)) + 1)
-    return pickled[:stop] + pickled[position:]
