@@ -18,7 +18,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.worker import STATE, Tally, random_for, serve
 
 # How long a worker serves one target before another target has its turn.
-SLICE_SECONDS = 8.0
+_SLICE_SECONDS = 8.0
 # Slices begin at multiples of this, so that no two of them try the same inputs.
 _INPUTS_OF_A_SLICE = 10**7
 _fork = multiprocessing.get_context("fork")
@@ -140,11 +140,12 @@ def run_seconds(
     given_seconds = {target.name: 0.0 for target in targets}
     running: dict[int, Worker] = {}
     slices = 0
+    slice_seconds = min(_SLICE_SECONDS, seconds * jobs / (2 * len(targets)))  # so that each target has its turn
     end = time.monotonic() + seconds
     while time.monotonic() < end or running:
         for job in set(range(jobs)) - running.keys() if time.monotonic() < end else ():
             target = min(targets, key=lambda each: given_seconds[each.name] / each.share)
-            length = min(SLICE_SECONDS, max(end - time.monotonic(), 0.5))
+            length = min(slice_seconds, end - time.monotonic())
             given_seconds[target.name] += length
             inputs = range(slices * _INPUTS_OF_A_SLICE, (slices + 1) * _INPUTS_OF_A_SLICE)
             running[job] = Worker(target, directory / f"job-{job}" / target.name, inputs, seed, length)
