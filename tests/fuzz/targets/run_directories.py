@@ -138,6 +138,7 @@ class RunDirectories(Target):
             outcome = Outcome.ACCEPTED
             if given.command == ("collect_garbage",):
                 collect_garbage(root)
+                self._require_anchors(given, root)
             else:
                 outcome = self._command(given, root)
         self._require_others(given, root)
@@ -173,6 +174,12 @@ class RunDirectories(Target):
         if "\x1b" in result.output:
             raise BrokenPromiseError(f"{given.command[0]} printed what a file holds as it is: {result.output[-500:]!r}")
         return Outcome.ACCEPTED if result.exit_code == 0 else Outcome.REFUSED
+
+    def _require_anchors(self, given: ChangedRun, root: Path) -> None:
+        """Check that no anchor is gone: a damaged file can come back from a copy, and needs its anchor then."""
+        anchors = [name for name in saved_runs()[given.mode] if name.endswith(".anchor") and name not in given.files]
+        if gone := [name for name in anchors if "special" not in given.changes and not (root / name).exists()]:
+            raise BrokenPromiseError(f"garbage collection removed {len(gone)} anchors of damaged checkpoints")
 
     def _require_others(self, given: ChangedRun, root: Path) -> None:
         """Check that checkpoints whose files were not changed still hold what they held."""
