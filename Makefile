@@ -1,4 +1,4 @@
-.PHONY: check fix quick test slow-tests soak bench
+.PHONY: check fix quick test slow-tests fuzz soak bench
 check:
 	ruff check .
 	ruff format --check .
@@ -29,3 +29,6 @@ bench:
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
 	python -m benchmarks.tables
+
+fuzz:
+	python -m tests.fuzz --seconds $(or $(SECONDS),600)

@@ -110,10 +110,10 @@ def check_checkpoint(path: Path) -> FoundCheckpoint:
         if not (path / MANIFEST_NAME).exists():
             return FoundCheckpoint(path, step, None, plain_problem(path) or converted_weights_problem(path))
         report = verify_checkpoint(path)
+        problem = "; ".join(f"{name} {what}" for name, what in report.problems.items()) if not report.intact else None
+        return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
     except OSError as error:
         return FoundCheckpoint(path, step, None, f"cannot be read: {error}")
-    problem = None if report.intact else "; ".join(f"{name} {what}" for name, what in report.problems.items())
-    return FoundCheckpoint(path, step, report.manifest, problem or converted_weights_problem(path))
 
 
 def latest(root: str | Path) -> str | None:

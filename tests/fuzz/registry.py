@@ -1,0 +1,28 @@
+"""Every target, in the order of the reports."""
+
+from __future__ import annotations
+
+from tests.fuzz.target import Target
+from tests.fuzz.targets.configurations import Configurations
+from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
+from tests.fuzz.targets.exports import Exports
+from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
+from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
+from tests.fuzz.targets.run_directories import Manifests, RunDirectories
+from tests.fuzz.targets.training_states import TrainingStates
+
+_TARGETS: tuple[type[Target], ...] = (
+    EncodedBytes,
+    EncodedStructures,
+    EncodedPayloads,
+    PickledWeights,
+    PickledFiles,
+    Configurations,
+    ModelFiles,
+    ModelDirectories,
+    Manifests,
+    RunDirectories,
+    TrainingStates,
+    Exports,
+)
+TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}
