@@ -249,3 +249,13 @@ def test_several_chat_templates_keep_their_names() -> None:
     tokenizer.chat_template = {"default": "a", "tool_use": "b"}
     said = described(tokenizer)
     assert (said["tokenizer.chat_template"], said["tokenizer.chat_template.tool_use"]) == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}", "{", "null", "\x00", '{"added_tokens": [], "model": {}}'], ids=lambda text: text or "empty"
+)
+def test_a_damaged_tokenizer_is_refused(tmp_path: Path, text: str) -> None:
+    LlamaConfig(architectures=["LlamaForCausalLM"]).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(ConfigError, match="expected a tokenizer, without which"):
+        load_tokenizer(str(tmp_path))

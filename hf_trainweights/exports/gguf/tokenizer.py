@@ -28,12 +28,13 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
         source: Directory or Hub id.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is none, or it is damaged.
     """
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".:")
+    except Exception as error:
+        # The tokenizers library raises no narrower class, and a damaged file whatever it runs into.
+        reason = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0].rstrip(".:")
         next_step = "Save the tokenizer there, or pass it: export_gguf(model, out, tokenizer)."
         raise ConfigError(source, "a tokenizer, without which llama.cpp reads no text", reason, next_step) from error
 
@@ -80,7 +81,7 @@ def describe_tokenizer(
 def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], list[gguf.TokenType]]:
     """Return the tokens in the order of their numbers, and what each is for."""
     by_number = {number: token for token, number in tokenizer.get_vocab().items()}
-    if (largest := max(by_number)) >= size:
+    if (largest := max(by_number, default=-1)) >= size:
         next_step = "Call model.resize_token_embeddings(len(tokenizer)) before the model is quantized."
         raise ConfigError("tokenizer", f"{size} tokens at most, which the model embeds", f"{largest + 1}", next_step)
     tokens = [by_number.get(number, f"[PAD{number}]") for number in range(size)]

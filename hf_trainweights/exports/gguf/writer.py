@@ -57,7 +57,8 @@ def write_model(
     directory = Path(source) if source is not None and Path(source).is_dir() else None
     describe_source(writer, model, directory)
     describe_model(writer, model)
-    describe_tokenizer(writer, tokenizer or load_tokenizer(str(source)), model.config, vocabulary_size(model))
+    tokenizer = load_tokenizer(str(source)) if tokenizer is None else tokenizer
+    describe_tokenizer(writer, tokenizer, model.config, vocabulary_size(model))
     sizes: Counter[Kind] = Counter()
     for tensor in tensors.values():
         sizes[tensor.kind] += tensor.nbytes
