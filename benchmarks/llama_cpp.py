@@ -79,6 +79,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 _CONTRACTIONS, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
+)
 TOKENIZERS = {
     "gpt-2": byte_level(),
     "gpt-2, begin and end": byte_level(adds=["<s>", "</s>"]),
@@ -86,6 +91,7 @@ TOKENIZERS = {
     "llama-bpe": byte_level(_LLAMA3, ignore_merges=True, adds=["<s>"]),
     "smaug-bpe": byte_level(_LLAMA3),
     "qwen2": byte_level(_LLAMA3.replace("{1,3}", "")),
+    "tekken": byte_level(_TEKKEN, ignore_merges=True),
     "sentencepiece": sentencepiece_like(normalizer=PREPEND),
 }
 
