@@ -21,6 +21,7 @@ from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
+    from hf_trainweights.exports.gguf.export import export_gguf
     from hf_trainweights.exports.writer import export_compressed_tensors
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
@@ -39,6 +40,7 @@ __all__ = [
     "compare_models",
     "dequantize_",
     "export_compressed_tensors",
+    "export_gguf",
     "get_model_size_in_bytes",
     "inspect_weights",
     "latest",
@@ -52,6 +54,7 @@ _LAZY = {
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
     "export_compressed_tensors": "exports.writer",
+    "export_gguf": "exports.gguf.export",
     "inspect_weights": "inspection.listing",
     "quantize_directory": "models.directory",
 }

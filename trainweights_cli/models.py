@@ -43,6 +43,7 @@ class Layout(StrEnum):
     """The layouts that others read."""
 
     COMPRESSED_TENSORS = "compressed-tensors"
+    GGUF = "gguf"
 
 
 def quantize(
@@ -168,7 +169,7 @@ def diff(
 
 def export(
     path: ModelDirectory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write.")],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; of gguf the file, *.gguf.")],
     to: Annotated[Layout, typer.Option("--to", help="The layout to write.")],
     as_json: AsJson = False,
     debug: Debug = False,
@@ -176,14 +177,16 @@ def export(
     """Write a quantized model in a layout that is read without this package.
 
     compressed-tensors: the same codes and scales, as stock Transformers reads them.
+    gguf: the same codes and scales in one file, with the tokenizer, as llama.cpp reads them.
     """
-    from hf_trainweights import export_compressed_tensors
+    from hf_trainweights import export_compressed_tensors, export_gguf
 
     loading_bars()
-    exporters = {Layout.COMPRESSED_TENSORS: export_compressed_tensors}
+    exporters = {Layout.COMPRESSED_TENSORS: export_compressed_tensors, Layout.GGUF: export_gguf}
     with errors_in_one_line(debug):
         exporters[to](path, out)
-    disk_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    files = [out] if out.is_file() else out.glob("*.safetensors")
+    disk_bytes = sum(file.stat().st_size for file in files)
     if as_json:
         print_json({"source": str(path), "out": str(out), "layout": to, "disk_bytes": disk_bytes})
     else:

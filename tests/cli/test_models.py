@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, DECODER
 from safetensors.torch import load_file, save_file
+from tiny_tokenizers import byte_level
+from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from hf_trainweights.errors import ConfigError
@@ -210,8 +212,26 @@ def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "ct" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (tmp_path / "ct" / "tokenizer.json").exists()
-    assert run("export", int4, tmp_path / "gguf", "--to", "gguf").exit_code == 2
-    assert not (tmp_path / "gguf").exists()
+    assert run("export", int4, tmp_path / "onnx", "--to", "onnx").exit_code == 2
+    assert not (tmp_path / "onnx").exists()
+
+
+def test_export_writes_a_file_for_llama_cpp(tmp_path: Path) -> None:
+    config = LlamaConfig(**{**DECODER, "vocab_size": 400, "bos_token_id": None})
+    LlamaForCausalLM(config).half().save_pretrained(tmp_path / "float")
+    byte_level(size=400).save_pretrained(tmp_path / "float")
+    run_json("quantize", tmp_path / "float", tmp_path / "int8", "--format", "int8")
+    file = tmp_path / "model.gguf"
+    result = run_json("export", tmp_path / "int8", file, "--to", "gguf")
+    assert result == {
+        "source": str(tmp_path / "int8"),
+        "out": str(file),
+        "layout": "gguf",
+        "disk_bytes": file.stat().st_size,
+    }
+    refused = run("export", tmp_path / "int8", tmp_path / "directory", "--to", "gguf")
+    assert (refused.exit_code, refused.stderr.count("\n")) == (1, 1)
+    assert refused.stderr.endswith(f"Name a file, as {tmp_path / 'directory.gguf'}.\n")
 
 
 def test_export_of_what_the_layout_cannot_hold_is_an_error_in_one_line(llama: Path, tmp_path: Path) -> None:

@@ -45,11 +45,20 @@ def export(model: Any, directory: Path) -> None:
     export_compressed_tensors(model, directory)
 
 
+def export_to_gguf(model: Any, directory: Path) -> None:
+    from tiny_tokenizers import byte_level
+
+    from hf_trainweights import export_gguf
+
+    export_gguf(model, directory / "model.gguf", byte_level())
+
+
 SAVES: dict[str, Callable[[Any, Path], None]] = {
     "safetensors": lambda model, directory: model.save_pretrained(directory),
     "sharded": lambda model, directory: model.save_pretrained(directory, max_shard_size="20MB"),
     "bin": lambda model, directory: model.save_pretrained(directory, safe_serialization=False),
     "compressed_tensors": export,
+    "gguf": export_to_gguf,
 }
 
 

@@ -1,0 +1,127 @@
+"""Tensors as llama.cpp lays them out: codes and scales in blocks of 32, floats as they are.
+
+| | bytes of a block | codes |
+|---|---|---|
+| Q8_0 | a float16 scale, 32 codes | int8 |
+| Q4_0 | a float16 scale, 16 bytes | code + 8; the first 16 codes in the low bits, the others in the high bits |
+
+Each weight is code times scale, in float32. Where a group is longer than a block, its blocks repeat the scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import gguf
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.gguf.names import Place, Take
+from hf_trainweights.formats.packing import unpack_int4
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+BLOCK_SIZE = 32
+
+Kind = gguf.GGMLQuantizationType
+_QUANTIZED = {"int8": Kind.Q8_0, "int4": Kind.Q4_0}
+_FLOAT = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
+# What llama.cpp computes with in float32 alone, beside vectors.
+_ALWAYS_FLOAT32 = ("_norm.weight", ".ffn_gate_inp.weight")
+
+_IN_FLOAT = "Quantize the model again and leave it in float (modules_to_not_convert)."
+
+
+class FileTensor(NamedTuple):
+    """A tensor of a file, made when its turn to be written comes.
+
+    Args:
+        kind: How its values are stored.
+        shape: Its shape, in values.
+        make: Makes its bytes, uint8 of any shape.
+    """
+
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+
+    @property
+    def byte_shape(self) -> tuple[int, ...]:
+        """The shape, the last dimension in bytes."""
+        return gguf.quant_shape_to_byte_shape(self.shape, self.kind)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes in a file."""
+        return math.prod(self.byte_shape)
+
+
+def lay_out(name: str, tensor: Tensor, place: Place) -> FileTensor:
+    """Return a tensor of a file.
+
+    Args:
+        name: Its name there.
+        tensor: The tensor of the model that it comes from, in no kernel's private layout.
+        place: Its name in the model, and what takes it out of there.
+
+    Raises:
+        UnsupportedError: A file has no place for its dtype, or for the format, the groups or the scales of a quantized
+            weight.
+    """
+    if isinstance(tensor, QuantizedTensor):
+        return _lay_out_quantized(place.source, tensor, place.take)
+    if tensor.dtype not in _FLOAT:
+        expected = "a tensor in float32, float16 or bfloat16"
+        raise UnsupportedError(place.source, expected, str(tensor.dtype), "Cast the model to one of these.")
+    dtype = torch.float32 if tensor.dim() <= 1 or name.endswith(_ALWAYS_FLOAT32) else tensor.dtype
+    shape = tuple(place.take(tensor.to("meta")).shape)
+    return FileTensor(_FLOAT[dtype], shape, lambda: place.take(tensor).to(dtype).contiguous().view(torch.uint8))
+
+
+def _lay_out_quantized(name: str, weight: QuantizedTensor, take: Take) -> FileTensor:
+    _check(name, weight)
+    codes, scale = weight.tensors["qdata"], weight.tensors["scale"]
+    count = weight.stored_shape[-1] // BLOCK_SIZE
+    kind = _QUANTIZED[weight.format.name]
+    blocks = _q8_0 if kind == Kind.Q8_0 else _q4_0
+    shape = tuple(take(torch.empty(weight.stored_shape, device="meta")).shape)
+    return FileTensor(kind, shape, lambda: blocks(take(codes), _repeat(take(scale), count)))
+
+
+def _check(name: str, weight: QuantizedTensor) -> None:
+    form, K = weight.format, weight.stored_shape[-1]
+    if form.name not in _QUANTIZED or form.tensor_names != ("qdata", "scale"):
+        raise UnsupportedError(name, "int8 or int4, which GGUF has blocks for", str(form), _IN_FLOAT)
+    G = weight.scale.shape[-1]
+    if weight.numel() == 0 or K % (G * BLOCK_SIZE):
+        found = f"rows of {K} in {G} groups"
+        next_step = "Quantize the model again with group_size 32, or leave it in float (modules_to_not_convert)."
+        raise UnsupportedError(name, f"groups that blocks of {BLOCK_SIZE} weights divide", found, next_step)
+    scale = weight.scale.float()
+    inexact = int((scale.to(torch.float16).float() != scale).sum())
+    if inexact:
+        found = f"{inexact} of {scale.numel()} scales in {weight.scale.dtype} that it cannot"
+        next_step = (
+            "Load the float model with dtype=torch.float16, quantize that, and export it: its scales are float16."
+        )
+        raise UnsupportedError(
+            name, "scales that float16 holds exactly, because blocks have no others", found, next_step
+        )
+
+
+def _repeat(scale: Tensor, count: int) -> Tensor:
+    """Return the scale of each of `count` blocks of a row, as two bytes `[*, count, 2]`."""
+    halves = scale.to(torch.float16).repeat_interleave(count // scale.shape[-1], dim=-1)
+    return halves.unsqueeze(-1).view(torch.uint8)
+
+
+def _q8_0(codes: Tensor, scales: Tensor) -> Tensor:
+    return torch.cat([scales, codes.unflatten(-1, (-1, BLOCK_SIZE)).view(torch.uint8)], dim=-1)
+
+
+def _q4_0(words: Tensor, scales: Tensor) -> Tensor:
+    nibbles = unpack_int4(words).add_(8).view(torch.uint8)
+    low, high = nibbles.unflatten(-1, (-1, 2, BLOCK_SIZE // 2)).unbind(-2)
+    return torch.cat([scales, low | high << 4], dim=-1)

@@ -1,0 +1,57 @@
+"""`export_gguf`: a quantized model as one file for llama.cpp."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.models.directory import load_saved
+from hf_trainweights.tensor.layouts import canonical_layouts
+
+
+def export_gguf(
+    model_or_directory: PreTrainedModel | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> None:
+    """Write a quantized model as a GGUF file, which llama.cpp reads, and Transformers too.
+
+    int8 becomes Q8_0 and int4 becomes Q4_0, code by code, so a reader gets the weights of `model.dequantize()` before
+    they are rounded to the model's dtype. Beside the model itself, one weight is in memory at a time.
+
+    Args:
+        model_or_directory: A quantized model, or the directory that one was saved to.
+        out: The file to write, `*.gguf`; a file that is there is replaced at once, in the end.
+        tokenizer: The tokenizer; None for the one in the directory.
+
+    Raises:
+        ConfigError: `out` is no name of a GGUF file; the directory holds no whole model of a class of Transformers;
+            nothing in the model is quantized; or there is no tokenizer, or one for another vocabulary.
+        CorruptFileError: A weight file of the directory is damaged.
+        UnsupportedError: llama.cpp has no place for the architecture, a weight's format, groups or scales, or the
+            tokenizer; or the package gguf is not installed. Nothing was written.
+        SaveError: `out` cannot be written or the disk is full; what was there before is untouched.
+
+    Example:
+        >>> export_gguf("models/llama-int8", "llama-int8.gguf")  # doctest: +SKIP
+    """
+    target = Path(out)
+    if target.suffix != ".gguf" or target.is_dir():
+        found = "a directory" if target.is_dir() else "another name"
+        file = target / "model.gguf" if target.is_dir() else target.with_suffix(".gguf")
+        raise ConfigError(str(out), "the name of a file, *.gguf", found, f"Name a file, as {file}.")
+    try:
+        from hf_trainweights.exports.gguf import writer
+    except ModuleNotFoundError as error:
+        if error.name != "gguf":
+            raise
+        next_step = 'pip install "hf_trainweights[gguf]"'
+        raise UnsupportedError("export_gguf", "the package gguf", "that it is not installed", next_step) from error
+    source = None if isinstance(model_or_directory, PreTrainedModel) else model_or_directory
+    model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
+    with canonical_layouts(model.parameters()):
+        # In a function of its own: its tensors are gone before the weights are brought back into their layouts.
+        writer.write_model(model, tokenizer, source, target)

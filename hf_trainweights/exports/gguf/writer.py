@@ -1,0 +1,123 @@
+"""A GGUF file, written aside and tensor by tensor."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+
+import gguf
+import numpy as np
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports.gguf.architectures import architecture_of
+from hf_trainweights.exports.gguf.blocks import FileTensor, Kind, lay_out
+from hf_trainweights.exports.gguf.metadata import describe_model, describe_source, rope_factors, vocabulary_size
+from hf_trainweights.exports.gguf.names import Place, places, whole
+from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
+from hf_trainweights.files.atomic import make_directories, replace_file
+from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.models.host.checkpoints import names_not_saved
+from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.saved_tensors import whole_state_dict
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# What a file says it mostly holds; readers show it.
+_FILE_TYPES = {Kind.Q8_0: gguf.LlamaFileType.MOSTLY_Q8_0, Kind.Q4_0: gguf.LlamaFileType.MOSTLY_Q4_0}
+
+
+def write_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    source: str | os.PathLike[str] | None,
+    target: Path,
+) -> None:
+    """Write a quantized model, none of whose weights is in a kernel's private layout.
+
+    Args:
+        model: The model.
+        tokenizer: Its tokenizer; None for the one in `source`.
+        source: Directory or Hub id that it was loaded from; None if there is none.
+        target: The file.
+
+    Raises:
+        ConfigError: As `export_gguf` says.
+        UnsupportedError: Likewise.
+        SaveError: Likewise.
+    """
+    tensors = lay_out_model(model)
+    if tokenizer is None and source is None:
+        next_step = "Pass it: export_gguf(model, out, tokenizer)."
+        raise ConfigError("tokenizer", "the tokenizer of the model", "none", next_step)
+    writer = gguf.GGUFWriter(None, architecture_of(model).name)
+    directory = Path(source) if source is not None and Path(source).is_dir() else None
+    describe_source(writer, model, directory)
+    describe_model(writer, model)
+    tokenizer = load_tokenizer(str(source)) if tokenizer is None else tokenizer
+    describe_tokenizer(writer, tokenizer, model.config, vocabulary_size(model))
+    sizes: Counter[Kind] = Counter()
+    for tensor in tensors.values():
+        sizes[tensor.kind] += tensor.nbytes
+    writer.add_file_type(_FILE_TYPES[max(_FILE_TYPES, key=lambda kind: sizes[kind])])
+    writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+    with save_errors(target, "Nothing was changed there."):
+        make_directories(target.parent)
+        clean_up(target.parent)
+        _write(writer, tensors, target)
+
+
+def lay_out_model(model: PreTrainedModel) -> dict[str, FileTensor]:
+    """Return the tensors of a file.
+
+    Args:
+        model: A quantized model, none of whose weights is in a kernel's private layout.
+
+    Returns:
+        Names in the file to tensors that are made when they are asked for.
+
+    Raises:
+        ConfigError: Nothing is quantized.
+        UnsupportedError: A file has no place for the architecture or for a tensor; or the model has adapters.
+    """
+    state_dict = whole_state_dict(model)
+    if not any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
+        raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
+    if has_adapters(model):
+        raise UnsupportedError("model", "a model by itself", "one with adapters", "Save them, then delete_adapter.")
+    architecture = architecture_of(model)
+    names = state_dict.keys() - names_not_saved(model)
+    found = places([name for name in state_dict if name in names], architecture, model.config)
+    tensors = {name: lay_out(name, state_dict[place.source], place) for name, place in found.items()}
+    factors = rope_factors(model.config)
+    if factors is not None:
+        tensors["rope_freqs.weight"] = lay_out("rope_freqs.weight", factors, Place("rope_parameters", whole))
+    return tensors
+
+
+def _write(writer: gguf.GGUFWriter, tensors: Mapping[str, FileTensor], target: Path) -> None:
+    for name, tensor in tensors.items():
+        writer.add_tensor_info(name, tensor.byte_shape, np.dtype(np.uint8), tensor.nbytes, tensor.kind)
+    with replace_file(target) as file:
+        header = _header(writer)
+        file.write(header)
+        end = len(header)
+        for tensor in tensors.values():
+            file.write(bytes(-end % writer.data_alignment))
+            file.write(tensor.make().cpu().flatten().numpy().data)
+            end = tensor.nbytes
+        file.write(bytes(-end % writer.data_alignment))
+
+
+def _header(writer: gguf.GGUFWriter) -> bytes:
+    """Return everything before the tensors; gguf writes it only to a path."""
+    with tempfile.TemporaryDirectory() as directory:
+        file = Path(directory) / "header"
+        writer.write_header_to_file(file)
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        writer.close()
+        return file.read_bytes()
