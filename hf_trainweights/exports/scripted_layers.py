@@ -1,6 +1,4 @@
-"""Quantized layers in the part of Python that TorchScript compiles."""
-
-from __future__ import annotations
+"""Quantized layers in the part of Python that TorchScript compiles; it knows no annotations that are texts."""
 
 import torch.nn.functional as F
 from torch import Tensor, nn
