@@ -1,6 +1,20 @@
 """Quantized models written in layouts that others read without this package."""
 
 from hf_trainweights.exports.gguf.export import export_gguf
+from hf_trainweights.exports.onnx.model import OnnxModel
+from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
+from hf_trainweights.exports.onnx.writer import export_onnx
+from hf_trainweights.exports.program import export_program
+from hf_trainweights.exports.torchscript import export_torchscript
 from hf_trainweights.exports.writer import export_compressed_tensors
 
-__all__ = ["export_compressed_tensors", "export_gguf"]
+__all__ = [
+    "OnnxModel",
+    "VerificationReport",
+    "export_compressed_tensors",
+    "export_gguf",
+    "export_onnx",
+    "export_program",
+    "export_torchscript",
+    "verify_onnx_model",
+]

@@ -1,0 +1,1 @@
+"""ONNX files: written, compared with the model they came from, and run."""

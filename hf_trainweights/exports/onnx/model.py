@@ -1,0 +1,145 @@
+"""`OnnxModel`: runs an ONNX file in ONNX Runtime, on a GPU where there is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.exports.onnx.packages import require
+
+_PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
+
+# One array or tensor, several in order, or several by name.
+OnnxInputs = np.ndarray | Tensor | Sequence[Any] | Mapping[str, Any]
+
+
+class OnnxModel:
+    """An ONNX file, ready to run.
+
+    Args:
+        path: The file.
+        providers: Names of execution providers of ONNX Runtime, the best first. Default: CUDA where it is there, then
+            the CPU.
+
+    Raises:
+        CorruptFileError: ONNX Runtime cannot read the file.
+        ConfigError: It has no such provider.
+        UnsupportedError: ONNX Runtime is not installed.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], providers: Sequence[str] | None = None):
+        runtime = require("onnxruntime")
+        available = runtime.get_available_providers()
+        chosen = [name for name in _PROVIDERS if name in available] if providers is None else list(providers)
+        if missing := set(chosen) - set(available):
+            expected = f"some of {', '.join(available)}"
+            raise ConfigError("providers", expected, ", ".join(sorted(missing)), "Install the runtime that has them.")
+        try:
+            self._session = runtime.InferenceSession(os.fspath(path), providers=chosen)
+        # It has an exception of its own for each of its error codes.
+        except Exception as error:
+            raise CorruptFileError(
+                str(path), "a model that ONNX Runtime reads", str(error), "Export it again."
+            ) from error
+        self._inputs = {each.name: each for each in self._session.get_inputs()}
+        self.output_names = tuple(each.name for each in self._session.get_outputs())
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The names of the inputs, in order."""
+        return tuple(self._inputs)
+
+    @property
+    def providers(self) -> tuple[str, ...]:
+        """The execution providers that the file runs on, the best first."""
+        return tuple(self._session.get_providers())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
+        """Return `predict` of inputs in order, or by name."""
+        return self.predict({**dict(zip(self.input_names, args, strict=False)), **kwargs} if kwargs else args)
+
+    def predict(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
+        """Run the model.
+
+        Args:
+            inputs: An array or tensor, several of them in order, or by name.
+
+        Returns:
+            Each output by name.
+
+        Raises:
+            ConfigError: An input is missing, unknown, or of another shape than the file's.
+        """
+        return dict(zip(self.output_names, self._session.run(None, self._checked(inputs)), strict=True))
+
+    def predict_batch(self, inputs: OnnxInputs, batch_size: int = 32) -> dict[str, np.ndarray]:
+        """Run the model over parts of a large batch.
+
+        Args:
+            inputs: As for `predict`; the first dimension of each is the batch's.
+            batch_size: Rows of one part, at least 1; the last part has the rest.
+
+        Returns:
+            Each output by name, for the whole batch.
+
+        Raises:
+            ConfigError: As for `predict`; or the inputs have different numbers of rows, or none.
+        """
+        if batch_size < 1:
+            raise ConfigError("batch_size", "at least 1", str(batch_size), "Choose a larger one.")
+        arrays = self._named(inputs)
+        rows = {len(array) for array in arrays.values() if array.ndim}
+        if len(rows) != 1 or not all(array.ndim for array in arrays.values()) or rows == {0}:
+            shapes = ", ".join(f"{name} {array.shape}" for name, array in arrays.items())
+            raise ConfigError("inputs", "the same number of rows in each, and at least one", shapes, "Check the batch.")
+        starts = range(0, rows.pop(), batch_size)
+        parts = [self.predict({name: a[start : start + batch_size] for name, a in arrays.items()}) for start in starts]
+        return {name: np.concatenate([part[name] for part in parts]) for name in self.output_names}
+
+    def _named(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
+        if isinstance(inputs, np.ndarray | Tensor):
+            inputs = (inputs,)
+        if not isinstance(inputs, Mapping):
+            if len(inputs) > len(self._inputs):
+                found = f"{len(inputs)} inputs"
+                raise ConfigError("inputs", f"{len(self._inputs)}: {self._shown()}", found, "Leave the others out.")
+            inputs = dict(zip(self._inputs, inputs, strict=False))
+        if inputs.keys() != self._inputs.keys():
+            raise ConfigError("inputs", self._shown(), ", ".join(inputs) or "none", "Pass each of these, by its name.")
+        return {name: _array(inputs[name]) for name in self._inputs}
+
+    def _checked(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
+        arrays = self._named(inputs)
+        for name, array in arrays.items():
+            shape, kind = self._inputs[name].shape, self._inputs[name].type
+            # A dimension that is free is a text, or None.
+            sizes = zip(shape, array.shape, strict=False)
+            fits = len(shape) == array.ndim and all(own == size for own, size in sizes if isinstance(own, int))
+            if not fits or _TYPES.get(kind, array.dtype) != array.dtype:
+                found = f"{array.dtype} {list(array.shape)}"
+                raise ConfigError(f"input {name}", f"{kind} {shape}", found, "Change shape or dtype, or export again.")
+        return arrays
+
+    def _shown(self) -> str:
+        return ", ".join(self._inputs)
+
+
+_TYPES = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(double)": np.dtype(np.float64),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(int64)": np.dtype(np.int64),
+    "tensor(int32)": np.dtype(np.int32),
+    "tensor(uint8)": np.dtype(np.uint8),
+    "tensor(int8)": np.dtype(np.int8),
+    "tensor(bool)": np.dtype(np.bool_),
+}
+
+
+def _array(value: Any) -> np.ndarray:
+    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)

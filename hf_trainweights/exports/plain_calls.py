@@ -1,0 +1,76 @@
+"""A model as exporters want to call it: in eval mode, with outputs that a reader knows without Transformers."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.exports.example_inputs import Inputs
+
+
+@contextlib.contextmanager
+def in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Hold a model in eval mode within the context.
+
+    Args:
+        model: The model; each module is in its own mode again afterwards.
+    """
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class NamedCall(nn.Module):
+    """A model of Transformers that takes tensors by name and returns a dict of tensors.
+
+    Args:
+        model: The model.
+        options: Arguments that are no tensors, the same at every call.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]):
+        super().__init__()
+        self.model, self._options = model, dict(options)
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Call the model; what it returns besides tensors, such as a cache, is left out."""
+        outputs = self.model(**inputs, **self._options)
+        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+
+
+class OrderedCall(nn.Module):
+    """A model of Transformers that takes tensors in order and returns a tuple of tensors, as C++ calls it.
+
+    Args:
+        model: The model.
+        names: The arguments that the tensors are, in order.
+        options: Arguments that are no tensors, the same at every call.
+    """
+
+    def __init__(self, model: PreTrainedModel, names: Sequence[str], options: Mapping[str, Any]):
+        super().__init__()
+        self._call, self._names = NamedCall(model, options), tuple(names)
+
+    def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+        """Call the model."""
+        return tuple(self._call(**dict(zip(self._names, inputs, strict=True))).values())
+
+
+def split_inputs(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return a model's arguments that are tensors, and the others, both by name.
+
+    Args:
+        model: The model.
+        inputs: Its arguments.
+    """
+    named = inputs.by_name(model)
+    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in named.items() if name not in tensors}

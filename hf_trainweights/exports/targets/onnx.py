@@ -1,0 +1,77 @@
+"""Standard ONNX: DequantizeLinear of the codes as they lie.
+
+https://onnx.ai/onnx/operators/onnx__DequantizeLinear.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Set
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.targets.aten import scaled
+from hf_trainweights.exports.targets.base import PlainWeight, Target, Use
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+BLOCKS_OPSET = 21
+"""The first version of ONNX that has INT4 and scales for blocks of a row."""
+
+
+class Onnx(Target):
+    """ONNX's own ops, which every runtime of ONNX knows.
+
+    int4 words are in the graph as int32 while PyTorch traces; `int4_initializers.retype` gives them their type.
+    """
+
+    name = "ONNX"
+
+    def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
+        """Return the stored tensors, and the bytes of a table whose codes are not int8: no runtime looks up others.
+
+        Raises:
+            UnsupportedError: The weight computes in another dtype than float32.
+        """
+        if weight.dtype != torch.float32:
+            raise UnsupportedError(
+                "model",
+                "a model in float32, in which ONNX's runtimes compute on every machine",
+                f"weights in {weight.dtype}",
+                "Load it with dtype=torch.float32: codes and scales stay as they are.",
+            )
+        stored = {"qdata": weight.qdata, "scale": weight.scale.to(weight.dtype)}
+        if Use.TABLE in uses and weight.format.name != "int8":
+            stored["octets"] = weight.qdata.view(torch.uint8)
+        if Use.TABLE in uses and weight.format.name == "float8_e4m3":
+            stored["values"] = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().unsqueeze(-1)
+        return stored
+
+    def dequantize(self, weight: PlainWeight) -> Tensor:
+        """Return DequantizeLinear of the codes, with one scale for each block of a row.
+
+        A row with one scale is one block: ONNX Runtime 1.32 rounds activations to 8 bits where scales are by axis.
+        """
+        qdata = weight.buffers["qdata"]
+        return torch.onnx.ops.symbolic(
+            "DequantizeLinear",
+            (qdata, weight.buffers["scale"]),
+            attrs={"axis": qdata.dim() - 1, "block_size": weight.columns // weight.groups},
+            dtype=weight.dtype,
+            shape=(*qdata.shape[:-1], weight.columns),
+            version=BLOCKS_OPSET,
+        )
+
+    def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
+        """Gather codes and scales, and multiply them."""
+        stored = weight.buffers
+        scale = F.embedding(indices, stored["scale"])
+        if weight.format.name == "int8":
+            return scaled(F.embedding(indices, stored["qdata"]).to(weight.dtype), scale)
+        octets = F.embedding(indices, stored["octets"]).to(torch.int32)
+        if weight.format.name == "int4":
+            codes = torch.stack([octets & 15, octets >> 4], -1).flatten(-2).to(weight.dtype) - 8
+        else:
+            codes = F.embedding(octets, stored["values"]).squeeze(-1)
+        return scaled(codes, scale)

@@ -1,0 +1,77 @@
+"""Quantized models that exports are tried on, and what they compute."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int8": {"format": "int8"},
+    "int8 g32": {"format": "int8", "group_size": 32},
+    "int4 g32": {"format": "int4", "group_size": 32},
+    "int4 g64": {"format": "int4", "group_size": 64},
+    "float8": {"format": "float8_e4m3"},
+}
+
+
+class Convolutional(nn.Module):
+    """Images to scores: convolution, norm, pooling, Linear, dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 4, 3, padding=1)
+        self.norm = nn.BatchNorm2d(4)
+        self.pool = nn.MaxPool2d(2)
+        self.scores = nn.Sequential(
+            nn.Flatten(), nn.Linear(4 * 4 * 4, 64), nn.ReLU(), nn.Dropout(0.5), nn.Linear(64, 8)
+        )
+
+    def forward(self, image: Tensor) -> Tensor:
+        return self.scores(self.pool(torch.relu(self.norm(self.convolution(image)))))
+
+
+class Branching(nn.Module):
+    """Takes one way or another, by its input, and has a method of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(32, 64)
+        self.up = nn.Linear(64, 64)
+        self.down = nn.Linear(64, 32, bias=False)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = self.table(ids)
+        if int(ids.sum()) % 2 == 0:
+            values = torch.relu(self.up(values))
+        return self.down(values)
+
+    @torch.jit.export
+    def embed(self, ids: Tensor) -> Tensor:
+        return self.table(ids)
+
+
+def images(batch: int) -> Tensor:
+    return torch.randn(batch, 1, 8, 8, generator=torch.Generator().manual_seed(batch))
+
+
+def quantized(model: nn.Module | str, config: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a quantized model, with its embeddings; a text names one of the architectures."""
+    if isinstance(model, str):
+        model = ARCHITECTURES[model].build(dtype)
+    quantize_(model, TrainWeightsConfig(**FORMATS[config], include_embeddings=True))
+    return model
+
+
+def dequantized_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
+    """Return what a copy of the model with dequantized weights computes."""
+    copied = copy.deepcopy(model).eval()
+    dequantize_(copied)
+    with torch.no_grad():
+        return [leaf for leaf in tree_leaves(copied(*args, **kwargs)) if isinstance(leaf, Tensor)]

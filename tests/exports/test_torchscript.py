@@ -1,0 +1,114 @@
+"""A TorchScript file computes what the dequantized model computes, and needs this package nowhere."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
+
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports import export_torchscript
+
+IDS = torch.arange(12).view(2, 6)
+
+READ = """
+import sys, torch
+model = torch.jit.load(sys.argv[1])
+inputs = torch.load(sys.argv[2], weights_only=True)
+outputs = model(*inputs)
+torch.save(list(outputs) if isinstance(outputs, tuple) else [outputs], sys.argv[3])
+assert not any(name.startswith("hf_trainweights") for name in sys.modules)
+"""
+
+
+def read_elsewhere(path: Path, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return what the file computes in a process that knows only PyTorch."""
+    given, result = path.with_suffix(".inputs"), path.with_suffix(".outputs")
+    torch.save(inputs, given)
+    subprocess.run([sys.executable, "-W", "ignore", "-c", READ, path, given, result], check=True, cwd=path.parent)
+    return torch.load(result, weights_only=True)
+
+
+def load(path: Path) -> torch.jit.ScriptModule:
+    with pytest.warns(DeprecationWarning, match="torch.jit.load"):
+        return torch.jit.load(path)
+
+
+@pytest.mark.parametrize("optimize", [False, True])
+@pytest.mark.parametrize("config", FORMATS)
+def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, config: str, optimize: bool) -> None:
+    model = quantized(Branching(), config)
+    export_torchscript(model, tmp_path / "model.pt", method="script", optimize=optimize)
+    script = load(tmp_path / "model.pt")
+    for ids in (IDS, IDS + 1, IDS[:1, :3]):
+        torch.testing.assert_close(script(ids), dequantized_outputs(model, ids)[0], rtol=1e-6, atol=1e-6)
+    if not optimize:
+        assert torch.equal(script.embed(IDS), model.embed(IDS))
+        stored = script.state_dict()["up._weight_qdata"]
+        assert torch.equal(stored.view(torch.uint8), model.up.weight.qdata.view(torch.uint8))
+
+
+@pytest.mark.parametrize("config", FORMATS)
+def test_a_traced_module_is_read_without_this_package(tmp_path: Path, config: str) -> None:
+    model = quantized(Convolutional(), config)
+    export_torchscript(model, tmp_path / "model.pt", images(2))
+    (found,) = read_elsewhere(tmp_path / "model.pt", [images(5)])
+    torch.testing.assert_close(found, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
+    assert model.training
+
+
+def test_a_traced_module_may_have_scripted_methods(tmp_path: Path) -> None:
+    model = quantized(Branching(), "int8")
+    with pytest.warns(torch.jit.TracerWarning, match="Converting a tensor to a Python integer"):
+        export_torchscript(model, tmp_path / "model.pt", {"ids": IDS})
+    script = load(tmp_path / "model.pt")
+    assert torch.equal(script(IDS), dequantized_outputs(model, IDS)[0])
+    assert torch.equal(script.embed(IDS + 3), model.embed(IDS + 3))
+
+
+# Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("architecture", ["bert", "llama_tied", "gpt2", "whisper"])
+def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(tmp_path: Path, architecture: str) -> None:
+    model = quantized(architecture, "int4 g32")
+    inputs = ARCHITECTURES[architecture].inputs(model)
+    export_torchscript(model, tmp_path / "model.pt", inputs)
+    found = load(tmp_path / "model.pt")(*inputs.values())
+    wanted = dequantized_outputs(model, **inputs)
+    for own, other in zip(found, wanted, strict=False):
+        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
+    assert found
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+def test_the_file_holds_no_float_copy_of_a_quantized_weight(tmp_path: Path) -> None:
+    model = quantized("bert", "int4 g32")
+    export_torchscript(model, tmp_path / "model.pt")
+    tensors = load(tmp_path / "model.pt").state_dict().values()
+    shapes = {tuple(weight.shape) for weight in model.parameters() if hasattr(weight, "qdata")}
+    assert not [t for t in tensors if t.is_floating_point() and tuple(t.shape) in shapes]
+
+
+def test_what_torchscript_cannot_compile_is_refused_and_leaves_nothing(tmp_path: Path) -> None:
+    model = quantized("gpt2", "int8")
+    with pytest.raises(UnsupportedError, match=r"^GPT2LMHeadModel: expected a module that TorchScript can hold, found"):
+        export_torchscript(model, tmp_path / "model.pt", method="script")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_wrong_options_are_refused(tmp_path: Path) -> None:
+    model = quantized(Branching(), "int8")
+    with pytest.raises(ConfigError, match=r"^method: expected trace or script, found 'guess'"):
+        export_torchscript(model, tmp_path / "model.pt", IDS, method="guess")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"^example_inputs: expected inputs for a Branching, found None"):
+        export_torchscript(model, tmp_path / "model.pt")
+    with pytest.raises(ConfigError, match=r"^out: expected a file, found the directory"):
+        export_torchscript(model, tmp_path, IDS)
+    with pytest.raises(ConfigError, match="expected quantized weights"):
+        export_torchscript(Branching(), tmp_path / "model.pt", IDS)
+    assert list(tmp_path.iterdir()) == []
