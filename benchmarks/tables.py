@@ -114,7 +114,42 @@ def speed(make: Callable[[dict[str, Any]], str]) -> str:
     return make(json.loads(speed_tables.newest().read_text(encoding="utf-8")))
 
 
+def fuzz() -> str:
+    """Return what `tests.fuzz` tried and found."""
+    report = read("fuzz")
+    rows = [
+        [
+            row["target"],
+            f"{row['inputs']:,}",
+            f"{row['accepted']:,}",
+            f"{row['refused']:,}",
+            f"{row['findings']:,}",
+            f"{row['peak_bytes'] / 2**20:.0f}",
+        ]
+        for row in report["rows"]
+    ]
+    total = sum(row["inputs"] for row in report["rows"])
+    header = ["what is mutated", "inputs", "accepted", "refused by name", "findings", "peak memory, MiB"]
+    caption = f"{total:,} inputs in {report['seconds'] / 60:.0f} minutes, {_run_of(report)}."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def soak() -> str:
+    """Return how often `tests.soak` killed what, and what it found."""
+    report = read("soak")
+    rows = [[r["kind"], f"{r['runs']:,}", f"{r['kills']:,}", f"{len(r['findings']):,}"] for r in report["rows"]]
+    kills = sum(row["kills"] for row in report["rows"])
+    caption = f"{kills:,} kills in {report['seconds'] / 60:.0f} minutes, {_run_of(report)}."
+    return f"{table(['what is killed', 'runs', 'kills', 'findings'], rows)}\n\n{caption}"
+
+
+def _run_of(report: dict[str, Any]) -> str:
+    return f"{report['date']}, commit {report['commit'][:7]}, {report['machine']['cpu']}, seed {report['seed']}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "fuzz": fuzz,
+    "soak": soak,
     "quality": quality,
     "demo": demo,
     "ops": ops,

@@ -330,14 +330,12 @@ def test_a_file_of_torch_save_with_everything_in_it_is_planned_part_by_part(tmp_
     assert fingerprint(loaded["net"]) == fingerprint(tree["net"])
 
 
-@pytest.mark.parametrize("content", ["numpy scalar", "legacy format", "no torch file"])
+@pytest.mark.parametrize("content", ["numpy scalar", "no torch file"])
 def test_what_cannot_be_encoded_stays_as_it_is_with_a_warning(tmp_path, content):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
     if content == "numpy scalar":
         torch.save({"state": {}, "object": slice(1, 2), "t": torch.ones(4)}, path / "optimizer.pt")
-    elif content == "legacy format":
-        torch.save({"state": {}}, path / "optimizer.pt", _use_new_zipfile_serialization=False)
     else:
         (path / "optimizer.pt").write_bytes(b"not a torch file")
     before = (path / "optimizer.pt").read_bytes()
@@ -346,6 +344,16 @@ def test_what_cannot_be_encoded_stays_as_it_is_with_a_warning(tmp_path, content)
     assert (path / "optimizer.pt").read_bytes() == before
     assert is_encoded(path / "pytorch_model.bin")
     assert verify_checkpoint(path).ok
+
+
+def test_a_file_of_a_pytorch_before_zip_files_is_made_small_too(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    state = torch.load(path / "optimizer.pt", weights_only=True)
+    torch.save(state, path / "optimizer.pt", _use_new_zipfile_serialization=False)
+    compress_directory(path)
+    assert is_encoded(path / "optimizer.pt")
+    assert fingerprint(load_file(path / "optimizer.pt")) == fingerprint(state)
 
 
 @pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "optimizer_0", "global_step500", "zero_to_fp32.py"])
