@@ -13,7 +13,6 @@ from transformers import (
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForQuestionAnswering,
-    PretrainedConfig,
     PreTrainedModel,
 )
 from transformers import AutoModelForSequenceClassification as Classifier
@@ -105,14 +104,27 @@ def test_a_base_model_may_get_a_head(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path / "base")
 
 
-def architectures(*names: object) -> PretrainedConfig:
-    config = PretrainedConfig()
+def architectures(*names: object) -> transformers.PretrainedConfig:
+    config = transformers.LlamaConfig()
     config.architectures = list(names)  # type: ignore[assignment]
     return config
 
 
 @pytest.mark.parametrize(
-    "name", ["pipeline", "AutoTokenizer", "logging", "PretrainedConfig", "set_seed", "", 3, None, []]
+    "name",
+    [
+        "pipeline",
+        "AutoTokenizer",
+        "logging",
+        "PretrainedConfig",
+        "PreTrainedModel",
+        "BertModel",
+        "set_seed",
+        "",
+        3,
+        None,
+        [],
+    ],
 )
 def test_only_a_class_of_a_model_is_taken_from_a_config(name: object) -> None:
     assert saved_class(architectures(name))[1] is None

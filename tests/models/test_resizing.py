@@ -146,7 +146,7 @@ def test_a_table_with_a_row_of_padding_is_not_drawn_anew(how: str, tmp_path: Pat
     assert embeddings.padding_idx == 0
     before = embeddings.weight.clone()
     if how == "in place":
-        with pytest.raises(UnsupportedError, match=r"model\.dequantize\(\) gives it back, then quantize it again"):
+        with pytest.raises(UnsupportedError, match=r"dequantize\(\) the model, change it, and quantize it again"):
             model._init_weights(embeddings)
     else:  # Transformers knows that it was loaded
         model._init_weights(embeddings)
