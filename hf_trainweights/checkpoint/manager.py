@@ -209,6 +209,8 @@ class CheckpointManager:
         restore_checkpoint(checkpoint, model, *others)
         self._progress = Progress.resumed(checkpoint["step"], position, checkpoint["rng"])
         self._saved_step = checkpoint["step"]
+        # A process that was killed after its last save has not come to this, and there may be no save any more.
+        self._remove_old(Path(path))
 
     def _save_if_new(self) -> None:
         step = self._progress.step

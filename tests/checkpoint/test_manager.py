@@ -156,6 +156,14 @@ def test_checkpoints_are_saved_when_due_and_the_last_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-16", "checkpoint-18"}
 
 
+def test_checkpoints_that_a_killed_process_had_still_to_remove_go_at_the_next_start(tmp_path):
+    Run()(tmp_path, every_steps=4, keep_last=None)
+    directories = [path.name for path in checkpoint_directories(tmp_path)]
+    Run()(tmp_path, every_steps=4, keep_last=2)  # there is nothing left to train, so it saves nothing
+    assert [path.name for path in checkpoint_directories(tmp_path)] == directories[:2]
+    assert len(directories) > 2
+
+
 def test_the_newest_checkpoint_is_kept_beside_a_broken_newer_one(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=1, stop=8)
     shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "checkpoint-12")
