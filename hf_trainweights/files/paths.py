@@ -12,7 +12,8 @@ def is_safe_name(name: str) -> bool:
         name: The name as it stands in a manifest or journal, its parts joined by `/`.
 
     Returns:
-        False for absolute names, `..`, empty parts, backslashes, drive letters and control characters.
+        False for absolute names, `..`, empty parts, backslashes, drive letters, control characters, and what
+        is no text: half of a surrogate pair, which JSON can hold and no file system.
 
     Raises:
         TypeError: `name` is no string.
@@ -22,4 +23,4 @@ def is_safe_name(name: str) -> bool:
         (True, False)
     """
     parts = name.split("/")
-    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f]", part) for part in parts)
+    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f\ud800-\udfff]", part) for part in parts)

@@ -69,6 +69,8 @@ def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None
     """
     try:
         status = os.stat(path, follow_symlinks=follow_links)
+    except ValueError as error:  # a null byte, or half of a surrogate pair
+        raise _not_regular(repr(str(path)), "a name that no file can have") from error
     except OSError as error:
         if error.errno not in (errno.ENOENT, errno.ELOOP) or not os.path.islink(path):
             raise

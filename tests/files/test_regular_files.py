@@ -37,6 +37,15 @@ def test_what_is_no_regular_file_is_named_and_never_opened(kind, function, path)
 
 
 @pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
+@pytest.mark.parametrize("name", ["model\0.bin", "model\ud800.bin"])
+def test_a_name_that_no_file_can_have_is_shown_as_text(name, function):
+    with pytest.raises(
+        CorruptFileError, match=r"^'model\\.*\.bin': expected a regular file, found a name that no file"
+    ):
+        function(name)
+
+
+@pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
 def test_a_missing_file_is_missing(function, path):
     with pytest.raises(FileNotFoundError, match="No such file"):
         function(path)

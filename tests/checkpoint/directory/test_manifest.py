@@ -100,6 +100,7 @@ HOSTILE_NAMES = [
     "c:x",
     "a\x00b",
     "a\nb",
+    "a\ud800b",
     "./a",
 ]
 
