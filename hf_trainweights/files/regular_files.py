@@ -10,6 +10,8 @@ from typing import BinaryIO
 
 from hf_trainweights.errors import CorruptFileError
 
+_MAX_SHOWN = 200
+
 _KINDS = {
     stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a FIFO",
@@ -72,6 +74,8 @@ def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None
     except ValueError as error:  # a null byte, or half of a surrogate pair
         raise _not_regular(repr(str(path)), "a name that no file can have") from error
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _not_regular(repr(str(path))[:_MAX_SHOWN], "a name that no file can have") from error
         if error.errno not in (errno.ENOENT, errno.ELOOP) or not os.path.islink(path):
             raise
         found = "a symbolic link in a circle" if error.errno == errno.ELOOP else "a symbolic link to nothing"

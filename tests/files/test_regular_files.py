@@ -37,11 +37,9 @@ def test_what_is_no_regular_file_is_named_and_never_opened(kind, function, path)
 
 
 @pytest.mark.parametrize("function", [open_regular_file, require_regular_file])
-@pytest.mark.parametrize("name", ["model\0.bin", "model\ud800.bin"])
+@pytest.mark.parametrize("name", ["model\0.bin", "model\ud800.bin", "model" * 100])
 def test_a_name_that_no_file_can_have_is_shown_as_text(name, function):
-    with pytest.raises(
-        CorruptFileError, match=r"^'model\\.*\.bin': expected a regular file, found a name that no file"
-    ):
+    with pytest.raises(CorruptFileError, match=r"^'model.*: expected a regular file, found a name that no file"):
         function(name)
 
 

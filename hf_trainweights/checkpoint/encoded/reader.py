@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import math
 import os
 import pickle
@@ -64,7 +65,10 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
     with open_regular_file(path) as file:
         is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
     try:
-        is_mapped = is_zip and (mmap or is_encoded(path))
+        if not is_zip:
+            # A file of PyTorch before 1.6 may claim a text of 4 GB: of bytes in memory no more is read than is there.
+            return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
+        is_mapped = mmap or is_encoded(path)
         return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
     except (CorruptFileError, MissingAnchorError) as error:
         raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import os
 import threading
+import tracemalloc
 import zipfile
 
 import pytest
@@ -133,3 +134,18 @@ def test_a_seek_to_a_wrong_place_is_damage_and_what_the_disk_refuses_is_not(numb
     monkeypatch.setattr(torch, "load", refuse)
     with pytest.raises(kind, match=os.strerror(number)):
         load_file(tmp_path / "file.pt")
+
+
+def test_an_old_file_that_claims_a_text_of_4_gigabytes_takes_no_more_memory_than_it_has_bytes(tmp_path):
+    path = tmp_path / "file.pt"
+    torch.save({"weight": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
+    name = b"X\x06\x00\x00\x00weight"
+    assert name in path.read_bytes()
+    path.write_bytes(path.read_bytes().replace(name, b"X\xff\xff\xff\xffweight"))
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptFileError, match=r"file\.pt: expected a file that torch\.load reads"):
+            load_file(path)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
