@@ -46,7 +46,7 @@ def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: s
     assert "scores.1.weight" not in program.state_dict
 
 
-@pytest.mark.parametrize("architecture", ["bert", "llama_tied"])
+@pytest.mark.parametrize("architecture", ["bert", "llama_tied", "vit"])
 def test_a_program_of_a_transformer_returns_named_tensors(tmp_path: Path, architecture: str) -> None:
     model = quantized(architecture, "int4 g32")
     inputs = ARCHITECTURES[architecture].inputs(model)

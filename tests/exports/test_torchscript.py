@@ -14,6 +14,7 @@ from architectures import ARCHITECTURES
 from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
+from benchmarks import quality
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_torchscript
 
@@ -86,18 +87,40 @@ def test_a_traced_module_may_have_scripted_methods(tmp_path: Path) -> None:
     assert torch.equal(script.embed(IDS + 3), model.embed(IDS + 3))
 
 
+def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return other values of the same shapes; what a trace took for a constant, they show."""
+    return {name: value if name == "attention_mask" else value.flip(-1, 0) for name, value in inputs.items()}
+
+
 # Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("architecture", ["bert", "llama_tied", "gpt2", "whisper"])
-def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(tmp_path: Path, architecture: str) -> None:
-    model = quantized(architecture, "int4 g32")
+@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("architecture", ["bert", "llama", "llama_tied", "gpt2", "qwen3_moe", "vit", "whisper"])
+def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
+    tmp_path: Path, architecture: str, config: str
+) -> None:
+    model = quantized(architecture, config)
     inputs = ARCHITECTURES[architecture].inputs(model)
     export_torchscript(model, tmp_path / "model.pt", inputs)
-    found = load(tmp_path / "model.pt")(*inputs.values())
-    wanted = dequantized_outputs(model, **inputs)
-    for own, other in zip(found, wanted, strict=False):
-        torch.testing.assert_close(own, other, rtol=1e-5, atol=1e-5)
-    assert found
+    script = load(tmp_path / "model.pt")
+    for given in (inputs, changed(inputs)):
+        found, wanted = script(*given.values()), dequantized_outputs(model, **given)
+        assert found
+        for own, other in zip(found, wanted, strict=False):
+            assert (own - other).abs().max() <= 1e-6 * other.abs().max()
+
+
+@pytest.mark.slow  # each case reads a model of 90 MB
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("config", FORMATS)
+def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, config: str) -> None:
+    model = quantized(quality.load(), config)
+    ids = torch.arange(1000, 1048).view(3, 16)
+    inputs = {"input_ids": ids, "attention_mask": (torch.arange(16) < torch.tensor([[16], [12], [9]])).long()}
+    export_torchscript(model, tmp_path / "model.pt", inputs)
+    found = load(tmp_path / "model.pt")(*inputs.values())[0]
+    wanted = dequantized_outputs(model, **inputs)[0]
+    assert (found - wanted).abs().max() <= 1e-6 * wanted.abs().max()
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
