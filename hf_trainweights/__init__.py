@@ -22,6 +22,11 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_qua
 
 if TYPE_CHECKING:
     from hf_trainweights.exports.gguf.export import export_gguf
+    from hf_trainweights.exports.onnx.model import OnnxModel
+    from hf_trainweights.exports.onnx.verification import verify_onnx_model
+    from hf_trainweights.exports.onnx.writer import export_onnx
+    from hf_trainweights.exports.program import export_program
+    from hf_trainweights.exports.torchscript import export_torchscript
     from hf_trainweights.exports.writer import export_compressed_tensors
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 __version__ = _version("hf_trainweights")
 
 __all__ = [
+    "OnnxModel",
     "QuantizedTensor",
     "TrainWeightsCheckpointCallback",
     "TrainWeightsConfig",
@@ -41,22 +47,31 @@ __all__ = [
     "dequantize_",
     "export_compressed_tensors",
     "export_gguf",
+    "export_onnx",
+    "export_program",
+    "export_torchscript",
     "get_model_size_in_bytes",
     "inspect_weights",
     "latest",
     "quantize_",
     "quantize_directory",
     "verify_model",
+    "verify_onnx_model",
 ]
 
-# Tools that work on directories: imported when they are first asked for.
+# Tools that work on files: imported when they are first asked for.
 _LAZY = {
+    "OnnxModel": "exports.onnx.model",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
     "export_compressed_tensors": "exports.writer",
     "export_gguf": "exports.gguf.export",
+    "export_onnx": "exports.onnx.writer",
+    "export_program": "exports.program",
+    "export_torchscript": "exports.torchscript",
     "inspect_weights": "inspection.listing",
     "quantize_directory": "models.directory",
+    "verify_onnx_model": "exports.onnx.verification",
 }
 
 _register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
+import subprocess
+import sys
 
 import pytest
 from torch.nn.modules.module import _global_parameter_registration_hooks
@@ -21,7 +23,7 @@ from hf_trainweights import TrainWeightsConfig, TrainWeightsHfQuantizer
 from hf_trainweights.tensor.handlers import HANDLERS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-MOST_NAMES = 20
+MOST_NAMES = 21
 
 
 def public_names() -> dict[str, object]:
@@ -36,6 +38,16 @@ def test_a_public_package_shows_what_it_lists_and_nothing_that_it_imports(packag
     assert {name for name in shown if not inspect.ismodule(getattr(module, name))} == set(module.__all__)
     theirs = [name for name in shown if not getattr(module, name).__name__.startswith("hf_trainweights")]
     assert [name for name in theirs if inspect.ismodule(getattr(module, name))] == []
+
+
+def test_exporters_are_imported_when_they_are_asked_for() -> None:
+    code = (
+        "import sys, hf_trainweights\n"
+        "rooms = ('exports', 'inspection', 'demo')\n"
+        "assert not [name for name in sys.modules if name.startswith(tuple(f'hf_trainweights.{r}' for r in rooms))]\n"
+        "assert hf_trainweights.export_torchscript.__module__ == 'hf_trainweights.exports.torchscript'\n"
+    )
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def test_names_that_do_not_exist_are_attribute_errors() -> None:

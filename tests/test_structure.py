@@ -21,8 +21,8 @@ ROOMS = (
     "kernels",  # products of plain tensors
     "tensor",  # the quantized weight
     "models",  # a Transformers model
-    "checkpoint",  # training state
     "exports",  # layouts that others read
+    "checkpoint",  # training state
     "inspection",  # what lies on disk
     "demo",
 )

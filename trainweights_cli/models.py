@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tomllib
+import warnings
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -44,6 +45,16 @@ class Layout(StrEnum):
 
     COMPRESSED_TENSORS = "compressed-tensors"
     GGUF = "gguf"
+    ONNX = "onnx"
+    TORCHSCRIPT = "torchscript"
+    PT2 = "pt2"
+
+
+class Runtime(StrEnum):
+    """The ops of an ONNX file."""
+
+    PORTABLE = "portable"
+    ONNXRUNTIME = "onnxruntime"
 
 
 def quantize(
@@ -169,28 +180,64 @@ def diff(
 
 def export(
     path: ModelDirectory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The directory to write; of gguf the file, *.gguf.")],
+    out: Annotated[
+        Path,
+        typer.Argument(
+            metavar="OUT", help="The file to write: *.gguf, *.onnx, *.pt2; of compressed-tensors a directory."
+        ),
+    ],
     to: Annotated[Layout, typer.Option("--to", help="The layout to write.")],
+    runtime: Annotated[
+        Runtime | None,
+        typer.Option(help="With --to onnx: ops of ONNX alone (the default), or ONNX Runtime's own products."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
-    """Write a quantized model in a layout that is read without this package.
+    """Write a quantized model in a layout that is read without this package. All hold the same codes and scales.
 
-    compressed-tensors: the same codes and scales, as stock Transformers reads them.
-    gguf: the same codes and scales in one file, with the tokenizer, as llama.cpp reads them.
+    compressed-tensors: a directory, as stock Transformers reads it.
+
+    gguf: one file with the tokenizer, as llama.cpp reads it.
+
+    onnx: one call of the model as a graph, in float32, as ONNX Runtime reads it.
+
+    torchscript: one call of the model as a program, as torch.jit.load and libtorch read it.
+
+    pt2: one call of the model as a program, as torch.export.load reads it.
     """
-    from hf_trainweights import export_compressed_tensors, export_gguf
-
+    if runtime is not None and to is not Layout.ONNX:
+        raise typer.BadParameter(f"{to} has no runtimes; only onnx has.", param_hint="--runtime")
     loading_bars()
-    exporters = {Layout.COMPRESSED_TENSORS: export_compressed_tensors, Layout.GGUF: export_gguf}
-    with errors_in_one_line(debug):
-        exporters[to](path, out)
-    files = [out] if out.is_file() else out.glob("*.safetensors")
+    with errors_in_one_line(debug), warnings.catch_warnings():
+        _export(path, out, to, runtime or Runtime.PORTABLE)
+    files = [out] if out.is_file() else [*out.glob("*.safetensors")]
+    if to is Layout.ONNX:
+        # Where large weights go.
+        files += out.parent.glob(f"{out.name}.data")
     disk_bytes = sum(file.stat().st_size for file in files)
     if as_json:
         print_json({"source": str(path), "out": str(out), "layout": to, "disk_bytes": disk_bytes})
     else:
         typer.echo(f"{out}: {to}, {show_size(disk_bytes)}")
+
+
+def _export(path: Path, out: Path, to: Layout, runtime: Runtime) -> None:
+    import hf_trainweights
+
+    # Tracers warn of Transformers' own code, which whoever runs a command cannot change.
+    warnings.filterwarnings("ignore", message=".*trace.*")
+    match to:
+        case Layout.COMPRESSED_TENSORS:
+            hf_trainweights.export_compressed_tensors(path, out)
+        case Layout.GGUF:
+            hf_trainweights.export_gguf(path, out)
+        case Layout.ONNX:
+            hf_trainweights.export_onnx(path, out, runtime=runtime.value)
+        case Layout.TORCHSCRIPT:
+            hf_trainweights.export_torchscript(path, out)
+        case Layout.PT2:
+            hf_trainweights.export_program(path, out)
 
 
 def _read_rules(file: Path) -> dict[str, Any]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -25,10 +26,16 @@ from hf_trainweights.checkpoint.module_state import (
     transient_buffers,
 )
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
+
+if TYPE_CHECKING:
+    from hf_trainweights.exports.example_inputs import ExampleInputs
 
 # Buffers that are not in the state dict, if there are any.
 _BUFFERS_NAME = "buffers.pt"
+
+# A copy that runs without the model's class, if one was asked for.
+_TORCHSCRIPT_NAME = "model.torchscript.pt"
 
 # https://semver.org, with fewer or more than three numbers allowed.
 _VERSION = re.compile(r"v?(\d+(?:\.\d+)*)(?:-([0-9A-Za-z-]+(?:\.[0-9A-Za-z-]+)*))?(?:\+[0-9A-Za-z.-]+)?")
@@ -59,8 +66,13 @@ class VersionedModelSaver:
         config: Any,
         metrics: Mapping[str, Any] | None = None,
         description: str = "",
+        torchscript: bool = False,
+        example_inputs: ExampleInputs | None = None,
     ) -> dict[str, Any]:
         """Write a new version; it appears whole or not at all.
+
+        A TorchScript copy is `model.torchscript.pt` in the version's directory, for `torch.jit.load` and libtorch. What
+        TorchScript cannot hold gives a warning, `has_torchscript` in the metadata is False, and the version is whole.
 
         Args:
             model: Its parameters and buffers are stored exactly, also buffers that its state dict leaves out.
@@ -69,6 +81,9 @@ class VersionedModelSaver:
                 with `to_dict`.
             metrics: JSON; NaN is allowed.
             description: Free text.
+            torchscript: Whether to store a TorchScript copy too.
+            example_inputs: A tensor, a tuple or a dict of arguments, which the copy is traced with. None for text and
+                image models of Transformers, and for modules whose code TorchScript can compile.
 
         Returns:
             The metadata, as `load` returns it.
@@ -79,12 +94,14 @@ class VersionedModelSaver:
         """
         config = _as_dict(config)
         require_json(config, "config")
+        copies = _torchscript_copy(model, example_inputs) if torchscript else {}
         state, buffers = module_state(model), transient_buffers(model)
         manifest = save_new_directory(
             self._path(version),
             Policy("lossless"),
             Weights(state),
             {_BUFFERS_NAME: (buffers, {})} if buffers else {},
+            as_they_are=copies,
             metrics=dict(metrics or {}),
             metadata={
                 "version": version,
@@ -92,6 +109,7 @@ class VersionedModelSaver:
                 "config": config,
                 "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
                 "model_hash": state_sha256({**state, **buffers}),
+                "has_torchscript": bool(copies),
             },
         )
         return _metadata(manifest)
@@ -114,7 +132,8 @@ class VersionedModelSaver:
 
         Returns:
             `(model, metadata)`: the model in eval mode, its weights bit for bit those that were saved, and version,
-            description, config, metrics, model_class, model_hash, torch_version, package_version, timestamp and files.
+            description, config, metrics, model_class, model_hash, has_torchscript, torch_version, package_version,
+            timestamp and files.
 
         Raises:
             ConfigError: The version does not exist, or `model_class` is missing.
@@ -161,6 +180,18 @@ class VersionedModelSaver:
         if not isinstance(version, str) or not _VERSION.fullmatch(version):
             raise ConfigError("version", 'one like "1.10.0" or "2.0.0-rc.1"', repr(version), "Write it so.")
         return self._base_dir / version
+
+
+def _torchscript_copy(model: nn.Module, example_inputs: ExampleInputs | None) -> dict[str, bytes]:
+    """Return the TorchScript file of a model by its name; nothing, with a warning, where there can be none."""
+    # The exporters import Transformers' modelling code, which most saves do not need.
+    from hf_trainweights.exports.torchscript import torchscript_bytes
+
+    try:
+        return {_TORCHSCRIPT_NAME: torchscript_bytes(model, example_inputs)}
+    except TrainWeightsError as error:
+        warnings.warn(f"the version is saved without a TorchScript copy: {error}", stacklevel=3)
+        return {}
 
 
 def _require_version(path: Path, metadata: Mapping[str, Any]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports import compressed_tensors
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
@@ -39,8 +40,8 @@ def export_compressed_tensors(
         max_shard_size: Bytes of one weight file at most, or a text such as `"5GB"`.
 
     Raises:
-        ConfigError: The directory holds no whole model of a class of Transformers, or nothing in the model is
-            quantized.
+        ConfigError: The directory holds no whole model of a class of Transformers, nothing in the model is quantized,
+            or `max_shard_size` is no size.
         CorruptFileError: A weight file of the directory is damaged.
         UnsupportedError: The layout cannot hold a weight: embeddings, weights that a layer keeps transposed (GPT-2),
             experts that the checkpoint keeps in one tensor or that have several formats. Nothing was written.
@@ -82,13 +83,22 @@ def _write_shards(tensors: Mapping[str, TensorToWrite], staging: Path, max_shard
         tensors: By name.
         staging: Where to.
         max_shard_size: As for `export_compressed_tensors`.
+
+    Raises:
+        ConfigError: `max_shard_size` is no size.
     """
-    split = split_state_dict_into_shards_factory(
-        dict(tensors),
-        get_storage_size=lambda tensor: tensor.nbytes,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=max_shard_size,
-    )
+    try:
+        split = split_state_dict_into_shards_factory(
+            dict(tensors),
+            get_storage_size=lambda tensor: tensor.nbytes,
+            filename_pattern="model{suffix}.safetensors",
+            max_shard_size=max_shard_size,
+        )
+    except (ValueError, TypeError, OverflowError) as error:
+        next_step = "Pass a number of bytes, or a text of a number and KB, MB, GB or TB."
+        raise ConfigError(
+            "max_shard_size", 'bytes, or a text such as "5GB"', repr(max_shard_size), next_step
+        ) from error
     for file, names in split.filename_to_tensors.items():
         write_safetensors(staging / file, {name: tensors[name] for name in names}, {"format": "pt"})
     if split.is_sharded:

@@ -1,3 +1,4 @@
+import copy
 import json
 import os
 from dataclasses import dataclass, replace
@@ -6,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, read_manifest, write_manifest
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
@@ -58,7 +60,8 @@ def test_a_version_comes_back_exactly_and_in_eval_mode(saver):
         "torch_version": torch.__version__,
     }
     assert expected.items() <= metadata.items()
-    assert set(metadata) - set(expected) == {"model_class", "model_hash", "package_version", "timestamp", "files"}
+    own = {"model_class", "model_hash", "has_torchscript", "package_version", "timestamp", "files"}
+    assert set(metadata) - set(expected) == own
     assert metadata["model_class"].endswith("Net")
     assert metadata["files"]["pytorch_model.bin"]["size_bytes"] > 0
 
@@ -279,3 +282,64 @@ def test_weights_that_are_no_state_dict_are_refused(saver, tmp_path):
     write_manifest(path, replace(manifest, files=files))
     with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected what VersionedModelSaver\.save wrote"):
         saver.load("1.0.0", Net)
+
+
+class Scores(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.scores = nn.Linear(width, width)
+
+    def forward(self, x):
+        return self.scores(x).relu()
+
+
+class Refusing(Scores):
+    def forward(self, x):
+        raise RuntimeError("not today")
+
+
+@pytest.mark.parametrize("is_quantized", [False, True])
+@pytest.mark.parametrize("example_inputs", [None, torch.ones(1, 64)], ids=["compiled", "traced"])
+def test_a_torchscript_copy_computes_what_the_model_computes(saver, tmp_path, is_quantized, example_inputs):
+    torch.manual_seed(0)
+    model = Scores(64).requires_grad_()
+    if is_quantized:
+        quantize_(model, TrainWeightsConfig("int8"))
+    metadata = saver.save(model, "1.0", {"width": 64}, torchscript=True, example_inputs=example_inputs)
+    assert metadata["has_torchscript"] is True
+    path = tmp_path / "models" / "1.0" / "model.torchscript.pt"
+    assert metadata["files"][path.name]["size_bytes"] == path.stat().st_size
+    with pytest.warns(DeprecationWarning, match=r"torch\.jit\.load"):
+        script = torch.jit.load(path)
+    x = torch.randn(3, 64)
+    float_model = copy.deepcopy(model)
+    dequantize_(float_model)
+    torch.testing.assert_close(script(x), float_model(x), rtol=1e-6, atol=1e-6)
+    if not is_quantized:
+        loaded, metadata = saver.load("1.0", Scores)
+        assert equal(loaded, model)
+        assert metadata["has_torchscript"] is True
+
+
+def test_a_damaged_torchscript_copy_is_found(saver, tmp_path):
+    saver.save(Scores(8), "1.0", CONFIG, torchscript=True)
+    path = tmp_path / "models" / "1.0" / "model.torchscript.pt"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"model\.torchscript\.pt"):
+        saver.load("1.0", Scores)
+
+
+def test_a_model_that_torchscript_cannot_hold_is_saved_without_a_copy(saver):
+    with pytest.warns(UserWarning, match="saved without a TorchScript copy: Refusing: .*not today"):
+        metadata = saver.save(Refusing(8), "1.0", CONFIG, torchscript=True, example_inputs=torch.ones(1, 8))
+    assert metadata["has_torchscript"] is False
+    loaded, metadata = saver.load("1.0", Refusing)
+    assert isinstance(loaded, Refusing)
+    assert metadata["has_torchscript"] is False
+    assert "model.torchscript.pt" not in metadata["files"]
+
+
+def test_a_version_has_no_torchscript_copy_unless_it_is_asked_for(saver):
+    assert saver.save(Scores(8), "1.0", CONFIG)["has_torchscript"] is False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,16 @@ from tiny_tokenizers import byte_level
 from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
+from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import write_digests
 from hf_trainweights.models.directory import load_saved
 from trainweights_cli.main import app
+
+NEEDS_ONNX = pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("onnx_ir", "onnxscript", "onnxruntime")),
+    reason="an export to ONNX needs the packages of the extra onnx",
+)
 
 
 def run(*arguments: object, width: int = 80) -> Any:
@@ -47,6 +54,15 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def int4(llama: Path, tmp_path: Path) -> Path:
     run_json("quantize", llama, tmp_path / "int4", "--format", "int4", "--group-size", 32)
     return tmp_path / "int4"
+
+
+@pytest.fixture(scope="module")
+def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("vit")
+    model = ARCHITECTURES["vit"].build()
+    quantize_(model, TrainWeightsConfig("int8"))
+    model.save_pretrained(directory)
+    return directory
 
 
 @pytest.mark.parametrize(
@@ -212,8 +228,43 @@ def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
     config = json.loads((tmp_path / "ct" / "config.json").read_text())
     assert config["quantization_config"]["quant_method"] == "compressed-tensors"
     assert (tmp_path / "ct" / "tokenizer.json").exists()
-    assert run("export", int4, tmp_path / "onnx", "--to", "onnx").exit_code == 2
-    assert not (tmp_path / "onnx").exists()
+    assert run("export", int4, tmp_path / "keras", "--to", "keras").exit_code == 2
+    assert not (tmp_path / "keras").exists()
+
+
+@pytest.mark.parametrize(
+    ("layout", "options", "name"),
+    [
+        ("torchscript", (), "model.pt"),
+        ("pt2", (), "model.pt2"),
+        pytest.param("onnx", (), "model.onnx", marks=NEEDS_ONNX),
+        pytest.param("onnx", ("--runtime", "onnxruntime"), "model.onnx", marks=NEEDS_ONNX),
+    ],
+)
+def test_export_writes_one_call_of_a_model(
+    layout: str, options: tuple[str, ...], name: str, vit: Path, tmp_path: Path
+) -> None:
+    result = run_json("export", vit, tmp_path / name, "--to", layout, *options)
+    size = (tmp_path / name).stat().st_size
+    assert (result["layout"], result["disk_bytes"]) == (layout, size)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_an_export_of_one_call_prints_its_size_or_an_error_in_one_line(vit: Path, tmp_path: Path) -> None:
+    result = run("export", vit, tmp_path / "model.pt", "--to", "torchscript", width=400)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.startswith(f"{tmp_path / 'model.pt'}: torchscript, ")
+    for layout, name in (("pt2", "model.pt"), ("torchscript", ".")):
+        refused = run("export", vit, tmp_path / name, "--to", layout)
+        assert (refused.exit_code, refused.stdout, refused.stderr.count("\n")) == (1, "", 1)
+        assert refused.stderr.startswith("error: out: expected a file")
+
+
+def test_export_takes_a_runtime_for_onnx_alone(int4: Path, tmp_path: Path) -> None:
+    result = run("export", int4, tmp_path / "model.pt2", "--to", "pt2", "--runtime", "onnxruntime", width=400)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert "pt2 has no runtimes; only onnx has." in unwrapped(result.stderr)
+    assert list(tmp_path.glob("model*")) == []
 
 
 def test_export_writes_a_file_for_llama_cpp(tmp_path: Path) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
+from torch import nn
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_program
 
 READ = """
@@ -44,7 +46,7 @@ def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: s
     assert "scores.1.weight" not in program.state_dict
 
 
-@pytest.mark.parametrize("architecture", ["bert", "llama_tied"])
+@pytest.mark.parametrize("architecture", ["bert", "llama_tied", "vit"])
 def test_a_program_of_a_transformer_returns_named_tensors(tmp_path: Path, architecture: str) -> None:
     model = quantized(architecture, "int4 g32")
     inputs = ARCHITECTURES[architecture].inputs(model)
@@ -55,12 +57,76 @@ def test_a_program_of_a_transformer_returns_named_tensors(tmp_path: Path, archit
     torch.testing.assert_close(found["logits"], wanted[0], rtol=1e-6, atol=1e-6)
 
 
+def test_batch_and_length_of_a_transformer_are_free_by_the_names_of_its_arguments(tmp_path: Path) -> None:
+    model = quantized("bert", "int8")
+    free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=64)}
+    export_program(model, tmp_path / "model.pt2", dynamic_shapes={"input_ids": free, "attention_mask": free})
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    for batch, length in ((1, 5), (3, 11)):
+        ids = torch.arange(batch * length).view(batch, length)
+        inputs = {"input_ids": ids, "attention_mask": (ids != length - 1).long()}
+        wanted = dequantized_outputs(model, **inputs)[0]
+        torch.testing.assert_close(program(**inputs)["logits"], wanted, rtol=1e-6, atol=1e-6)
+
+
+def test_an_argument_that_dynamic_shapes_leaves_out_keeps_its_shape(tmp_path: Path) -> None:
+    model = quantized("vit", "int8")
+    inputs = ARCHITECTURES["vit"].inputs(model)
+    export_program(model, tmp_path / "model.pt2", dynamic_shapes={})
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    torch.testing.assert_close(
+        program(**inputs)["logits"], dequantized_outputs(model, **inputs)[0], rtol=1e-6, atol=1e-6
+    )
+    with pytest.raises(AssertionError, match="Guard failed"):
+        program(pixel_values=inputs["pixel_values"][:1])
+
+
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++, and there is no g++ here")
-def test_a_program_is_compiled_ahead_of_time(tmp_path: Path) -> None:
-    model = quantized(Convolutional(), "int8")
-    export_program(model, tmp_path / "model.pt2", images(2), aot=True)
-    found = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(images(2))
-    torch.testing.assert_close(found, dequantized_outputs(model, images(2))[0], rtol=1e-6, atol=1e-6)
+@pytest.mark.parametrize("architecture", ["linear", "convolutional", "bert"])
+def test_a_program_is_compiled_ahead_of_time(tmp_path: Path, architecture: str) -> None:
+    built = {"linear": nn.Linear(64, 32), "convolutional": Convolutional()}
+    model = quantized(built.get(architecture, architecture), "int8")
+    given = {"linear": {"input": torch.linspace(-1, 1, 128).view(2, 64)}, "convolutional": {"image": images(2)}}
+    inputs = given[architecture] if architecture in given else ARCHITECTURES[architecture].inputs(model)
+    export_program(model, tmp_path / "model.pt2", inputs, aot=True)
+    found = torch._inductor.aoti_load_package(str(tmp_path / "model.pt2"))(**inputs)
+    found = found["logits"] if isinstance(found, dict) else found
+    wanted = dequantized_outputs(model, **inputs)[0]
+    assert (found - wanted).norm() <= 1e-6 * wanted.norm()
+
+
+def test_a_tied_weight_is_stored_once(tmp_path: Path) -> None:
+    model = quantized("llama_tied", "int8")
+    export_program(model, tmp_path / "model.pt2")
+    with zipfile.ZipFile(tmp_path / "model.pt2") as members:
+        sizes = [member.file_size for member in members.infolist()]
+    assert sizes.count(model.get_input_embeddings().weight.numel()) == 1
+
+
+def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
+    model = quantized("vit", "int8", torch.bfloat16)
+    model.save_pretrained(tmp_path / "saved")
+    export_program(tmp_path / "saved", tmp_path / "model.pt2")
+    inputs = ARCHITECTURES["vit"].inputs(model)
+    found = torch.export.load(tmp_path / "model.pt2").module()(**inputs)["logits"]
+    assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
+
+
+def test_an_error_names_the_module_that_torch_export_stumbled_over(tmp_path: Path) -> None:
+    model = quantized(nn.Sequential(nn.Linear(64, 64), nn.Sequential(nn.ReLU(), nn.Linear(32, 64))), "int8")
+    with pytest.raises(UnsupportedError, match=r"^Sequential\.1\.1: expected a module that torch\.export can hold"):
+        export_program(model, tmp_path / "model.pt2", torch.ones(2, 64))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_of_the_compiler_is_ours_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise torch._inductor.exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(torch._inductor, "aoti_compile_and_package", fail)
+    with pytest.raises(UnsupportedError, match="a module that AOTInductor can hold, found InvalidCxxCompiler"):
+        export_program(quantized(Convolutional(), "int8"), tmp_path / "model.pt2", images(2), aot=True)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
@@ -71,4 +137,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
         export_program(model, tmp_path / "model.pt2")
     with pytest.raises(ConfigError, match="expected quantized weights"):
         export_program(Convolutional(), tmp_path / "model.pt2", images(2))
+    bert = quantized("bert", "int8")
+    with pytest.raises(ConfigError, match=r"^dynamic_shapes: expected names among input_ids, .*, found image"):
+        export_program(bert, tmp_path / "model.pt2", dynamic_shapes={"image": {0: torch.export.Dim("batch")}})
     assert list(tmp_path.iterdir()) == []

@@ -129,6 +129,15 @@ def test_shards_are_read(tmp_path: Path, reader: StockReader, architecture: str)
     assert_reads_the_same(reader, tmp_path / "out", model, architecture)
 
 
+@pytest.mark.parametrize("size", ["1B", "many", "infGB", None])
+def test_a_shard_size_that_is_none_is_refused_and_leaves_nothing(
+    tmp_path: Path, model: PreTrainedModel, size: Any
+) -> None:
+    with pytest.raises(ConfigError, match=f"^max_shard_size: expected bytes, or a text such as .*, found {size!r}"):
+        export_compressed_tensors(model, tmp_path / "out", max_shard_size=size)
+    assert list(tmp_path.glob("out/*")) == []
+
+
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
 def test_a_directory_gives_the_files_of_its_model(
     tmp_path: Path, model: PreTrainedModel, options: dict[str, Any]

@@ -4,6 +4,7 @@
 |---|---|
 | `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
 | `optimizer.pt` and other torch files | any tree; encoded |
+| `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
 | `<sha256>.anchor` | hard link to the weights that these weights are stored against, if they are |
 | `trainweights.json` | the manifest, written last |
 """
@@ -35,6 +36,7 @@ def save_new_directory(
     weights: Weights,
     trees: Mapping[str, tuple[Any, Plan]],
     *,
+    as_they_are: Mapping[str, bytes] | None = None,
     anchor_every: int | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
@@ -45,6 +47,7 @@ def save_new_directory(
         policy: Which codec for which tensor.
         weights: The weights.
         trees: File name to what else is to be stored, and how.
+        as_they_are: File name to the content of files that are not encoded.
         anchor_every: The most checkpoints one anchor serves. Default: the checkpoint needs no other.
         **manifest_fields: Fields of `Manifest`: step, epoch, metrics, metadata.
 
@@ -62,6 +65,11 @@ def save_new_directory(
         for name, (tree, plan) in trees.items():
             with file_named_in_errors(name):
                 files[name] = save_tree(job, name, tree, plan)
+        for name, content in (as_they_are or {}).items():
+            with job.open_file(temporary / name) as file:
+                digested = DigestedFile(file)
+                digested.write(content)
+            files[name] = FileEntry(digested.size_bytes, digested.sha256())
         manifest = Manifest(files, policy.mode, anchor=anchor and anchor.to_dict(), **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
