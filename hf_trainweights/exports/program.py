@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import warnings
 from collections.abc import Mapping, Sequence
@@ -68,7 +69,7 @@ def export_program(
         if aot:
             _compile(model, program, path)
         else:
-            torch.export.save(program, path)
+            path.write_bytes(_serialized(model, program))
 
 
 def _trace(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> torch.export.ExportedProgram:
@@ -103,6 +104,14 @@ def _shapes_of_all(tensors: Mapping[str, Tensor], dynamic_shapes: Any) -> Any:
         next_step = "Name these, or pass example_inputs with what is missing."
         raise ConfigError("dynamic_shapes", f"names among {', '.join(tensors)}", ", ".join(unknown), next_step)
     return {name: dynamic_shapes.get(name) for name in tensors}
+
+
+def _serialized(model: nn.Module, program: torch.export.ExportedProgram) -> memoryview:
+    """Return the file. It is put together in memory: of a full disk, PyTorch's own writer tells by a RuntimeError."""
+    buffer = io.BytesIO()
+    with tracer_errors(model, "torch.export", "Use export_torchscript."):
+        torch.export.save(program, buffer)
+    return buffer.getbuffer()
 
 
 def _compile(model: nn.Module, program: torch.export.ExportedProgram, path: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import resource
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -67,6 +70,17 @@ def quantized(model: nn.Module | str, config: str, dtype: torch.dtype = torch.fl
         model = ARCHITECTURES[model].build(dtype)
     quantize_(model, TrainWeightsConfig(**FORMATS[config], include_embeddings=True))
     return model
+
+
+@contextlib.contextmanager
+def no_file_beyond(size_bytes: int) -> Iterator[None]:
+    """Let this process write no file that is larger within the context, as on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def dequantized_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
+from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import export_program
 
 READ = """
@@ -127,6 +127,14 @@ def test_an_error_of_the_compiler_is_ours_and_leaves_nothing(tmp_path: Path, mon
     with pytest.raises(UnsupportedError, match="a module that AOTInductor can hold, found InvalidCxxCompiler"):
         export_program(quantized(Convolutional(), "int8"), tmp_path / "model.pt2", images(2), aot=True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    model = quantized(Convolutional(), "int8")
+    (tmp_path / "model.pt2").write_bytes(b"old")
+    with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
+        export_program(model, tmp_path / "model.pt2", images(2))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -11,11 +11,11 @@ from typing import Literal
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
+from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
 from benchmarks import quality
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import export_torchscript
 
 IDS = torch.arange(12).view(2, 6)
@@ -186,6 +186,14 @@ def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
     inputs = ARCHITECTURES["vit"].inputs(model)
     (found,) = load(tmp_path / "model.pt")(*inputs.values())
     assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
+
+
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
+    model = quantized(Convolutional(), "int8")
+    (tmp_path / "model.pt").write_bytes(b"old")
+    with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
+        export_torchscript(model, tmp_path / "model.pt", images(2))
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:
