@@ -67,6 +67,7 @@ def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOption
     with lowered(model, target):
         graph = _traced(model, inputs, options)
     retype(graph)
+    _forget_origins(graph)
     return graph
 
 
@@ -87,10 +88,13 @@ def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
 
 @contextlib.contextmanager
 def errors_of_exporters(model: nn.Module) -> Iterator[None]:
-    """Turn any error of tracing a model into an `UnsupportedError`.
+    """Turn any error of tracing a model into one of this package.
 
     Args:
         model: The model.
+
+    Raises:
+        UnsupportedError: In place of the error.
     """
     try:
         yield
@@ -120,6 +124,14 @@ def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
         )
     assert program is not None
     return program.model
+
+
+def _forget_origins(graph: Any) -> None:
+    """Remove the stack traces that the exporter notes at each node: they name files of this machine, and take space."""
+    for node in graph.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
 
 
 @contextlib.contextmanager

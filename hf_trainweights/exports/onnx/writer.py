@@ -19,6 +19,7 @@ from hf_trainweights.exports.onnx.graph import GraphOptions, save_graph, trace
 from hf_trainweights.exports.onnx.packages import require
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.plain_calls import in_eval_mode
+from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
@@ -76,44 +77,52 @@ def export_onnx(
         >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
     """
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
-    _check(runtime, opset)
-    if task is not None:
-        _check_task(task, out, example_inputs, options)
-        _export_decoder(model_or_directory, out, runtime, opset, external_data, verify)
-        return
-    _check_file(out)
+    _check(task, out, runtime, example_inputs, options)
     require("onnx_ir")
-    model = _model(model_or_directory)
-    inputs = Inputs.of(model, example_inputs)
+    model, target = _model(model_or_directory), _TARGETS[runtime]()
     with in_eval_mode(model):
-        graph = trace(model, inputs, _TARGETS[runtime](), options)
-        with staged_files(out.parent, lambda name: name in {out.name, f"{out.name}.data"}) as staged:
-            path = staged.path / out.name
-            save_graph(graph, path, external_data)
-            if verify:
-                _check_report(path, verify_onnx_model(path, model, inputs.by_name(model)))
+        if task is None:
+            _export_call(model, out, Inputs.of(model, example_inputs), target, options, external_data, verify)
+        else:
+            source = None if isinstance(model_or_directory, nn.Module) else model_or_directory
+            _export_decoder(check_decoder(model), out, source, target, opset, external_data, verify)
+
+
+def _export_call(
+    model: nn.Module,
+    out: Path,
+    inputs: Inputs,
+    target: Target,
+    options: GraphOptions,
+    external_data: bool | None,
+    verify: bool,
+) -> None:
+    graph = trace(model, inputs, target, options)
+    with staged_files(out.parent, lambda name: name in {out.name, f"{out.name}.data"}) as staged:
+        path = staged.path / out.name
+        save_graph(graph, path, external_data)
+        if verify:
+            _check_report(path, verify_onnx_model(path, model, inputs.by_name(model)))
 
 
 def _export_decoder(
-    model_or_directory: nn.Module | str | os.PathLike[str],
+    model: PreTrainedModel,
     out: Path,
-    runtime: str,
+    source: str | os.PathLike[str] | None,
+    target: Target,
     opset: int,
     external_data: bool | None,
     verify: bool,
 ) -> None:
-    require("onnx_ir")
-    model = check_decoder(_model(model_or_directory))
-    with in_eval_mode(model):
-        graph = trace_decoder(model, _TARGETS[runtime](), opset)
-        with staged_files(out, lambda name: name in {_FILE, f"{_FILE}.data"}) as staged:
-            if not isinstance(model_or_directory, nn.Module):
-                copy_companions(model_or_directory, staged.path)
-            _write_configs(model, staged.path)
-            path = staged.path / _FILE
-            save_graph(graph, path, external_data)
-            if verify:
-                _check_report(path, verify_decoder(path, model))
+    graph = trace_decoder(model, target, opset)
+    with staged_files(out, lambda name: name in {_FILE, f"{_FILE}.data"}) as staged:
+        if source is not None:
+            copy_companions(source, staged.path)
+        _write_configs(model, staged.path)
+        path = staged.path / _FILE
+        save_graph(graph, path, external_data)
+        if verify:
+            _check_report(path, verify_decoder(path, model))
 
 
 def _write_configs(model: PreTrainedModel, directory: Path) -> None:
@@ -128,16 +137,17 @@ def _write_configs(model: PreTrainedModel, directory: Path) -> None:
     model.generation_config.save_pretrained(directory)
 
 
-def _check(runtime: str, opset: int) -> None:
+def _check(
+    task: str | None, out: Path, runtime: str, example_inputs: ExampleInputs | None, options: GraphOptions
+) -> None:
     if runtime not in _TARGETS:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
-    if opset < BLOCKS_OPSET:
-        found = f"{opset}, which has no scales for blocks"
+    if options.opset < BLOCKS_OPSET:
+        found = f"{options.opset}, which has no scales for blocks"
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
-
-
-def _check_file(out: Path) -> None:
-    if out.suffix != ".onnx" or out.is_dir():
+    if task is not None:
+        _check_task(task, out, example_inputs, options)
+    elif out.suffix != ".onnx" or out.is_dir():
         raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / _FILE}, for example.")
 
 

@@ -38,13 +38,13 @@ class OnnxRuntime(Onnx):
         if bits is None or block_size is None or Use.OTHER in uses:
             return stored
         # int4 words hold unsigned codes already; int8 becomes unsigned with its sign bit flipped.
-        octets = weight.qdata.view(torch.uint8) if bits == 4 else weight.qdata.view(torch.uint8) ^ 0x80
+        unsigned = weight.qdata.view(torch.uint8) if bits == 4 else weight.qdata.view(torch.uint8) ^ 0x80
         if Use.LINEAR in uses:
             # Exporters would write the result of an op on it beside it.
-            octets = octets.unflatten(-1, (-1, block_size * bits // 8))
+            unsigned = unsigned.unflatten(-1, (-1, block_size * bits // 8))
         scale = stored["scale"]
         repeats = weight.stored_shape[-1] // scale.shape[-1] // block_size
-        return stored | {"octets": octets, "blocks": scale.repeat_interleave(repeats, dim=-1)}
+        return stored | {"unsigned": unsigned, "blocks": scale.repeat_interleave(repeats, dim=-1)}
 
     def linear(self, weight: PlainWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by MatMulNBits."""
@@ -59,7 +59,7 @@ class OnnxRuntime(Onnx):
             "block_size": weight.columns // G,
         }
         # Its inputs 3 and 4, zero points and the order of groups, are left out.
-        inputs = (x, stored["octets"], stored["blocks"], *((None, None, bias) if bias is not None else ()))
+        inputs = (x, stored["unsigned"], stored["blocks"], *((None, None, bias) if bias is not None else ()))
         shape = (*x.shape[:-1], N)
         return torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits", inputs, attrs=attributes, dtype=weight.dtype, shape=shape, version=1
@@ -70,8 +70,8 @@ class OnnxRuntime(Onnx):
         stored = weight.buffers
         if "blocks" not in stored:
             return super().look_up(weight, indices)
-        if stored["octets"].dim() == 3:
-            rows = stored["octets"].index_select(0, indices.flatten()).view(*indices.shape, -1)
+        if stored["unsigned"].dim() == 3:
+            rows = stored["unsigned"].index_select(0, indices.flatten()).view(*indices.shape, -1)
             codes = self._codes(weight, rows) if weight.format.name == "int4" else rows.to(weight.dtype) - 128
             return scaled(codes, F.embedding(indices, stored["blocks"]))
         attributes: dict[str, Any] = {
@@ -82,7 +82,7 @@ class OnnxRuntime(Onnx):
         }
         return torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
-            (stored["octets"], indices, stored["blocks"]),
+            (stored["unsigned"], indices, stored["blocks"]),
             attrs=attributes,
             dtype=weight.dtype,
             shape=(*indices.shape, weight.columns),

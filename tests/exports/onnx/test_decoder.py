@@ -111,6 +111,10 @@ def test_a_directory_brings_the_files_of_its_tokenizer(exported: tuple[Path, Pat
     assert "quantization_config" in json.loads((source / "config.json").read_text())
 
 
+def test_a_file_names_no_file_of_the_machine_it_was_written_on(exported: tuple[Path, Path]) -> None:
+    assert b".py" not in (exported[1] / "model.onnx").read_bytes()
+
+
 def test_names_and_free_dimensions_are_those_that_other_tools_know(exported: tuple[Path, Path]) -> None:
     graph = onnx.load(exported[1] / "model.onnx").graph
     inputs, outputs = (
