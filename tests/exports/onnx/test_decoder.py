@@ -14,11 +14,11 @@ import onnx
 import onnxruntime
 import pytest
 import torch
-from architectures import ARCHITECTURES, DECODER
+from architectures import ARCHITECTURES, DECODER, randomize
 from exports.models import Convolutional, quantized
 from simulated_disk import FailingDisk
 from torch import Tensor
-from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
@@ -27,6 +27,9 @@ from hf_trainweights.exports.onnx import decoder, writer
 from hf_trainweights.files import disk
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 from hf_trainweights.models.directory import load_saved
+
+# Tests share an export that takes seconds.
+pytestmark = pytest.mark.slow
 
 STEPS = 6
 FILES = ["config.json", "generation_config.json", "model.onnx"]
@@ -89,6 +92,17 @@ def test_a_loop_around_the_file_generates_the_same_tokens(
     for each in (inputs, left_padded(inputs), {name: value[:1, :1] for name, value in inputs.items()}):
         assert generated_by_file(tmp_path, each) == generated(model, each)
     assert sorted(os.listdir(tmp_path)) == FILES
+
+
+def test_a_sliding_window_is_kept_though_the_past_holds_all_tokens(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = MistralForCausalLM(MistralConfig(**DECODER, sliding_window=4))
+    randomize(model)
+    model = quantized(model, "int8").eval()
+    export_onnx(model, tmp_path, task="text-generation")
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    for each in (inputs, left_padded(inputs)):
+        assert generated_by_file(tmp_path, each) == generated(model, each)
 
 
 @pytest.fixture(scope="module")
