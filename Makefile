@@ -28,6 +28,7 @@ bench:
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
+	PYTHONPATH=tests python -m benchmarks.exports
 	python -m benchmarks.tables
 
 fuzz:

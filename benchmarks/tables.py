@@ -92,6 +92,33 @@ def ops() -> str:
     return "\n\n".join([table(["what the op does", "ops"], rows), caption, *lists])
 
 
+def exports() -> str:
+    """Return how exact, small and fast ONNX files are."""
+    report = read("exports")
+    rows = []
+    for row in (row for row in report["parity"] if row["model"] == "minilm"):
+        same = [each for each in report["parity"] if all(each[key] == row[key] for key in ("format", "runtime"))]
+        name = f"{row['format']}, {row['runtime']}"
+        cells = [name, f"{max(each['difference'] for each in same):.1e}"]
+        cells.append(f"{row['bytes'] / report['float_bytes']['minilm']:.2f}")
+        for timed in report["speed"].values():
+            ratios = {each["name"]: each["ratio"] for each in timed}
+            eager = ratios.get(f"{row['format']}, eager")
+            own = ratios.get(name)
+            cells.append("" if own is None or eager is None else f"{own:.2f} ({own / eager:.2f})")
+        rows.append(cells)
+    header = ["format, runtime", "largest difference", "file", *(f"speed, {name}" for name in report["speed"])]
+    models = ", ".join(dict.fromkeys(row["model"] for row in report["parity"] if row["model"] != "minilm"))
+    caption = (
+        "Differences are to the dequantized model, as a part of its largest output: the largest of MiniLM-L6-v2 with "
+        f"its real weights and of tiny models ({models}), all with quantized embeddings. File and speed are MiniLM's, "
+        "relative to its float32 file in ONNX Runtime; in parentheses, relative to this package's own products. "
+        f"{report['machine']} with {', '.join(report['flags'])}, on a machine that did other things too; medians of "
+        f"{report['rounds']} rounds by turns. ONNX Runtime {report['versions']['onnxruntime']}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def of_checkpoints(make: Callable[[dict[str, Any]], CheckpointTable]) -> str:
     """Return one of the tables about checkpoints."""
     header, rows, caption = make(read("checkpoints"))
@@ -153,6 +180,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "quality": quality,
     "demo": demo,
     "ops": ops,
+    "exports": exports,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,

@@ -55,6 +55,11 @@ class OnnxModel:
         return tuple(self._inputs)
 
     @property
+    def input_shapes(self) -> dict[str, list[int | str | None]]:
+        """The shape of each input; a dimension that is free is a text, or None."""
+        return {name: list(each.shape) for name, each in self._inputs.items()}
+
+    @property
     def providers(self) -> tuple[str, ...]:
         """The execution providers that the file runs on, the best first."""
         return tuple(self._session.get_providers())

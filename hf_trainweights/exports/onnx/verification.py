@@ -80,19 +80,32 @@ def verify_onnx_model(
         CorruptFileError: The file is no valid ONNX, or has other inputs or outputs than the model.
         UnsupportedError: A package is missing.
     """
+    session = open_valid(path)
+    arguments = Inputs.of(model, inputs)
+    wanted = _call(model, arguments)
+    found = session.predict(_fed(session, model, arguments))
+    if len(found) != len(wanted):
+        raise CorruptFileError(str(path), f"{len(wanted)} outputs", f"{len(found)}", "Export this model again.")
+    pairs = zip(found.items(), wanted, strict=True)
+    return VerificationReport(tuple(compare(name, value, own, rtol, atol) for (name, value), own in pairs))
+
+
+def open_valid(path: str | os.PathLike[str]) -> OnnxModel:
+    """Return a file that ONNX calls valid, ready to run on the CPU.
+
+    Args:
+        path: The file.
+
+    Raises:
+        CorruptFileError: It is no valid ONNX.
+        UnsupportedError: A package is missing.
+    """
     checker = require("onnx.checker")
     try:
         checker.check_model(os.fspath(path), full_check=True)
     except checker.ValidationError as error:
         raise CorruptFileError(str(path), "valid ONNX", str(error), "Export the model again.") from error
-    arguments = Inputs.of(model, inputs)
-    wanted = _call(model, arguments)
-    session = OnnxModel(path, providers=["CPUExecutionProvider"])
-    found = session.predict(_fed(session, model, arguments))
-    if len(found) != len(wanted):
-        raise CorruptFileError(str(path), f"{len(wanted)} outputs", f"{len(found)}", "Export this model again.")
-    pairs = zip(found.items(), wanted, strict=True)
-    return VerificationReport(tuple(_compare(name, value, own, rtol, atol) for (name, value), own in pairs))
+    return OnnxModel(path, providers=["CPUExecutionProvider"])
 
 
 def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tensor]:
@@ -110,7 +123,16 @@ def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 
 
-def _compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float, atol: float) -> OutputDifference:
+def compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float, atol: float) -> OutputDifference:
+    """Return how far an output of a file is from the model's.
+
+    Args:
+        name: Its name.
+        found: What the file returns.
+        wanted: What the model returns.
+        rtol: How large a difference may be, relative to the largest magnitude.
+        atol: How large it may be besides.
+    """
     own = wanted.detach().cpu().numpy()
     if found.shape != own.shape or own.size == 0:
         return OutputDifference(name, math.nan, math.nan, found.shape == own.shape)

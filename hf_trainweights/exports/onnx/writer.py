@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import copy
 import os
-import sys
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,81 +14,28 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.onnx.decoder import check_decoder, trace_decoder, verify_decoder
+from hf_trainweights.exports.onnx.graph import GraphOptions, save_graph, trace
 from hf_trainweights.exports.onnx.packages import require
-from hf_trainweights.exports.onnx.verification import verify_onnx_model
+from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.plain_calls import in_eval_mode
+from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.models.directory import load_saved
-from hf_trainweights.models.host.exporters import onnx_graph
+from hf_trainweights.files.weight_files import ENTRY_POINTS
+from hf_trainweights.models.directory import copy_companions, load_saved
 
 _TARGETS = {"portable": Onnx, "onnxruntime": OnnxRuntime}
-
-# A protobuf of 2 GiB cannot be read; the graph itself needs some room.
-_LARGEST_FILE_BYTES = 1_900_000_000
-
-_SHOWN_CHARACTERS = 500
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep exporters from writing to stdout, which a program may read, and from warning of their own insides."""
-    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.simplefilter("ignore", DeprecationWarning)
-        warnings.filterwarnings("ignore", message=".*'dynamic_axes' is not recommended")
-        yield
-
-
-@contextlib.contextmanager
-def _errors_of_exporters(model: nn.Module) -> Iterator[None]:
-    try:
-        yield
-    # torch.export and torch.onnx have dozens of their own, most of them private.
-    except Exception as error:
-        found = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
-        next_step = "Pass other example_inputs or dynamic_shapes, or leave these out."
-        raise UnsupportedError(type(model).__name__, "a model that torch.onnx can trace", found, next_step) from error
-
-
-@dataclass(frozen=True)
-class _Graph:
-    """How the graph is to be: opset, names and free dimensions; see `export_onnx`."""
-
-    opset: int
-    dynamic_axes: Mapping[str, Any] | None
-    dynamic_shapes: Any
-    input_names: Sequence[str] | None
-    output_names: Sequence[str] | None
-
-    def trace(self, model: nn.Module, inputs: Inputs) -> Any:
-        """Return the graph of a lowered model, an `onnx_ir.Model`."""
-        own = self.dynamic_axes or self.input_names or self.output_names
-        with torch.no_grad(), _quiet(), _errors_of_exporters(model):
-            if isinstance(model, PreTrainedModel) and not own:
-                return onnx_graph(model, inputs.by_name(model), self.opset, self.dynamic_shapes)
-            program = torch.onnx.export(
-                model,
-                inputs.args,
-                kwargs=inputs.kwargs,
-                dynamo=True,
-                verbose=False,
-                opset_version=self.opset,
-                dynamic_axes=self.dynamic_axes,
-                dynamic_shapes=self.dynamic_shapes,
-                input_names=self.input_names,
-                output_names=self.output_names,
-            )
-        assert program is not None
-        return program.model
+_TASKS = ("text-generation",)
+_FILE = "model.onnx"
 
 
 def export_onnx(
     model_or_directory: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
+    task: Literal["text-generation"] | None = None,
     example_inputs: ExampleInputs | None = None,
     runtime: Literal["portable", "onnxruntime"] = "portable",
     opset: int = BLOCKS_OPSET,
@@ -102,19 +46,25 @@ def export_onnx(
     external_data: bool | None = None,
     verify: bool = True,
 ) -> None:
-    """Write one call of a quantized model's `forward` as an ONNX file that holds the same codes and scales.
+    """Write a quantized model as an ONNX file that holds the same codes and scales.
+
+    By default the file holds one call of `forward`. With `task="text-generation"` it holds a decoder with past, which
+    generates text: `out` is then a directory, of `model.onnx`, `config.json`, `generation_config.json` and the files
+    of the tokenizer where the model comes from a directory.
 
     Args:
         model_or_directory: A module with quantized float32 weights, or the directory of a quantized model.
-        out: The file, which ends in `.onnx`. A file of that name is replaced.
-        example_inputs: A tensor, a tuple or a dict of arguments; None for text and image models of Transformers.
+        out: The file, which ends in `.onnx`; a file of that name is replaced. With a task, a directory.
+        task: None for one call of `forward`, or `"text-generation"`.
+        example_inputs: A tensor, a tuple or a dict of arguments; None for text and image models of Transformers, and
+            with a task.
         runtime: `"portable"` for ops of ONNX alone; `"onnxruntime"` for ONNX Runtime's own products of codes.
         opset: Version of ONNX's ops, at least 21.
         dynamic_axes: As for `torch.onnx.export`. Of a model of Transformers all axes are free that it leaves free.
         dynamic_shapes: As for `torch.export.export`.
-        input_names: Names of the graph's inputs.
-        output_names: Names of its outputs.
-        external_data: Whether weights go to a second file, `<out>.data`; None where the first would become too large.
+        input_names: Names of the graph's inputs; a task has its own.
+        output_names: Names of its outputs; a task has its own.
+        external_data: Whether weights go to a second file, `<file>.data`; None where the first would become too large.
         verify: Whether to run the file in ONNX Runtime before it is put in place, and compare.
 
     Raises:
@@ -122,51 +72,113 @@ def export_onnx(
         CorruptFileError: A weight file of the directory is damaged.
         UnsupportedError: ONNX cannot hold the model, or computes something else with it, or a package is missing.
         SaveError: `out` cannot be written; what was there before is untouched.
+
+    Example:
+        >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
     """
-    out = Path(out)
-    _check(out, runtime, opset)
-    ir = require("onnx_ir")
-    require("onnxscript")
-    retype = require("hf_trainweights.exports.onnx.int4_initializers").retype
-    model = model_or_directory if isinstance(model_or_directory, nn.Module) else _load(model_or_directory)
-    inputs = Inputs.of(model, example_inputs)
-    graph = _Graph(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
+    out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
+    _check(task, out, runtime, example_inputs, options)
+    require("onnx_ir")
+    model, target = _model(model_or_directory), _TARGETS[runtime]()
     with in_eval_mode(model):
-        with lowered(model, _TARGETS[runtime]()):
-            traced = graph.trace(model, inputs)
-        retype(traced)
-        data = f"{out.name}.data"
-        with staged_files(out.parent, lambda name: name in {out.name, data}) as staged:
-            path = staged.path / out.name
-            ir.save(traced, path, external_data=data if _is_external(traced, external_data) else None)
-            if verify:
-                _verify(path, model, inputs)
+        if task is None:
+            _export_call(model, out, Inputs.of(model, example_inputs), target, options, external_data, verify)
+        else:
+            source = None if isinstance(model_or_directory, nn.Module) else model_or_directory
+            _export_decoder(check_decoder(model), out, source, target, opset, external_data, verify)
 
 
-def _check(out: Path, runtime: str, opset: int) -> None:
+def _export_call(
+    model: nn.Module,
+    out: Path,
+    inputs: Inputs,
+    target: Target,
+    options: GraphOptions,
+    external_data: bool | None,
+    verify: bool,
+) -> None:
+    graph = trace(model, inputs, target, options)
+    with staged_files(out.parent, lambda name: name in {out.name, f"{out.name}.data"}) as staged:
+        path = staged.path / out.name
+        save_graph(graph, path, external_data)
+        if verify:
+            _check_report(path, verify_onnx_model(path, model, inputs.by_name(model)))
+
+
+def _export_decoder(
+    model: PreTrainedModel,
+    out: Path,
+    source: str | os.PathLike[str] | None,
+    target: Target,
+    opset: int,
+    external_data: bool | None,
+    verify: bool,
+) -> None:
+    graph = trace_decoder(model, target, opset)
+    with staged_files(out, lambda name: name in {_FILE, f"{_FILE}.data"}) as staged:
+        if source is not None:
+            copy_companions(source, staged.path)
+        _write_configs(model, staged.path)
+        path = staged.path / _FILE
+        save_graph(graph, path, external_data)
+        if verify:
+            _check_report(path, verify_decoder(path, model))
+
+
+def _write_configs(model: PreTrainedModel, directory: Path) -> None:
+    """Write the configurations that readers of ONNX files take sizes and special tokens from."""
+    config: Any = copy.deepcopy(model.config)
+    # Transformers would look for weights in this package's files.
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    config.architectures = [type(model).__name__]
+    config.dtype = torch.float32
+    config.save_pretrained(directory)
+    model.generation_config.save_pretrained(directory)
+
+
+def _check(
+    task: str | None, out: Path, runtime: str, example_inputs: ExampleInputs | None, options: GraphOptions
+) -> None:
     if runtime not in _TARGETS:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
-    if opset < BLOCKS_OPSET:
-        found = f"{opset}, which has no scales for blocks"
+    if options.opset < BLOCKS_OPSET:
+        found = f"{options.opset}, which has no scales for blocks"
         raise ConfigError("opset", f"{BLOCKS_OPSET} or later", found, f"Leave it out, or pass {BLOCKS_OPSET}.")
-    if out.suffix != ".onnx" or out.is_dir():
-        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / 'model.onnx'}, for example.")
+    if task is not None:
+        _check_task(task, out, example_inputs, options)
+    elif out.suffix != ".onnx" or out.is_dir():
+        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / _FILE}, for example.")
 
 
-def _load(directory: str | os.PathLike[str]) -> PreTrainedModel:
-    """Return a saved model that computes in float32; codes and scales stay as they are."""
-    return load_saved(directory).to(torch.float32)  # type: ignore[arg-type]
+def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, options: GraphOptions) -> None:
+    if task not in _TASKS:
+        raise ConfigError("task", f"None or one of {', '.join(_TASKS)}", repr(task), "Choose one of these.")
+    own = {
+        "example_inputs": example_inputs,
+        "dynamic_axes": options.dynamic_axes,
+        "dynamic_shapes": options.dynamic_shapes,
+        "input_names": options.input_names,
+        "output_names": options.output_names,
+    }
+    if given := [name for name, value in own.items() if value is not None]:
+        found = f"{', '.join(given)} with task={task!r}"
+        raise ConfigError(given[0], "inputs, names and free dimensions of the task's own", found, "Leave these out.")
+    if out.suffix == ".onnx" or out.is_file():
+        raise ConfigError("out", f"a directory for task={task!r}", str(out), f"Write to {out.with_suffix('')}.")
+    if there := [name for name in ENTRY_POINTS if (out / name).exists()]:
+        next_step = "Its config.json would be replaced. Choose another directory."
+        raise ConfigError("out", "a directory without another model", f"{there[0]} in {out}", next_step)
 
 
-def _is_external(graph: Any, external_data: bool | None) -> bool:
-    if external_data is not None:
-        return external_data
-    tensors = (value.const_value for value in graph.graph.initializers.values())
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > _LARGEST_FILE_BYTES
+def _model(model_or_directory: nn.Module | str | os.PathLike[str]) -> nn.Module:
+    """Return a module as it is, or a saved model that computes in float32; codes and scales stay as they are."""
+    if isinstance(model_or_directory, nn.Module):
+        return model_or_directory
+    return load_saved(model_or_directory).to(torch.float32)  # type: ignore[arg-type]
 
 
-def _verify(path: Path, model: nn.Module, inputs: Inputs) -> None:
-    report = verify_onnx_model(path, model, inputs.by_name(model))
+def _check_report(path: Path, report: VerificationReport) -> None:
     if not report:
         raise UnsupportedError(
             path.name,

@@ -52,8 +52,11 @@ class Onnx(Target):
         """Return DequantizeLinear of the codes, with one scale for each block of a row.
 
         A row with one scale is one block: ONNX Runtime 1.32 rounds activations to 8 bits where scales are by axis.
+        A table is computed from the bytes that it looks up, so a tied weight is in the file once.
         """
         qdata = weight.buffers["qdata"]
+        if "octets" in weight.buffers:
+            return scaled(self._codes(weight, weight.buffers["octets"]), weight.buffers["scale"])
         return torch.onnx.ops.symbolic(
             "DequantizeLinear",
             (qdata, weight.buffers["scale"]),
@@ -69,9 +72,12 @@ class Onnx(Target):
         scale = F.embedding(indices, stored["scale"])
         if weight.format.name == "int8":
             return scaled(F.embedding(indices, stored["qdata"]).to(weight.dtype), scale)
-        octets = F.embedding(indices, stored["octets"]).to(torch.int32)
+        return scaled(self._codes(weight, F.embedding(indices, stored["octets"])), scale)
+
+    @staticmethod
+    def _codes(weight: PlainWeight, octets: Tensor) -> Tensor:
+        """Return the codes that bytes of a table hold, in the weight's dtype."""
+        numbers = octets.to(torch.int32)
         if weight.format.name == "int4":
-            codes = torch.stack([octets & 15, octets >> 4], -1).flatten(-2).to(weight.dtype) - 8
-        else:
-            codes = F.embedding(octets, stored["values"]).squeeze(-1)
-        return scaled(codes, scale)
+            return torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2).to(weight.dtype) - 8
+        return F.embedding(numbers, weight.buffers["values"]).squeeze(-1)

@@ -9,8 +9,10 @@ from collections.abc import Set
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from hf_trainweights.exports.targets.aten import scaled
 from hf_trainweights.exports.targets.base import PlainWeight, Use
 from hf_trainweights.exports.targets.onnx import Onnx
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -27,18 +29,22 @@ class OnnxRuntime(Onnx):
     name = "ONNX Runtime"
 
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
-        """Return unsigned codes `[N, blocks, bytes]` for a Linear, `[N, bytes]` for a table, and scales by block."""
+        """Return unsigned codes, `[N, blocks, bytes]` for a Linear and `[N, bytes]` for a table, and scales by block.
+
+        A tied weight has them as for a Linear, once.
+        """
         stored = super().buffers(weight, uses)
         bits, block_size = _BITS.get(weight.format.name), self._block_size(weight)
-        if bits is None or block_size is None or len(uses) != 1 or Use.OTHER in uses:
+        if bits is None or block_size is None or Use.OTHER in uses:
             return stored
         # int4 words hold unsigned codes already; int8 becomes unsigned with its sign bit flipped.
-        octets = weight.qdata.view(torch.uint8) if bits == 4 else weight.qdata.view(torch.uint8) ^ 0x80
+        unsigned = weight.qdata.view(torch.uint8) if bits == 4 else weight.qdata.view(torch.uint8) ^ 0x80
         if Use.LINEAR in uses:
-            octets = octets.unflatten(-1, (-1, block_size * bits // 8))
+            # Exporters would write the result of an op on it beside it.
+            unsigned = unsigned.unflatten(-1, (-1, block_size * bits // 8))
         scale = stored["scale"]
         repeats = weight.stored_shape[-1] // scale.shape[-1] // block_size
-        return stored | {"octets": octets, "blocks": scale.repeat_interleave(repeats, dim=-1)}
+        return stored | {"unsigned": unsigned, "blocks": scale.repeat_interleave(repeats, dim=-1)}
 
     def linear(self, weight: PlainWeight, x: Tensor, bias: Tensor | None) -> Tensor:
         """Multiply by MatMulNBits."""
@@ -53,17 +59,21 @@ class OnnxRuntime(Onnx):
             "block_size": weight.columns // G,
         }
         # Its inputs 3 and 4, zero points and the order of groups, are left out.
-        inputs = (x, stored["octets"], stored["blocks"], *((None, None, bias) if bias is not None else ()))
+        inputs = (x, stored["unsigned"], stored["blocks"], *((None, None, bias) if bias is not None else ()))
         shape = (*x.shape[:-1], N)
         return torch.onnx.ops.symbolic(
             "com.microsoft::MatMulNBits", inputs, attrs=attributes, dtype=weight.dtype, shape=shape, version=1
         )
 
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
-        """Look rows up by GatherBlockQuantized."""
+        """Look rows up by GatherBlockQuantized, or by ONNX's own ops where they lie as for MatMulNBits."""
         stored = weight.buffers
         if "blocks" not in stored:
             return super().look_up(weight, indices)
+        if stored["unsigned"].dim() == 3:
+            rows = stored["unsigned"].index_select(0, indices.flatten()).view(*indices.shape, -1)
+            codes = self._codes(weight, rows) if weight.format.name == "int4" else rows.to(weight.dtype) - 128
+            return scaled(codes, F.embedding(indices, stored["blocks"]))
         attributes: dict[str, Any] = {
             "gather_axis": 0,
             "quantize_axis": 1,
@@ -72,7 +82,7 @@ class OnnxRuntime(Onnx):
         }
         return torch.onnx.ops.symbolic(
             "com.microsoft::GatherBlockQuantized",
-            (stored["octets"], indices, stored["blocks"]),
+            (stored["unsigned"], indices, stored["blocks"]),
             attrs=attributes,
             dtype=weight.dtype,
             shape=(*indices.shape, weight.columns),

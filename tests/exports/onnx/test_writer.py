@@ -17,7 +17,7 @@ from torch import nn
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import OnnxModel, export_onnx, verify_onnx_model
-from hf_trainweights.exports.onnx import packages, writer
+from hf_trainweights.exports.onnx import graph, packages, writer
 
 RUNTIMES = ("portable", "onnxruntime")
 NAMES: dict[str, Any] = {
@@ -101,7 +101,7 @@ def test_a_directory_is_exported_with_inputs_that_are_made_up(tmp_path: Path) ->
 
 
 def test_large_weights_go_to_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "_LARGEST_FILE_BYTES", 1000)
+    monkeypatch.setattr(graph, "_LARGEST_FILE_BYTES", 1000)
     model = quantized(Convolutional(), "int8")
     for _ in range(2):
         export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2))

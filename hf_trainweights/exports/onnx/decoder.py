@@ -1,0 +1,188 @@
+"""A decoder as one ONNX graph that takes its past: the inputs, the names, and whether it computes what the model does.
+
+The names are those that optimum, onnxruntime-genai and transformers.js look for. The past may be empty, so one graph
+reads a prompt and continues it.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.example_inputs import Inputs
+from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.onnx.graph import GraphOptions, errors_of_exporters, trace
+from hf_trainweights.exports.onnx.model import OnnxModel
+from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
+
+_NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
+_PAST, _PRESENT = "past_key_values", "present"
+
+# None of them may be 0 or 1, which the exporter would take for constants.
+_BATCH, _PAST_LENGTH, _LENGTH = 2, 5, 3
+
+# What the dimensions of each input are called.
+_DIMENSIONS = {
+    "input_ids": {0: "batch_size", 1: "sequence_length"},
+    "attention_mask": {0: "batch_size", 1: "total_sequence_length"},
+    "position_ids": {0: "batch_size", 1: "sequence_length"},
+    _PAST: {0: "batch_size", 2: "past_sequence_length"},
+}
+
+
+def check_decoder(model: nn.Module) -> PreTrainedModel:
+    """Return a model that can be exported as a decoder with past.
+
+    Args:
+        model: Any module.
+
+    Raises:
+        UnsupportedError: It is no decoder of Transformers that turns token ids and cached keys and values into logits.
+    """
+    next_step = "Leave task out: then the file holds one call of forward, without a past."
+    if not isinstance(model, PreTrainedModel) or not model.can_generate():
+        found = type(model).__name__
+    elif model.config.is_encoder_decoder:
+        found = f"{type(model).__name__}, an encoder with a decoder"
+    elif not {"input_ids", _PAST} <= _arguments(model):
+        found = f"{type(model).__name__}, which takes {', '.join(sorted(_arguments(model)))}"
+    else:
+        return model
+    expected = "a decoder of Transformers that takes input_ids and past_key_values"
+    raise UnsupportedError("task='text-generation'", expected, found, next_step)
+
+
+def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
+    """Return a decoder with past as a graph.
+
+    Args:
+        model: A quantized decoder, in eval mode.
+        target: The ops to compute with.
+        opset: Version of ONNX's ops.
+
+    Returns:
+        An `onnx_ir.Model` of free batch and lengths.
+
+    Raises:
+        ConfigError: Nothing in the model is quantized.
+        UnsupportedError: Its cache holds other tensors than keys and values, the target cannot hold a weight, or no
+            exporter can trace the model.
+    """
+    call = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH))
+    past = {name: value[:, :_PAST_LENGTH] for name, value in call.items()}
+    with torch.no_grad(), errors_of_exporters(model):
+        cache = model(**past, past_key_values=DynamicCache(), use_cache=True).past_key_values
+    step = {name: value if name == "attention_mask" else value[:, _PAST_LENGTH:] for name, value in call.items()}
+    inputs = Inputs(kwargs={**step, _PAST: cache, "use_cache": True})
+    graph = trace(model, inputs, target, GraphOptions(opset))
+    _name(graph, model)
+    return graph
+
+
+def verify_decoder(path: Path, model: PreTrainedModel, rtol: float = 1e-5, atol: float = 1e-6) -> VerificationReport:
+    """Run a prompt and one step through a file and through the model it came from, and compare the logits.
+
+    Args:
+        path: The file.
+        model: The quantized decoder.
+        rtol: How large a difference may be, relative to the largest logit.
+        atol: How large it may be besides.
+
+    Returns:
+        The largest difference for the prompt and for the step.
+
+    Raises:
+        CorruptFileError: The file is no valid ONNX.
+        UnsupportedError: A package is missing.
+    """
+    session = open_valid(path)
+    mask = _mask(_BATCH + 1, _LENGTH + 1)
+    call, cache = _call(model, mask), DynamicCache()
+    past: dict[str, Any] = _empty_past(session, len(mask))
+    found = []
+    for name, start, end in (("logits of a prompt", 0, _LENGTH), ("logits of a step", _LENGTH, _LENGTH + 1)):
+        inputs = {key: value[:, 0 if key == "attention_mask" else start : end] for key, value in call.items()}
+        with torch.no_grad(), lowered(model, Aten()):
+            wanted = model(**inputs, past_key_values=cache, use_cache=True).logits
+        outputs = session.predict({**inputs, **past})
+        past = {key.replace(_PRESENT, _PAST): value for key, value in outputs.items() if key != "logits"}
+        # What padding computes is for nobody.
+        read = mask[:, start:end].bool()
+        found.append(compare(name, outputs["logits"][read.cpu().numpy()], wanted[read], rtol, atol))
+    return VerificationReport(tuple(found))
+
+
+def _arguments(model: nn.Module) -> set[str]:
+    return set(inspect.signature(model.forward).parameters)
+
+
+def _mask(batch: int, length: int) -> Tensor:
+    """Return the mask of a batch whose first row is padded at its left."""
+    mask = torch.ones(batch, length, dtype=torch.long)
+    mask[0, 0] = 0
+    return mask
+
+
+def _call(model: PreTrainedModel, mask: Tensor) -> dict[str, Tensor]:
+    """Return the arguments of one call without past that the model's `forward` takes."""
+    ids = torch.arange(mask.numel()).view(mask.shape) % model.config.get_text_config().vocab_size
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    inputs = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    return {name: tensor.to(model.device) for name, tensor in inputs.items() if name in _arguments(model)}
+
+
+def _name(graph: Any, model: PreTrainedModel) -> None:
+    """Give inputs, outputs and free dimensions the names that readers look for, in place."""
+    for values, name in ((graph.graph.inputs, _PAST), (graph.graph.outputs, _PRESENT)):
+        for value in values:
+            value.name = _NAMES_OF_HOST.sub(rf"{name}.\1.\2", value.name)
+    inputs, outputs = ({value.name for value in values} for values in (graph.graph.inputs, graph.graph.outputs))
+    parts = {f"{_PRESENT}.{i}.{part}" for i in range(_layers(model)) for part in ("key", "value")}
+    pasts = {part.replace(_PRESENT, _PAST) for part in parts}
+    if not ("input_ids" in inputs and inputs - _DIMENSIONS.keys() == pasts and outputs == parts | {"logits"}):
+        expected = f"a cache of keys and values for each of {_layers(model)} layers, and logits"
+        found = f"{', '.join(sorted(inputs))} -> {', '.join(sorted(outputs))}"
+        next_step = "Leave task out: then the file holds one call of forward, without a past."
+        raise UnsupportedError(type(model).__name__, expected, found, next_step)
+    _name_dimensions(graph)
+
+
+def _layers(model: PreTrainedModel) -> int:
+    return model.config.get_text_config().num_hidden_layers
+
+
+def _name_dimensions(graph: Any) -> None:
+    """Exchange the tracer's symbols, such as `s36 + s70`, for names, in the shapes of all values."""
+    names = {}
+    for value in graph.graph.inputs:
+        for axis, name in _DIMENSIONS[value.name if value.name in _DIMENSIONS else _PAST].items():
+            names[str(value.shape[axis])] = name
+    symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    values = [*graph.graph.inputs, *(output for node in graph.graph.all_nodes() for output in node.outputs)]
+    for value in values:
+        for axis, size in enumerate(value.shape or ()):
+            # Sizes that are not known have no name: equal names would make them equal sizes.
+            if getattr(size, "value", size) is None:
+                continue
+            text = symbol.sub(lambda match: names[match[0]], str(size))
+            # A size that the tracer takes for an expression may be a number.
+            value.shape[axis] = int(text) if text.isdigit() else text
+
+
+def _empty_past(session: OnnxModel, batch: int) -> dict[str, Tensor]:
+    """Return a past of no tokens: sizes that are free are the batch and the length."""
+    free = {0: batch, 2: 0}
+    return {
+        name: torch.zeros([size if isinstance(size, int) else free[axis] for axis, size in enumerate(shape)])
+        for name, shape in session.input_shapes.items()
+        if name.startswith(_PAST)
+    }

@@ -1,0 +1,149 @@
+"""A lowered model traced to an ONNX graph, and that graph written to a file."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.example_inputs import Inputs
+from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.onnx.packages import require
+from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.models.host.exporters import onnx_graph
+
+# A protobuf of 2 GiB cannot be read; the graph itself needs some room.
+_LARGEST_FILE_BYTES = 1_900_000_000
+
+_SHOWN_CHARACTERS = 500
+
+
+@dataclass(frozen=True)
+class GraphOptions:
+    """How a graph is to be; see `export_onnx`.
+
+    Args:
+        opset: Version of ONNX's ops.
+        dynamic_axes: As for `torch.onnx.export`.
+        dynamic_shapes: As for `torch.export.export`.
+        input_names: Names of the graph's inputs.
+        output_names: Names of its outputs.
+    """
+
+    opset: int
+    dynamic_axes: Mapping[str, Any] | None = None
+    dynamic_shapes: Any = None
+    input_names: Sequence[str] | None = None
+    output_names: Sequence[str] | None = None
+
+
+def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOptions) -> Any:
+    """Return one call of a quantized model as a graph that holds its codes and scales.
+
+    Args:
+        model: The model, in eval mode.
+        inputs: The arguments of the call.
+        target: The ops to compute with.
+        options: How the graph is to be.
+
+    Returns:
+        An `onnx_ir.Model`.
+
+    Raises:
+        ConfigError: Nothing in the model is quantized.
+        UnsupportedError: The target cannot hold a weight, no exporter can trace the model, or a package is missing.
+    """
+    require("onnxscript")
+    retype = require("hf_trainweights.exports.onnx.int4_initializers").retype
+    with lowered(model, target):
+        graph = _traced(model, inputs, options)
+    retype(graph)
+    _forget_origins(graph)
+    return graph
+
+
+def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
+    """Write a graph to a file, and its weights to `<path>.data` where that is asked for or needed.
+
+    Args:
+        graph: An `onnx_ir.Model`.
+        path: The file.
+        external_data: Whether weights go to a second file; None where the first would become too large.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    external = _is_too_large(graph) if external_data is None else external_data
+    require("onnx_ir").save(graph, path, external_data=f"{path.name}.data" if external else None)
+
+
+@contextlib.contextmanager
+def errors_of_exporters(model: nn.Module) -> Iterator[None]:
+    """Turn any error of tracing a model into one of this package.
+
+    Args:
+        model: The model.
+
+    Raises:
+        UnsupportedError: In place of the error.
+    """
+    try:
+        yield
+    # torch.export and torch.onnx have dozens of their own, most of them private.
+    except Exception as error:
+        found = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
+        next_step = "Pass other example_inputs or dynamic_shapes, or leave these out."
+        raise UnsupportedError(type(model).__name__, "a model that torch.onnx can trace", found, next_step) from error
+
+
+def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
+    own = options.dynamic_axes or options.input_names or options.output_names
+    with torch.no_grad(), _quiet(), errors_of_exporters(model):
+        if isinstance(model, PreTrainedModel) and not own:
+            return onnx_graph(model, inputs.by_name(model), options.opset, options.dynamic_shapes)
+        program = torch.onnx.export(
+            model,
+            inputs.args,
+            kwargs=inputs.kwargs,
+            dynamo=True,
+            verbose=False,
+            opset_version=options.opset,
+            dynamic_axes=options.dynamic_axes,
+            dynamic_shapes=options.dynamic_shapes,
+            input_names=options.input_names,
+            output_names=options.output_names,
+        )
+    assert program is not None
+    return program.model
+
+
+def _forget_origins(graph: Any) -> None:
+    """Remove the stack traces that the exporter notes at each node: they name files of this machine, and take space."""
+    for node in graph.graph.all_nodes():
+        node.metadata_props.clear()
+        for value in node.outputs:
+            value.metadata_props.clear()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep exporters from writing to stdout, which a program may read, and from warning of their own insides."""
+    with contextlib.redirect_stdout(sys.stderr), warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        warnings.filterwarnings("ignore", message=".*'dynamic_axes' is not recommended")
+        yield
+
+
+def _is_too_large(graph: Any) -> bool:
+    tensors = (value.const_value for value in graph.graph.initializers.values())
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None) > _LARGEST_FILE_BYTES
