@@ -28,9 +28,10 @@ def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
     """
     name = next(iter(config.architectures or ()), "none")
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
-    is_model = isinstance(cls, type) and issubclass(cls, PreTrainedModel)
+    if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
+        return str(name), None
     # PreTrainedModel itself is no model: to make one would leave marks on the class that change every other model.
-    fits = is_model and cls.config_class is not None and isinstance(config, cls.config_class)
+    fits = cls.config_class is not None and isinstance(config, cls.config_class)
     return str(name), cls if fits else None
 
 

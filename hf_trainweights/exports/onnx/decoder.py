@@ -18,11 +18,12 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.onnx.graph import GraphOptions, errors_of_exporters, trace
+from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, trace
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
 from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.tracer_errors import tracer_errors
 
 _NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
 _PAST, _PRESENT = "past_key_values", "present"
@@ -79,7 +80,7 @@ def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
     """
     call = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH))
     past = {name: value[:, :_PAST_LENGTH] for name, value in call.items()}
-    with torch.no_grad(), errors_of_exporters(model):
+    with torch.no_grad(), tracer_errors(model, "torch.onnx", NEXT_STEP):
         cache = model(**past, past_key_values=DynamicCache(), use_cache=True).past_key_values
     step = {name: value if name == "attention_mask" else value[:, _PAST_LENGTH:] for name, value in call.items()}
     inputs = Inputs(kwargs={**step, _PAST: cache, "use_cache": True})

@@ -14,17 +14,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.packages import require
 from hf_trainweights.exports.targets.base import Target
+from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.models.host.exporters import onnx_graph
 
 # A protobuf of 2 GiB cannot be read; the graph itself needs some room.
 _LARGEST_FILE_BYTES = 1_900_000_000
 
-_SHOWN_CHARACTERS = 500
+NEXT_STEP = "Pass other example_inputs or dynamic_shapes, or leave these out."
+"""What an error of tracing a model tells the reader to do."""
 
 
 @dataclass(frozen=True)
@@ -86,28 +87,9 @@ def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
     require("onnx_ir").save(graph, path, external_data=f"{path.name}.data" if external else None)
 
 
-@contextlib.contextmanager
-def errors_of_exporters(model: nn.Module) -> Iterator[None]:
-    """Turn any error of tracing a model into one of this package.
-
-    Args:
-        model: The model.
-
-    Raises:
-        UnsupportedError: In place of the error.
-    """
-    try:
-        yield
-    # torch.export and torch.onnx have dozens of their own, most of them private.
-    except Exception as error:
-        found = f"{type(error).__name__}: {str(error).strip()[:_SHOWN_CHARACTERS]}"
-        next_step = "Pass other example_inputs or dynamic_shapes, or leave these out."
-        raise UnsupportedError(type(model).__name__, "a model that torch.onnx can trace", found, next_step) from error
-
-
 def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
     own = options.dynamic_axes or options.input_names or options.output_names
-    with torch.no_grad(), _quiet(), errors_of_exporters(model):
+    with torch.no_grad(), _quiet(), tracer_errors(model, "torch.onnx", NEXT_STEP):
         if isinstance(model, PreTrainedModel) and not own:
             return onnx_graph(model, inputs.by_name(model), options.opset, options.dynamic_shapes)
         program = torch.onnx.export(
