@@ -92,12 +92,20 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
-        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves(load_file(file, mmap=True), ()))
+        yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves_of(file, load_file(file, mmap=True)))
         return
     stored_bytes = _reported_bytes(file)
-    for path, tensor in _leaves(load_file(file, map_location=None if values else "meta"), ()):
+    for path, tensor in _leaves_of(file, load_file(file, map_location=None if values else "meta")):
         # The report counts tied tensors once, under the name of the first.
         yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
+
+
+def _leaves_of(file: Path, tree: Any) -> Iterator[tuple[str, Tensor]]:
+    try:
+        yield from _leaves(tree, ())
+    except RecursionError as error:
+        found = "values nested a thousand deep, or within themselves"
+        raise CorruptFileError(str(file), "tensors in dicts and lists", found, "Use another checkpoint.") from error
 
 
 def _leaves(tree: Any, path: tuple[Any, ...]) -> Iterator[tuple[str, Tensor]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import resource
 from collections.abc import Iterator
 from typing import Any
@@ -84,8 +85,10 @@ def no_file_beyond(size_bytes: int) -> Iterator[None]:
 
 
 def dequantized_outputs(model: nn.Module, *args: Any, **kwargs: Any) -> list[Tensor]:
-    """Return what a copy of the model with dequantized weights computes."""
+    """Return what a copy of the model with dequantized weights computes, without a cache, as exports do."""
     copied = copy.deepcopy(model).eval()
     dequantize_(copied)
+    if "past_key_values" in inspect.signature(copied.forward).parameters:
+        kwargs = {"use_cache": False, **kwargs}
     with torch.no_grad():
         return [leaf for leaf in tree_leaves(copied(*args, **kwargs)) if isinstance(leaf, Tensor)]

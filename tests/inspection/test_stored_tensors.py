@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.stored_tensors import find_parts, read_tensors
 
 
@@ -44,3 +44,11 @@ def test_an_encoded_file_is_decoded_only_if_values_are_asked_for(values: bool, t
 def test_tensors_of_the_optimizer_are_named_by_their_key_path(tmp_path: Path) -> None:
     torch.save({"state": {0: {"exp_avg": torch.ones(2)}}}, tmp_path / "optimizer.pt")
     assert [each.key for each in read_tensors(tmp_path / "optimizer.pt", "optimizer")] == ["optimizer: state.0.exp_avg"]
+
+
+def test_a_file_whose_values_lie_within_themselves_is_refused_by_name(tmp_path):
+    tree: dict = {"weight": torch.ones(2)}
+    tree["again"] = tree
+    torch.save(tree, tmp_path / "weights.pt")
+    with pytest.raises(CorruptFileError, match=r"weights\.pt: expected tensors in dicts and lists, found values"):
+        list(read_tensors(tmp_path / "weights.pt", "weights"))

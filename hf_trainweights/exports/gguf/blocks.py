@@ -20,7 +20,6 @@ from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.names import Place, Take
-from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 BLOCK_SIZE = 32
@@ -122,6 +121,8 @@ def _q8_0(codes: Tensor, scales: Tensor) -> Tensor:
 
 
 def _q4_0(words: Tensor, scales: Tensor) -> Tensor:
-    nibbles = unpack_int4(words).add_(8).view(torch.uint8)
+    # Eight codes to a word, each + 8 already, the first one in the lowest bits.
+    octets = words.contiguous().view(torch.uint8)
+    nibbles = torch.stack([octets & 15, octets >> 4], dim=-1).flatten(-2)
     low, high = nibbles.unflatten(-1, (-1, 2, BLOCK_SIZE // 2)).unbind(-2)
     return torch.cat([scales, low | high << 4], dim=-1)
