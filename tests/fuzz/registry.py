@@ -6,6 +6,7 @@ from tests.fuzz.target import Target
 from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
 from tests.fuzz.targets.exports import Exports
+from tests.fuzz.targets.gguf_exports import GgufExports
 from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
 from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
 from tests.fuzz.targets.run_directories import Manifests, RunDirectories
@@ -24,5 +25,6 @@ _TARGETS: tuple[type[Target], ...] = (
     RunDirectories,
     TrainingStates,
     Exports,
+    GgufExports,
 )
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}

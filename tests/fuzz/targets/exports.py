@@ -95,7 +95,7 @@ class Exports(Target):
         )
 
     def run(self, given: Export) -> Outcome:
-        model = _built(given)
+        model = built(given)
         out = self.directory / "out"
         shutil.rmtree(out, ignore_errors=True)
         if given.over:
@@ -121,7 +121,8 @@ class Exports(Target):
         return Outcome.ACCEPTED
 
 
-def _built(given: Export) -> PreTrainedModel:
+def built(given: Export) -> PreTrainedModel:
+    """Return the quantized model that an input describes."""
     torch.manual_seed(0)
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     names = {"n_embd": "hidden_size", "n_inner": "intermediate_size", "n_head": "num_attention_heads"}
