@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.formats.int8 import Int8
@@ -39,7 +40,7 @@ def test_a_lowered_model_computes_what_the_dequantized_model_computes(
     architecture: str, config: str, dtype: torch.dtype
 ) -> None:
     model = quantized(architecture, config, dtype)
-    inputs = ARCHITECTURES[architecture].inputs(model)
+    inputs = Inputs.of(model, ARCHITECTURES[architecture].inputs(model)).kwargs  # without a cache
     wanted = dequantized_outputs(model, **inputs)
     dense = {name: weight.dequantize() for name, weight in model.named_parameters() if is_quantized(weight)}
     with torch.no_grad(), lowered(model, Aten()):
