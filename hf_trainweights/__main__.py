@@ -1,5 +1,5 @@
 """`python -m hf_trainweights` is the `trainweights` command."""
 
-from trainweights_cli.main import main
+from hf_trainweights_cli.main import main
 
 main()

@@ -50,10 +50,10 @@ def imports_between_rooms() -> set[tuple[str, str]]:
     package = ROOT / "hf_trainweights"
     rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.stem == "errors"}
     files = [(path.relative_to(package).parts[0].removesuffix(".py"), path) for path in package.rglob("*.py")]
-    files += [("trainweights_cli", path) for path in (ROOT / "trainweights_cli").glob("*.py")]
+    files += [("hf_trainweights_cli", path) for path in (ROOT / "hf_trainweights_cli").glob("*.py")]
     pattern = re.compile(r"^ *from hf_trainweights(?:\.| import )(\w+)", re.MULTILINE)
     found = {(room, name) for room, path in files for name in pattern.findall(path.read_text(encoding="utf-8"))}
-    return {(room, name) for room, name in found if room in {*rooms, "trainweights_cli"} and name in rooms - {room}}
+    return {(room, name) for room, name in found if room in {*rooms, "hf_trainweights_cli"} and name in rooms - {room}}
 
 
 def test_the_picture_of_the_rooms_shows_who_imports_whom() -> None:
@@ -68,4 +68,4 @@ def test_the_picture_of_the_rooms_shows_who_imports_whom() -> None:
         follows |= {(first, last) for first, middle in follows for start, last in follows if middle == start}
     assert imports - follows == set()
     # The command asks the package itself for what it does not import from a room.
-    assert {(room, name) for room, name in arrows - imports if room != "trainweights_cli"} == set()
+    assert {(room, name) for room, name in arrows - imports if room != "hf_trainweights_cli"} == set()

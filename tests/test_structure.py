@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE, COMMAND = "hf_trainweights", "trainweights_cli"
+PACKAGE, COMMAND = "hf_trainweights", "hf_trainweights_cli"
 ROOT = Path(__file__).parent.parent
 
 # The rooms: each may import those above it, never those below. The package's `__init__` imports any.

@@ -23,8 +23,8 @@ from hf_trainweights.checkpoint.training_files import save_checkpoint
 from hf_trainweights.checkpoint.training_state import build_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.temporary import claim_file
-from trainweights_cli.checkpoint import app
-from trainweights_cli.main import app as whole_app
+from hf_trainweights_cli.checkpoint import app
+from hf_trainweights_cli.main import app as whole_app
 
 STEPS = (100, 200)
 

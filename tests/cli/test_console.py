@@ -13,8 +13,8 @@ from typer.testing import CliRunner
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.files.signed_json import sign_json
-from trainweights_cli.console import one_line, printable
-from trainweights_cli.main import app
+from hf_trainweights_cli.console import one_line, printable
+from hf_trainweights_cli.main import app
 
 # Colors, a new title of the window, a new line, text that runs from right to left, half a character, and markup.
 HOSTILE = "[red]x[/red]\x1b[31m\x1b]0;title\x07\n\u202eback\x9b1m\ud800"

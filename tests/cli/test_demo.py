@@ -18,7 +18,7 @@ from hf_trainweights.demo.measurement import Row
 from hf_trainweights.demo.run import Result
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
-from trainweights_cli.main import app
+from hf_trainweights_cli.main import app
 
 RESULT = Result(
     model="/models/[mine]",

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from trainweights_cli.main import main
+from hf_trainweights_cli.main import main
 
 COMMANDS = ("quantize", "inspect", "verify", "diff", "export", "demo", "checkpoint")
 
@@ -21,7 +21,7 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("checkpoint", "compress")])
 def test_help_is_shown_without_importing_what_is_slow_to_import(command: tuple[str, ...]) -> None:
     code = (
-        "import sys; from typer.testing import CliRunner; from trainweights_cli.main import app;"
+        "import sys; from typer.testing import CliRunner; from hf_trainweights_cli.main import app;"
         f"result = CliRunner().invoke(app, {[*command, '--help']!r}); print(result.stdout);"
         "print(sorted({'torch', 'transformers', 'hf_trainweights'} & sys.modules.keys())); sys.exit(result.exit_code)"
     )
@@ -39,7 +39,7 @@ def test_the_installed_script_is_main() -> None:
 
 
 def test_no_command_is_wrong_usage_and_shows_the_help() -> None:
-    done = run("-c", "from trainweights_cli.main import main; main()")
+    done = run("-c", "from hf_trainweights_cli.main import main; main()")
     assert done.returncode == 2
     assert "Usage: trainweights [OPTIONS] COMMAND" in done.stdout + done.stderr
 

@@ -19,7 +19,7 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import write_digests
 from hf_trainweights.models.directory import load_saved
-from trainweights_cli.main import app
+from hf_trainweights_cli.main import app
 
 NEEDS_ONNX = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("onnx_ir", "onnxscript", "onnxruntime")),

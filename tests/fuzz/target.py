@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from hf_trainweights.errors import TrainWeightsError
 
-_OUR_FILES = ("/hf_trainweights/", "/trainweights_cli/")
+_OUR_FILES = ("/hf_trainweights/", "/hf_trainweights_cli/")
 # How torch and Transformers tell people to run whatever a file holds.
 _UNSAFE_ADVICE = re.compile(r"weights_only. (to|set to|argument.*to) .False|only if you (got|trust)|add_safe_globals")
 

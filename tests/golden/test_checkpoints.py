@@ -16,7 +16,7 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from hf_trainweights.checkpoint.planning.modes import MODES
-from trainweights_cli.main import app
+from hf_trainweights_cli.main import app
 
 ZSTD_VERSION = ".".join(map(str, zstandard.ZSTD_VERSION))
 FILES = ("pytorch_model.bin", "optimizer.pt")

@@ -18,13 +18,13 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_ma
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights_cli.checkpoint_rows import summary_row, verification_row
+from hf_trainweights_cli.main import app
 from tests.fuzz.directories import Content, write_tree
 from tests.fuzz.mutate_bytes import damage
 from tests.fuzz.run_corpus import STEPS, change_manifest, change_run, saved_runs, train
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.trees import fingerprint
-from trainweights_cli.checkpoint_rows import summary_row, verification_row
-from trainweights_cli.main import app
 
 _WEIGHTS = "pytorch_model.bin"
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainweights_cli.console import (
+from hf_trainweights_cli.console import (
     AsJson,
     Debug,
     errors_in_one_line,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from trainweights_cli import checkpoint, demo, models
+from hf_trainweights_cli import checkpoint, demo, models
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, demo.demo):

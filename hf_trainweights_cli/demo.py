@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json
 
 if TYPE_CHECKING:
     from hf_trainweights.demo.run import Result

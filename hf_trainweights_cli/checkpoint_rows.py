@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from trainweights_cli.console import new_table, print_table, printable, say, show_sizes
+from hf_trainweights_cli.console import new_table, print_table, printable, say, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest

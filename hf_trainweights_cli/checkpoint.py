@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from trainweights_cli.checkpoint_rows import bytes_without_anchors, print_manifest, summary_row, verification_row
-from trainweights_cli.console import (
+from hf_trainweights_cli.checkpoint_rows import bytes_without_anchors, print_manifest, summary_row, verification_row
+from hf_trainweights_cli.console import (
     AsJson,
     Debug,
     errors_in_one_line,
