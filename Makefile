@@ -1,4 +1,4 @@
-.PHONY: check fix quick test slow-tests fuzz soak bench
+.PHONY: check fix quick test slow-tests fuzz soak docs bench
 check:
 	ruff check .
 	ruff format --check .
@@ -23,11 +23,15 @@ slow-tests:
 soak:
 	python -m tests.soak --seconds $(or $(SECONDS),600)
 
+docs:
+	NO_MKDOCS_2_WARNING=1 mkdocs build
+
 bench:
 	python -m benchmarks.quality
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
+	python -m benchmarks.abilities
 	PYTHONPATH=tests python -m benchmarks.exports
 	python -m benchmarks.tables
 

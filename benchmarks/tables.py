@@ -57,6 +57,40 @@ def demo() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+# What `benchmarks.abilities` tried, and the method of `benchmarks.run` that is the same one.
+SPEEDS_OF = {
+    "hf_trainweights int8": "int8",
+    "hf_trainweights int4": "int4 g128",
+    "torchao int8": "torchao int8",
+    "bitsandbytes int8": "bitsandbytes int8, 8-bit activations",
+    "bitsandbytes nf4": "bitsandbytes nf4",
+    "quanto int8": "quanto int8",
+}
+
+
+def abilities() -> str:
+    """Return what each quantizer can do with a model that it has quantized, and how fast it is beside bfloat16."""
+    report = read("abilities")
+    methods = report["methods"]
+    rows = [
+        [trial, *("yes" if found[trial]["holds"] else "no" for found in methods.values())]
+        for trial in next(iter(methods.values()))
+    ]
+    speed_report = json.loads(speed_tables.newest().read_text(encoding="utf-8"))
+    for phase, text in (("decode", "speed of one token"), ("prefill", "speed of a prompt of 256 tokens")):
+        known = {
+            row["name"]: row["ratio"] for row in speed_report["llama"] if (row["phase"], row["threads"]) == (phase, 1)
+        }
+        rows.append([text, *(f"{known[SPEEDS_OF[method]]:.2f}" for method in methods)])
+    names = ("torchao", "bitsandbytes", "optimum-quanto", "transformers")
+    packages = ", ".join(f"{name} {report['versions'][name]}" for name in names)
+    caption = (
+        f"Each was tried through Transformers on a CPU, on tiny models in bfloat16; {packages}. Speed relative to "
+        f"bfloat16: a Llama of 415M weights, one thread of {speed_report['machine']} ({speed_report['capability']})."
+    )
+    return f"{table(['after it is quantized, a model', *methods], rows)}\n\n{caption}"
+
+
 # What an op makes of a weight, as `benchmarks.ops` calls it, and what the table calls it.
 OUTCOMES = {
     "stays quantized": "returns a quantized weight",
@@ -175,6 +209,7 @@ def _run_of(report: dict[str, Any]) -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "abilities": abilities,
     "fuzz": fuzz,
     "soak": soak,
     "quality": quality,

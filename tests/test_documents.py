@@ -11,9 +11,9 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
-    (ROOT / "docs").glob("*.md")
+    (ROOT / "docs").rglob("*.md")
 )
-IDS = [path.name for path in DOCUMENTS]
+IDS = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
@@ -37,6 +37,14 @@ def test_links_lead_to_files(path: Path) -> None:
 def test_python_examples_parse(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):
         ast.parse(block)
+
+
+@pytest.mark.parametrize("room", ["", "checkpoint", "exports", "formats"])
+def test_the_reference_has_every_public_name(room: str) -> None:
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
+    public = importlib.import_module(".".join(filter(None, ("hf_trainweights", room)))).__all__
+    assert set(public) - {"TrainWeightsError"} - documented == set()  # errors have a page of their own
 
 
 def test_the_readme_has_the_two_commands() -> None:

@@ -107,7 +107,7 @@ def restore_checkpoint(
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
         >>> restore_checkpoint(build_checkpoint(source, step=7), target)
         (None, 7)
-        >>> torch.equal(source.weight, target.weight)
+        >>> source.weight.equal(target.weight)
         True
     """
     load_module_state(model, checkpoint["model"])

@@ -6,7 +6,6 @@ import argparse
 import datetime
 import json
 import os
-import subprocess
 import sys
 import time
 import warnings
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import cpu_name, versions
+from benchmarks.machine import commit, cpu_name, versions
 from tests.fuzz.finding import CORPUS, load_finding
 from tests.fuzz.harness import memory_directory, run_count, run_seconds
 from tests.fuzz.registry import TARGETS
@@ -100,10 +99,9 @@ def _print_table(totals: dict[str, Tally]) -> None:
 
 
 def _record(options: argparse.Namespace, totals: dict[str, Tally]) -> dict[str, Any]:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit,
+        "commit": commit(),
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions()},
         "seconds": options.seconds,
         "seed": options.seed,

@@ -81,18 +81,19 @@ def touch(tree: Any) -> Any:
     Returns:
         None where a tensor has too many elements.
     """
-    return fingerprint(tree) if all(leaf.numel() <= _MOST_ELEMENTS for leaf in _leaves(tree)) else None
+    return fingerprint(tree) if all(leaf.numel() <= _MOST_ELEMENTS for leaf in leaves(tree)) else None
 
 
-def _leaves(tree: Any) -> Iterator[Tensor]:
+def leaves(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors of nested dicts, lists and tuples."""
     if isinstance(tree, Tensor):
         yield tree
     elif isinstance(tree, dict):
         for value in tree.values():
-            yield from _leaves(value)
+            yield from leaves(value)
     elif isinstance(tree, list | tuple):
         for value in tree:
-            yield from _leaves(value)
+            yield from leaves(value)
 
 
 def _sample(encoded: EncodedFile) -> Sample:

@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import traceback
@@ -27,7 +26,7 @@ sys.path[:0] = [str(TESTS), str(TESTS.parent)]  # as pytest has it
 
 from soak.harness import SCENARIOS, Row, soak_for  # noqa: E402 (it lies on the path above)
 
-from benchmarks.machine import cpu_name, versions  # noqa: E402
+from benchmarks.machine import commit, cpu_name, versions  # noqa: E402
 
 
 def main() -> int:
@@ -108,10 +107,9 @@ def _print(rows: list[Row]) -> None:
 
 
 def _record(rows: list[Row], options: argparse.Namespace) -> dict:
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=TESTS, capture_output=True, text=True, check=False)
     return {
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip(),
+        "commit": commit(),
         "machine": {"cpu": cpu_name(), "versions": versions()},
         "seconds": options.seconds,
         "seed": options.seed,

@@ -46,7 +46,7 @@ class CheckpointReport:
 
 
 def verify_checkpoint(path: str | Path) -> CheckpointReport:
-    """Read every file of a checkpoint and compares it with the manifest; a single flipped bit is found.
+    """Read every file of a checkpoint and compare it with the manifest; a single flipped bit is found.
 
     Args:
         path: A checkpoint directory.
@@ -58,10 +58,12 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
 
     Example:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> write_manifest(directory, Manifest({}, "lossless"))
-        >>> verify_checkpoint(directory).ok
+        >>> import torch
+        >>> from hf_trainweights.checkpoint import CheckpointManager, latest
+        >>> with CheckpointManager("run", every_steps=1) as manager:
+        ...     for step, batch in manager.steps([1, 2], torch.nn.Linear(2, 1)):
+        ...         pass
+        >>> verify_checkpoint(latest("run")).ok
         True
     """
     directory = Path(path)

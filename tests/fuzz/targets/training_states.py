@@ -18,6 +18,7 @@ from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.errors import TrainWeightsError
 from tests.checkpoint.codecs.cases import random_bits
+from tests.fuzz.encoded_corpus import leaves
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.trees import fingerprint
 
@@ -173,17 +174,6 @@ def _sharing(tree: Any) -> Iterator[tuple[int, int]]:
     """Yield for each tensor the first one that is the same object, and the first one that shares its memory."""
     objects: dict[int, int] = {}
     storages: dict[int, int] = {}
-    for index, tensor in enumerate(_leaves(tree)):
+    for index, tensor in enumerate(leaves(tree)):
         shared = storages.setdefault(tensor.untyped_storage()._cdata, index)
         yield objects.setdefault(id(tensor), index), shared
-
-
-def _leaves(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict):
-        for value in tree.values():
-            yield from _leaves(value)
-    elif isinstance(tree, list | tuple) and type(tree) is not torch.Size:
-        for value in tree:
-            yield from _leaves(value)

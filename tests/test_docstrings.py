@@ -1,0 +1,29 @@
+"""The examples in docstrings run and print what they say."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+from pathlib import Path
+
+import pytest
+
+import hf_trainweights
+
+FLAGS = doctest.ELLIPSIS | doctest.IGNORE_EXCEPTION_DETAIL  # an error is shown with its module
+# Importing the command starts it, and the worker of the regular expressions waits for its parent.
+PROGRAMS = ("hf_trainweights.__main__", "hf_trainweights.files.expression_worker")
+MODULES = [
+    name
+    for _, name, _ in pkgutil.walk_packages(hf_trainweights.__path__, "hf_trainweights.")
+    if name not in PROGRAMS and ">>>" in Path(str(importlib.util.find_spec(name).origin)).read_text("utf-8")
+]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    results = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
+    assert results.attempted > 0
+    assert results.failed == 0
