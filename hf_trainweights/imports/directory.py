@@ -64,13 +64,13 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
     require_new(out)
     folder = _folder(source)
     described, config = _read_json(folder)
+    files = Source(folder)
+    layout = layout_of(described, files.metadata)
     saved = read_config(folder)
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
         raise ConfigError(str(source), expected, name, next_step)
-    files = Source(folder)
-    layout = layout_of(described, files.metadata)
     skeleton = Skeleton(cls, saved)
     with new_directory(out) as temporary:
         converted = temporary.with_name(f"{temporary.name}.converted")

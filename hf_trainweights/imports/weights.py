@@ -97,7 +97,7 @@ def check_zero(name: str, zero_points: Tensor, zero: int, stored: str) -> None:
     """
     if not bool((zero_points == zero).all()):
         found = f"{stored} from {int(zero_points.amin())} to {int(zero_points.amax())}: asymmetric codes"
-        raise UnsupportedError(name, f"symmetric codes, all {stored} equal to {zero}", found, FROM_FLOAT)
+        raise UnsupportedError(name, f"symmetric codes, {stored} all {zero}", found, FROM_FLOAT)
 
 
 def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
@@ -118,18 +118,38 @@ def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
         raise UnsupportedError(name, "groups of neighbouring columns", found, FROM_FLOAT)
 
 
-def check_words(name: str, words: Tensor) -> None:
+def check_words(name: str, words: Tensor, shape: tuple[int | None, int | None] = (None, None)) -> None:
     """Check that a tensor is a matrix of packed codes.
 
     Args:
         name: What errors call it.
         words: The tensor.
+        shape: Its shape; None for what is not known.
 
     Raises:
         CorruptFileError: It is not.
     """
-    if words.dim() != 2 or words.dtype != torch.int32:
-        raise _misfit(name, "a matrix of int32 words", words)
+    fits = words.dim() == 2 and all(want in (None, size) for want, size in zip(shape, words.shape, strict=True))
+    if not fits or words.dtype != torch.int32 or words.numel() == 0:
+        rows, columns = ("any" if size is None else size for size in shape)
+        raise _misfit(name, f"int32 words of shape ({rows}, {columns})", words)
+
+
+def check_groups(name: str, scale: Tensor, K: int, group_size: int) -> None:
+    """Check that there are as many scales as the configuration says.
+
+    Args:
+        name: What errors call the weight.
+        scale: `[N, G]`.
+        K: Number of columns.
+        group_size: Columns that share a scale; -1 for all.
+
+    Raises:
+        CorruptFileError: There are more, or fewer.
+    """
+    G = 1 if group_size < 1 else -(-K // group_size)
+    if scale.dim() != 2 or scale.shape[1] != G:
+        raise _misfit(name, f"scales for {G} groups of {K} columns, as config.json has it", scale)
 
 
 def required(name: str, tensors: Mapping[str, Tensor], *leaves: str) -> list[Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
 from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place
-from hf_trainweights.imports.weights import check_words, check_zero, integer_weight, required
+from hf_trainweights.imports.weights import check_groups, check_words, check_zero, integer_weight, required
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # In which of a word's eight places, from the lowest, each of its columns lies.
@@ -30,6 +30,7 @@ class Awq(Layout):
         bits = integer(config, "bits")
         if bits != 4:
             raise no_place(f"{WHERE}: bits", "4", f"{bits}")
+        self._group_size = integer(config, "group_size")
         version = str(config.get("version", config.get("format", "gemm"))).lower()
         if version != "gemm":
             raise no_place(f"{WHERE}: version", "gemm", repr(version))
@@ -50,9 +51,11 @@ class Awq(Layout):
         name = f"{module}.weight"
         words, zeros, scales = required(module, tensors, "qweight", "qzeros", "scales")
         check_words(f"{module}.qweight", words)
-        check_words(f"{module}.qzeros", zeros)
-        check_zero(name, _columns(zeros), 0, "zero points")
-        return integer_weight(name, _columns(words).t(), scales.t(), bits=4)
+        codes, scale = _columns(words).t(), scales.t()
+        check_groups(name, scale, codes.shape[1], self._group_size)
+        check_words(f"{module}.qzeros", zeros, (scale.shape[1], words.shape[1]))
+        check_zero(name, _columns(zeros), 0, "zero points less their middle")
+        return integer_weight(name, codes, scale, bits=4)
 
 
 def _columns(words: Tensor) -> Tensor:

@@ -42,6 +42,7 @@ class CompressedTensors(Layout):
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
         self._bits: set[int] = set()
+        self._group_sizes: set[int] = set()
         self._block_rows = 1
         for group, scheme in tables(config, "config_groups"):
             self._add(f"{WHERE}: {group}", scheme.get("weights"))
@@ -58,6 +59,8 @@ class CompressedTensors(Layout):
         if (kind, bits) not in _HELD:
             raise no_place(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
         self._bits.add(bits)
+        grouped = weights.get("strategy") == "group" or weights.get("group_size") not in (None, -1)
+        self._group_sizes.add(integer(weights, "group_size", where) if grouped else -1)
         block = weights.get("block_structure")
         if isinstance(block, list) and block and type(block[0]) is int:
             self._block_rows = max(1, block[0])
@@ -86,7 +89,11 @@ class CompressedTensors(Layout):
             return float8_weight(name, weight, scale, self._block_rows)
         codes, bits = (weight, 8) if weight is not None else self._unpack(module, tensors)
         if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).all()):
-            check_groups_in_order(name, tensors["weight_g_idx"], codes.shape[1], scale.shape[-1])
+            check_groups_in_order(name, tensors["weight_g_idx"], codes.shape[-1], scale.shape[-1])
+        K, G = codes.shape[-1], scale.shape[-1] if scale.dim() == 2 else 1
+        if G not in {1 if size < 1 else -(-K // size) for size in self._group_sizes}:
+            expected = f"groups of {' or '.join(map(str, sorted(self._group_sizes)))} columns, as config.json has it"
+            raise CorruptFileError(name, expected, f"{G} scales for {K} columns", AGAIN)
         return integer_weight(name, codes, scale, bits)
 
     def _unpack(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:

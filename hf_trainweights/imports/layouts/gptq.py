@@ -13,7 +13,14 @@ from torch import Tensor
 
 from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place
 from hf_trainweights.imports.layouts.compressed_tensors import unpack
-from hf_trainweights.imports.weights import check_groups_in_order, check_words, check_zero, integer_weight, required
+from hf_trainweights.imports.weights import (
+    check_groups,
+    check_groups_in_order,
+    check_words,
+    check_zero,
+    integer_weight,
+    required,
+)
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What the stored zero point lacks, by `checkpoint_format`.
@@ -32,7 +39,7 @@ class Gptq(Layout):
             raise no_place(f"{WHERE}: bits", "4 or 8", f"{self._bits}")
         if version not in _MISSING:
             raise no_place(f"{WHERE}: checkpoint_format", "gptq or gptq_v2", repr(version))
-        self._zero = -_MISSING[version]
+        self._zero, self._group_size = -_MISSING[version], integer(config, "group_size")
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
         """Return the weight of a module.
@@ -50,10 +57,11 @@ class Gptq(Layout):
         name = f"{module}.weight"
         words, zeros, scales = required(module, tensors, "qweight", "qzeros", "scales")
         check_words(f"{module}.qweight", words)
-        check_words(f"{module}.qzeros", zeros)
         codes, scale = unpack(words.t(), self._bits), scales.t()
         N, K = codes.shape
-        check_zero(name, unpack(zeros, self._bits).flatten(1)[:, :N] - self._zero, 0, "zero points")
+        check_groups(name, scale, K, self._group_size)
+        check_words(f"{module}.qzeros", zeros, (scale.shape[1], -(-N * self._bits // 32)))
+        check_zero(name, unpack(zeros, self._bits)[:, :N], self._zero, "zero points less their middle")
         if "g_idx" in tensors:
             check_groups_in_order(name, tensors["g_idx"], K, scale.shape[-1])
         elif self.config.get("desc_act"):
