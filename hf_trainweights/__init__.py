@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from hf_trainweights.exports.program import export_program
     from hf_trainweights.exports.torchscript import export_torchscript
     from hf_trainweights.exports.writer import export_compressed_tensors
+    from hf_trainweights.imports.directory import import_directory
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.inspection.model_difference import compare_models
@@ -51,6 +52,7 @@ __all__ = [
     "export_program",
     "export_torchscript",
     "get_model_size_in_bytes",
+    "import_directory",
     "inspect_weights",
     "latest",
     "quantize_",
@@ -69,6 +71,7 @@ _LAZY = {
     "export_onnx": "exports.onnx.writer",
     "export_program": "exports.program",
     "export_torchscript": "exports.torchscript",
+    "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
     "quantize_directory": "models.directory",
     "verify_onnx_model": "exports.onnx.verification",

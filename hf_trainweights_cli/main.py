@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, models
+from hf_trainweights_cli import checkpoint, demo, import_, models
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
 for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, demo.demo):
     app.command()(command)
+app.command("import")(import_.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

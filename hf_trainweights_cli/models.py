@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import tomllib
 import warnings
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict
 from enum import StrEnum
@@ -26,13 +26,12 @@ from hf_trainweights_cli.console import (
     print_table,
     say,
     show_size,
-    show_sizes,
     status,
 )
+from hf_trainweights_cli.summaries import print_summary, summary_as_json
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.listing import Entry
-    from hf_trainweights.models.summary import Choice, Summary
 
 ModelDirectory = Annotated[
     Path, typer.Argument(metavar="DIR", exists=True, file_okay=False, help="Directory of a quantized model.")
@@ -104,11 +103,9 @@ def quantize(
     with errors_in_one_line(debug):
         summary = quantize_directory(model, out, config)
     if as_json:
-        tensors = [_choice_as_json(choice) for choice in summary.tensors]
-        totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
-        print_json({"source": model, "out": str(out), **totals, "tensors": tensors})
+        print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:
-        _print_summary(summary)
+        print_summary(summary)
 
 
 def inspect(
@@ -250,25 +247,6 @@ def _read_rules(file: Path) -> dict[str, Any]:
     if not isinstance(rules, dict):
         raise typer.BadParameter(f"{file} holds no table of names to formats.", param_hint="--rules")
     return {name: None if rule is False else rule for name, rule in rules.items()}
-
-
-def _choice_as_json(choice: Choice) -> dict[str, Any]:
-    kept = {name: getattr(choice, name) for name in ("name", "reason", "numel", "bytes_before", "bytes_after")}
-    return {**kept, "format": choice.format and choice.format.get_config()}
-
-
-def _print_summary(summary: Summary) -> None:
-    groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
-    for choice in summary.tensors:
-        groups[str(choice.format or "float"), choice.reason].append(choice)
-    table = new_table("format", right=("tensors", "before", "after", "ratio"))
-    # The quantized tensors come first; those that are left alone are listed with the reason.
-    for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
-        totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
-        table.add_row(f"{shown}: {reason}" if reason else shown, str(len(choices)), *show_sizes(*totals))
-    table.add_section()
-    table.add_row("total", str(len(summary.tensors)), *show_sizes(summary.bytes_before, summary.bytes_after))
-    print_table(table)
 
 
 def _print_entries(entries: tuple[Entry, ...]) -> None:

@@ -22,11 +22,12 @@ ROOMS = (
     "tensor",  # the quantized weight
     "models",  # a Transformers model
     "exports",  # layouts that others read
+    "imports",  # layouts that others wrote
     "checkpoint",  # training state
     "inspection",  # what lies on disk
     "demo",
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback"}
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.callback"}
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
 PUBLIC_TRANSFORMERS = {
     *("transformers", "transformers.pytorch_utils", "transformers.quantizers.auto", "transformers.quantizers.base"),

@@ -9,8 +9,6 @@ Layout: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
-import bisect
-import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -24,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -141,26 +140,13 @@ def _unsupported(names: Iterable[str], found: str, next_step: str) -> Unsupporte
 
 def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, dict[str, slice]]:
     """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts."""
-    # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
-    # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.
-    names, numbers, ends = list(weights), {}, [0]
-    for name, weight in weights.items():
-        *lead, _ = weight.stored_shape
-        ends.append(ends[-1] + math.prod(lead))
-        numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
-    matrices: dict[str, dict[str, slice]] = defaultdict(dict)
-    for saved_name, rows in checkpoint_tensors(model, numbers).items():
-        first, count = int(rows.flatten()[0]), rows.numel() // 2
-        place = bisect.bisect_right(ends, first) - 1
-        weight = weights[names[place]]
-        N = weight.stored_shape[-2]
-        start = first - ends[place]
-        whole = torch.equal(rows.reshape(-1, 2), torch.arange(first, first + count).view(count, 1).expand(count, 2))
-        fits = count == N if weight.dim() == 2 else start // N == (start + count - 1) // N
-        if not (whole and fits and saved_name.endswith(".weight")):
+    shapes = {name: weight.stored_shape for name, weight in weights.items()}
+    matrices: dict[str, dict[str, slice]] = {}
+    for name, saved in matrices_in_checkpoint(model, shapes).items():
+        if saved is None:
             found = "weights that their checkpoint splits, merges or reorders"
-            raise _unsupported([names[place]], found, "Quantize the model again and leave these in float.")
-        matrices[names[place]][saved_name] = slice(start, start + count)
+            raise _unsupported([name], found, "Quantize the model again and leave these in float.")
+        matrices[name] = saved
     return matrices
 
 

@@ -64,22 +64,49 @@ def quantize_directory(
         >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
     """
     out = Path(out)
-    with save_errors(out, _UNCHANGED):
-        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-            raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
-    saved = _read_config(source)
+    require_new(out)
+    saved = read_config(source)
     if getattr(saved, "quantization_config", None) is not None:
         next_step = "Quantize the float model it was made from, or call model.dequantize() and save that."
         raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
     model = load_saved(source, quantization_config=config)
+    with new_directory(out) as temporary:
+        copy_companions(source, temporary)
+        model.save_pretrained(temporary)
+    quantizer: Any = model.hf_quantizer
+    return quantizer.summary()
+
+
+def require_new(out: Path) -> None:
+    """Check that a model can be written to a directory that is new or empty.
+
+    Args:
+        out: The directory.
+
+    Raises:
+        ConfigError: Something is there.
+        SaveError: It cannot be looked into.
+    """
+    with save_errors(out, _UNCHANGED):
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
+
+
+@contextlib.contextmanager
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out` when the block ends without an error, durably.
+
+    Args:
+        out: A new or empty directory.
+
+    Raises:
+        SaveError: It cannot be written; nothing is left behind.
+    """
     with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
         clean_up(out.parent)
     with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
-        copy_companions(source, temporary)
-        model.save_pretrained(temporary)
+        yield temporary
         sync_tree(temporary)
-    quantizer: Any = model.hf_quantizer
-    return quantizer.summary()
 
 
 def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
@@ -101,7 +128,7 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         >>> load_saved("models/llama-int4").device  # doctest: +SKIP
         device(type='cpu')
     """
-    saved = _read_config(source)
+    saved = read_config(source)
     name, cls = saved_class(saved)
     if cls is None:
         next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
@@ -198,7 +225,15 @@ def _check_index(source: Path) -> None:
         shard_names(first)
 
 
-def _read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
+def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
+    """Return the configuration of a saved model.
+
+    Args:
+        source: Directory or Hub id of a model.
+
+    Raises:
+        ConfigError: It is missing or cannot be read.
+    """
     try:
         return AutoConfig.from_pretrained(source)
     except TrainWeightsError:

@@ -68,13 +68,13 @@ def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>\w+?)_(?P<suffix>{'|'.join(map(re.escape, suffixes))})")
 
 
-def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[str, Tensor]:
+def flatten_weight(name: str, weight: QuantizedTensor, default: Format | None) -> dict[str, Tensor]:
     """Return the plain tensors that stand for one weight in a file.
 
     Args:
         name: Full name of the weight.
         weight: The weight.
-        default: The format that the model's configuration names.
+        default: The format that the model's configuration names; None if each weight is to name its own.
 
     Returns:
         The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
@@ -88,7 +88,7 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format) -> dict[
     return flat
 
 
-def _needs_format(weight: QuantizedTensor, default: Format) -> bool:
+def _needs_format(weight: QuantizedTensor, default: Format | None) -> bool:
     return weight.format != default or weight.transposed
 
 

@@ -1,0 +1,1 @@
+"""Checkpoints that other quantizers wrote, read into this package's formats without quantizing again."""

@@ -1,0 +1,126 @@
+"""The files of a checkpoint in this package's layout, made of those of another, module by module."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.imports.layouts.base import Layout
+from hf_trainweights.imports.skeleton import Skeleton
+from hf_trainweights.imports.source import Source
+from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import flatten_weight
+
+# Bytes that are in memory before they are written.
+_SHARD_BYTES = 1 << 29
+
+
+def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) -> Counter[Format]:
+    """Write the tensors of a checkpoint in this package's layout.
+
+    Args:
+        source: The checkpoint.
+        layout: How its quantized weights lie there.
+        skeleton: The model that it is of.
+        target: An empty directory, which gets safetensors files and their index.
+
+    Returns:
+        How many weights there are of each format.
+
+    Raises:
+        ConfigError: None of the weights is quantized.
+        CorruptFileError: A tensor is missing, or does not fit the others.
+        UnsupportedError: No format of this package can hold a weight exactly.
+        OSError: The directory cannot be written.
+    """
+    formats: Counter[Format] = Counter()
+    shards, waiting, waiting_bytes = 0, {}, 0
+    weight_map: dict[str, str] = {}
+    for tensors in _converted(source, layout, skeleton, formats):
+        waiting |= tensors
+        waiting_bytes += sum(tensor.nbytes for tensor in tensors.values())
+        if waiting_bytes >= _SHARD_BYTES:
+            shards += 1
+            weight_map |= _write_shard(target, shards, waiting)
+            waiting, waiting_bytes = {}, 0
+    if waiting:
+        weight_map |= _write_shard(target, shards + 1, waiting)
+    if not formats:
+        found = "none: its weights are float, or lie under names that its layout does not have"
+        raise ConfigError(str(source.directory), "quantized weights, as config.json says", found, AGAIN)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    return formats
+
+
+def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:
+    file = f"model-{number:05}.safetensors"
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / file, {"format": "pt"})
+    return dict.fromkeys(tensors, file)
+
+
+def _converted(
+    source: Source, layout: Layout, skeleton: Skeleton, formats: Counter[Format]
+) -> Iterator[dict[str, Tensor]]:
+    """Yield the tensors of each module, then those of merged experts, and count the formats."""
+    modules, transposed = source.modules(), skeleton.transposed_modules()
+    experts = skeleton.merged_experts()
+    of_experts = {module for _, matrices in experts.values() for module in matrices}
+    for module, leaves in modules.items():
+        weight = None if module in of_experts else _read(source, layout, module, leaves)
+        if weight is not None:
+            if module in transposed:
+                weight = QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype, True)
+            formats[weight.format] += 1
+            yield flatten_weight(f"{module}.weight", weight, default=None)
+            leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves}
+        if module not in of_experts:
+            yield {name: source.tensor(name) for name in leaves.values()}
+    for name, (shape, matrices) in experts.items():
+        parts = {module: _read(source, layout, module, modules.get(module, {})) for module in matrices}
+        if all(part is None for part in parts.values()):
+            yield {saved: source.tensor(saved) for module in matrices for saved in modules.get(module, {}).values()}
+            continue
+        merged = _merge(name, shape, parts, matrices)
+        formats[merged.format] += 1
+        yield flatten_weight(name, merged, default=None)
+
+
+def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -> QuantizedTensor | None:
+    return layout.read(module, source.tensors({leaf: leaves[leaf] for leaf in leaves if leaf in layout.leaves}))
+
+
+def _merge(
+    name: str, shape: tuple[int, ...], parts: dict[str, QuantizedTensor | None], matrices: dict[str, slice]
+) -> QuantizedTensor:
+    """Return the weight of all experts.
+
+    Args:
+        name: Its name, for errors.
+        shape: Its shape, `[E, N, K]`.
+        parts: The matrices by their modules.
+        matrices: The rows of each.
+    """
+    first = next(part for part in parts.values() if part is not None)
+    merged = first.format.empty(shape, first.scale_dtype, "cpu")
+    for module, part in parts.items():
+        if part is None:
+            raise CorruptFileError(module, "a quantized weight, as of the other experts", "none", AGAIN)
+        if (part.format, part.scale_dtype) != (first.format, first.scale_dtype):
+            found = f"{first.format} and {part.format} with scales in {first.scale_dtype} and {part.scale_dtype}"
+            raise UnsupportedError(name, "experts of one format", found, FROM_FLOAT)
+        rows = matrices[module]
+        if tuple(part.stored_shape) != (rows.stop - rows.start, shape[-1]):
+            expected = f"shape {(rows.stop - rows.start, shape[-1])}, as config.json has it"
+            raise CorruptFileError(f"{module}.weight", expected, f"{tuple(part.stored_shape)}", AGAIN)
+        for key, tensor in part.tensors.items():
+            merged[key].flatten(0, -2)[rows] = tensor
+    return QuantizedTensor(merged, first.format, shape, first.scale_dtype)

@@ -1,0 +1,134 @@
+"""import_directory: a model that another quantizer wrote, as a directory of this package.
+
+The files are converted one module at a time into a directory beside the target, and that is loaded and saved like any
+other model. So an import that Transformers cannot load whole is refused before anything is put in its place, and what
+is written follows every convention of `save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.model_config import CONFIG_NAME
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.formats.base import Format
+from hf_trainweights.imports.conversion import convert
+from hf_trainweights.imports.layouts import layout_of
+from hf_trainweights.imports.skeleton import Skeleton
+from hf_trainweights.imports.source import Source
+from hf_trainweights.imports.weights import AGAIN
+from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.directory import copy_companions, load_saved, new_directory, read_config, require_new
+from hf_trainweights.models.missing_weights import saved_class
+from hf_trainweights.models.summary import Summary
+
+# Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
+_KEYS = ("quantization_config", "compression_config")
+# Files of GPTQ and AWQ that describe the weights of the source once more.
+_DESCRIPTIONS = ("quantize_config.json", "quant_config.json")
+
+
+def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]) -> Summary:
+    """Write a model that another quantizer quantized in this package's layout, without quantizing it again.
+
+    Codes and scales are moved, so the weights stand for the values that they stood for before. What the layout says
+    about activations and caches is left out. The source stays as it is, and nothing in it is executed.
+
+    Args:
+        source: Directory or Hub id of a model in a layout of compressed-tensors, GPTQ, AWQ, bitsandbytes (int8),
+            torchao, or Transformers' own float8.
+        out: A new or empty directory.
+
+    Returns:
+        The choice for each parameter.
+
+    Raises:
+        ConfigError: `out` is not empty; the source is missing, cannot be read, is of no class of Transformers, lacks
+            weights, or is of no layout that is known.
+        CorruptFileError: A file of the source is damaged, or tensors do not fit each other.
+        UnsupportedError: No format of this package can hold a weight exactly, which is named.
+        SaveError: `out` cannot be written.
+
+    Example:
+        >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
+    """
+    out = Path(out)
+    require_new(out)
+    folder = _folder(source)
+    described, config = _read_json(folder)
+    files = Source(folder)
+    layout = layout_of(described, files.metadata)
+    saved = read_config(folder)
+    name, cls = saved_class(saved)
+    if cls is None:
+        expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
+        raise ConfigError(str(source), expected, name, next_step)
+    skeleton = Skeleton(cls, saved)
+    with new_directory(out) as temporary:
+        converted = temporary.with_name(f"{temporary.name}.converted")
+        converted.mkdir()
+        formats = convert(files, layout, skeleton, converted)
+        _write_config(converted, config, formats.most_common(1)[0][0])
+        for directory in (converted, temporary):
+            copy_companions(folder, directory)
+            for name in _DESCRIPTIONS:
+                (directory / name).unlink(missing_ok=True)
+        model = _load(folder, converted)
+        model.save_pretrained(temporary)
+    quantizer: Any = model.hf_quantizer
+    return quantizer.summary()
+
+
+def _folder(source: str | os.PathLike[str]) -> Path:
+    if os.path.isdir(source):
+        return Path(source)
+    try:
+        return Path(snapshot_download(str(source)))
+    except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        found = reason if os.path.lexists(source) or "/" in str(source) else "nothing there"
+        next_step = "Give a directory, or the name of a repository on the Hub."
+        raise ConfigError(str(source), "a quantized model", found, next_step) from error
+
+
+def _read_json(folder: Path) -> tuple[object, dict[str, Any]]:
+    """Return the description of the quantized weights, and the configuration without it."""
+    file = folder / CONFIG_NAME
+    try:
+        with open_regular_file(file) as stream:
+            config = json.loads(stream.read())
+        described = next((config.pop(key) for key in _KEYS if config.get(key) is not None), None)
+    except CorruptFileError:
+        raise
+    except OSError as error:
+        raise ConfigError(str(file), "the configuration of a model", str(error), AGAIN) from error
+    except (ValueError, AttributeError, TypeError, RecursionError) as error:
+        raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], AGAIN) from error
+    if described is None:
+        next_step = "Quantize a float model with quantize_directory, or `trainweights quantize`."
+        raise ConfigError(str(file), "a quantization_config", "none: a float model", next_step)
+    return described, config
+
+
+def _write_config(directory: Path, config: dict[str, Any], default: Format) -> None:
+    """Write config.json with this package's description of the weights."""
+    quantization = TrainWeightsConfig(**default.get_config()).to_dict()
+    text = json.dumps({**config, "quantization_config": quantization}, indent=2)
+    (directory / CONFIG_NAME).write_text(text, encoding="utf-8")
+
+
+def _load(folder: Path, converted: Path) -> PreTrainedModel:
+    try:
+        return load_saved(converted)
+    except ConfigError as error:
+        # Its files are gone when somebody reads of them.
+        where = error.where.replace(str(converted), str(folder))
+        raise ConfigError(where, error.expected, error.found, error.next_step) from error

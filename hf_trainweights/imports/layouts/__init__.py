@@ -1,0 +1,44 @@
+"""The registry of layouts, by the `quant_method` of config.json."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.imports.layouts.awq import Awq
+from hf_trainweights.imports.layouts.base import WHERE, Layout
+from hf_trainweights.imports.layouts.bitsandbytes import BitsAndBytes
+from hf_trainweights.imports.layouts.compressed_tensors import CompressedTensors
+from hf_trainweights.imports.layouts.float8 import Float8
+from hf_trainweights.imports.layouts.gptq import Gptq
+from hf_trainweights.imports.layouts.torchao import TorchAO
+
+LAYOUTS: dict[str, type[Layout]] = {
+    "awq": Awq,
+    "bitsandbytes": BitsAndBytes,
+    "compressed-tensors": CompressedTensors,
+    "fbgemm_fp8": Float8,
+    "fp8": Float8,
+    "gptq": Gptq,
+    "torchao": TorchAO,
+}
+
+
+def layout_of(config: object, metadata: Mapping[str, str]) -> Layout:
+    """Return the layout that a configuration describes.
+
+    Args:
+        config: The `quantization_config` of a config.json, which may hold anything.
+        metadata: What the headers of its safetensors files say beside the tensors.
+
+    Raises:
+        ConfigError: It names none of `LAYOUTS`, or is none of that layout.
+        UnsupportedError: None of this package's formats can hold exactly what it describes.
+    """
+    described: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
+    method = described.get("quant_method")
+    if not isinstance(method, str) or method not in LAYOUTS:
+        known = ", ".join(LAYOUTS)
+        raise ConfigError(f"{WHERE}: quant_method", f"one of {known}", repr(method), "Load other models as they are.")
+    return LAYOUTS[method](described, metadata)

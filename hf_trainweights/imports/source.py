@@ -1,0 +1,118 @@
+"""The tensors of a checkpoint that somebody else wrote: checked first, then read one by one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.models.stored_weights import check_weight_files
+
+_MODEL_FILES = ENTRY_POINTS[:4]
+
+
+class Source:
+    """The tensors of a model's weight files, safetensors or `.bin`, whole or sharded; nothing in them is executed.
+
+    Args:
+        directory: Where the model lies.
+
+    Raises:
+        ConfigError: It has no weight files under names that Transformers looks for.
+        CorruptFileError: A file is missing, damaged, no regular file, or holds more than plain tensors; or two files
+            have a tensor of the same name.
+        OSError: A file cannot be read.
+    """
+
+    def __init__(self, directory: Path):
+        self.directory = directory
+        self._files: dict[str, Any] = {}
+        self.metadata: dict[str, str] = {}
+        for path in _weight_files(directory):
+            opened = _Safetensors(path) if path.suffix == ".safetensors" else _Bin(path)
+            for name in opened.names():
+                if name in self._files:
+                    next_step = "Download the model again, or save it again from its source."
+                    raise CorruptFileError(str(path), f"{name} in one file", "it in several", next_step)
+                self._files[name] = opened
+            self.metadata |= opened.metadata()
+
+    def tensor(self, name: str) -> Tensor:
+        """Return a tensor, a view of the mapped file.
+
+        Args:
+            name: Its name in the checkpoint.
+        """
+        return self._files[name].tensor(name)
+
+    def modules(self) -> dict[str, dict[str, str]]:
+        """Return the tensors by the module that they belong to: module to last part of the name to whole name.
+
+        Example:
+            >>> Source(Path("models/llama-gptq")).modules()["model.layers.0.mlp.up_proj"]  # doctest: +SKIP
+            {'qweight': 'model.layers.0.mlp.up_proj.qweight', ...}
+        """
+        modules: dict[str, dict[str, str]] = defaultdict(dict)
+        for name in sorted(self._files):
+            module, _, leaf = name.rpartition(".")
+            modules[module][leaf] = name
+        return dict(modules)
+
+    def tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
+        """Return several tensors.
+
+        Args:
+            names: Any keys to names in the checkpoint.
+
+        Returns:
+            The keys to the tensors.
+        """
+        return {key: self.tensor(name) for key, name in names.items()}
+
+
+class _Safetensors:
+    def __init__(self, path: Path):
+        self._file = safe_open(path, framework="pt")
+
+    def names(self) -> list[str]:
+        return list(self._file.keys())
+
+    def metadata(self) -> dict[str, str]:
+        return self._file.metadata() or {}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._file.get_tensor(name)
+
+
+class _Bin:
+    def __init__(self, path: Path):
+        with path.open("rb") as stream:
+            zipped = stream.read(4) == b"PK\x03\x04"
+        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+        self._tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+
+    def names(self) -> list[str]:
+        return list(self._tensors)
+
+    def metadata(self) -> dict[str, str]:
+        return {}
+
+    def tensor(self, name: str) -> Tensor:
+        return self._tensors[name]
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    entry = next((directory / name for name in _MODEL_FILES if (directory / name).exists()), None)
+    if entry is None:
+        next_step = "Rename a single file to model.safetensors; of a model in another layout download the original."
+        raise ConfigError(str(directory), f"one of {', '.join(_MODEL_FILES)}", "none", next_step)
+    files = [directory / name for name in shard_names(entry)] if entry.suffix == ".json" else [entry]
+    check_weight_files(files, directory)
+    return files

@@ -1,0 +1,194 @@
+"""Codes and scales of any origin as a quantized weight of this package: the same numbers, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.packing import pack_int4
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+AGAIN = "The files are damaged or belong to another model; download them again."
+FROM_FLOAT = "Quantize the float model that it was made from."
+
+
+def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
+    """Return a weight of integer codes.
+
+    Args:
+        name: What errors call the weight.
+        codes: Int8 `[N, K]`.
+        scale: Float, one number, `[N]`, or `[N, G]` for groups of K / G columns.
+        bits: 4 for codes of -8 to 7, else 8.
+
+    Returns:
+        A weight in int4 where its groups can be made of groups of 32, 64 or 128, else in int8.
+
+    Raises:
+        CorruptFileError: Shapes, dtypes or values do not fit each other.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0:
+        raise _misfit(name, "codes as an int8 matrix", codes)
+    N, K = codes.shape
+    scale = _by_row(name, scale, N)
+    G = scale.shape[1]
+    if K % G:
+        raise _misfit(name, f"scales for groups that divide {K} columns", scale)
+    if bits == 4 and not bool(((codes >= -8) & (codes <= 7)).all()):
+        found = f"{int(codes.amin())} to {int(codes.amax())}"
+        raise CorruptFileError(name, "int4 codes of -8 to 7", found, AGAIN)
+    # A group of 256, or a row, is several groups of 128 with one scale.
+    sizes = [size for size in GROUP_SIZES if bits == 4 and (K // G) % size == 0]
+    if sizes and Int4(sizes[-1]).fallback((N, K)) == Int4(sizes[-1]):
+        size = sizes[-1]
+        scale = scale.repeat_interleave(K // G // size, dim=1)
+        return _held(name, Int4(size), pack_int4(codes), scale, (N, K))
+    return _held(name, Int8(None if G == 1 else K // G), codes, scale, (N, K))
+
+
+def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int = 1) -> QuantizedTensor:
+    """Return a weight of float8 codes.
+
+    Args:
+        name: What errors call the weight.
+        codes: Float8 e4m3fn `[N, K]`.
+        scale: Float, one number, `[N]`, or `[R, C]` for blocks of `rows_per_block` rows.
+        rows_per_block: Rows that share a scale.
+
+    Raises:
+        CorruptFileError: Shapes, dtypes or values do not fit each other.
+        UnsupportedError: The scales of a row differ.
+    """
+    if codes.dim() != 2 or codes.dtype != torch.float8_e4m3fn or codes.numel() == 0:
+        raise _misfit(name, "codes as a float8_e4m3fn matrix", codes)
+    N, K = codes.shape
+    if scale.dtype == torch.float8_e8m0fnu:
+        scale = scale.float()  # powers of two
+    if scale.dim() == 2 and scale.shape[0] == -(-N // rows_per_block):
+        scale = scale.repeat_interleave(rows_per_block, dim=0)[:N]
+    scale = _by_row(name, scale, N)
+    if not bool((scale == scale[:, :1]).all()):
+        found = f"{scale.shape[1]} scales along a row of {K} columns"
+        raise UnsupportedError(name, "float8 with one scale a row, as this package stores it", found, FROM_FLOAT)
+    if bool(codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any()):
+        raise CorruptFileError(name, "finite float8 codes", "NaN", AGAIN)
+    return _held(name, Float8E4M3(), codes, scale[:, :1], (N, K))
+
+
+def check_zero(name: str, zero_points: Tensor, zero: int, stored: str) -> None:
+    """Check that zero points are those of symmetric codes, which none of this package's formats needs.
+
+    Args:
+        name: What errors call the weight.
+        zero_points: Integers, any shape.
+        zero: What they have to be.
+        stored: How the layout calls them.
+
+    Raises:
+        UnsupportedError: One differs.
+    """
+    if not bool((zero_points == zero).all()):
+        found = f"{stored} from {int(zero_points.amin())} to {int(zero_points.amax())}: asymmetric codes"
+        raise UnsupportedError(name, f"symmetric codes, {stored} all {zero}", found, FROM_FLOAT)
+
+
+def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
+    """Check that the groups of a row lie one behind the other, not scattered by the order of activations.
+
+    Args:
+        name: What errors call the weight.
+        g_idx: The group of each column, `[K]`.
+        K: Number of columns.
+        G: Number of groups.
+
+    Raises:
+        UnsupportedError: They are scattered.
+    """
+    ordered = torch.arange(K) // max(1, K // max(1, G))
+    if g_idx.shape != ordered.shape or not torch.equal(g_idx.to(torch.int64), ordered):
+        found = "columns in groups by activation order (desc_act, actorder)"
+        raise UnsupportedError(name, "groups of neighbouring columns", found, FROM_FLOAT)
+
+
+def check_words(name: str, words: Tensor, shape: tuple[int | None, int | None] = (None, None)) -> None:
+    """Check that a tensor is a matrix of packed codes.
+
+    Args:
+        name: What errors call it.
+        words: The tensor.
+        shape: Its shape; None for what is not known.
+
+    Raises:
+        CorruptFileError: It is not.
+    """
+    fits = words.dim() == 2 and all(want in (None, size) for want, size in zip(shape, words.shape, strict=True))
+    if not fits or words.dtype != torch.int32 or words.numel() == 0:
+        rows, columns = ("any" if size is None else size for size in shape)
+        raise _misfit(name, f"int32 words of shape ({rows}, {columns})", words)
+
+
+def check_groups(name: str, scale: Tensor, K: int, group_size: int) -> None:
+    """Check that there are as many scales as the configuration says.
+
+    Args:
+        name: What errors call the weight.
+        scale: `[N, G]`.
+        K: Number of columns.
+        group_size: Columns that share a scale; -1 for all.
+
+    Raises:
+        CorruptFileError: There are more, or fewer.
+    """
+    G = 1 if group_size < 1 else -(-K // group_size)
+    if scale.dim() != 2 or scale.shape[1] != G:
+        raise _misfit(name, f"scales for {G} groups of {K} columns, as config.json has it", scale)
+
+
+def required(name: str, tensors: Mapping[str, Tensor], *leaves: str) -> list[Tensor]:
+    """Return the tensors that a quantized weight must have.
+
+    Args:
+        name: The module, for errors.
+        tensors: The tensors of the module.
+        leaves: Which of them.
+
+    Raises:
+        CorruptFileError: One is missing.
+    """
+    for leaf in leaves:
+        if leaf not in tensors:
+            raise CorruptFileError(f"{name}.{leaf}", "this tensor of a quantized weight", "none", AGAIN)
+    return [tensors[leaf] for leaf in leaves]
+
+
+def _by_row(name: str, scale: Tensor, N: int) -> Tensor:
+    """Return scales as `[N, G]`, after checking them."""
+    if scale.dtype not in FLOAT_DTYPES:
+        raise _misfit(name, "scales in float32, bfloat16 or float16", scale)
+    if scale.numel() == 1:
+        scale = scale.reshape(1, 1).expand(N, 1)
+    elif scale.dim() == 1:
+        scale = scale.unsqueeze(1)
+    if scale.dim() != 2 or scale.shape[0] != N or scale.shape[1] == 0:
+        raise _misfit(name, f"scales for {N} rows", scale)
+    if not bool(scale.isfinite().all()):
+        raise CorruptFileError(name, "finite scales", "NaN or Inf", AGAIN)
+    return scale
+
+
+def _held(name: str, form: Format, codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> QuantizedTensor:
+    tensors = {"qdata": codes.contiguous(), "scale": scale.contiguous()}
+    form.check(tensors, shape, name)
+    return QuantizedTensor(tensors, form, shape, scale.dtype)
+
+
+def _misfit(name: str, expected: str, found: Tensor) -> CorruptFileError:
+    return CorruptFileError(name, expected, f"{found.dtype} of shape {tuple(found.shape)}", AGAIN)

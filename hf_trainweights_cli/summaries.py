@@ -1,0 +1,45 @@
+"""What became of the weights of a model, as a table or as JSON."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import TYPE_CHECKING, Any
+
+from hf_trainweights_cli.console import new_table, print_table, show_sizes
+
+if TYPE_CHECKING:
+    from hf_trainweights.models.summary import Choice, Summary
+
+
+def summary_as_json(summary: Summary) -> dict[str, Any]:
+    """Return the choices for all tensors, and the bytes of all, as JSON values.
+
+    Args:
+        summary: The choices.
+    """
+    totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
+    return {**totals, "tensors": [_choice_as_json(choice) for choice in summary.tensors]}
+
+
+def _choice_as_json(choice: Choice) -> dict[str, Any]:
+    kept = {name: getattr(choice, name) for name in ("name", "reason", "numel", "bytes_before", "bytes_after")}
+    return {**kept, "format": choice.format and choice.format.get_config()}
+
+
+def print_summary(summary: Summary) -> None:
+    """Print how many tensors are in which format, and their bytes.
+
+    Args:
+        summary: The choices.
+    """
+    groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
+    for choice in summary.tensors:
+        groups[str(choice.format or "float"), choice.reason].append(choice)
+    table = new_table("format", right=("tensors", "before", "after", "ratio"))
+    # The quantized tensors come first; those that are left alone are listed with the reason.
+    for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
+        totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
+        table.add_row(f"{shown}: {reason}" if reason else shown, str(len(choices)), *show_sizes(*totals))
+    table.add_section()
+    table.add_row("total", str(len(summary.tensors)), *show_sizes(summary.bytes_before, summary.bytes_after))
+    print_table(table)

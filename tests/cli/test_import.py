@@ -1,0 +1,40 @@
+"""`trainweights import`: exit codes, what is printed, and JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from imports.writers import awq, gptq, write_model
+from typer.testing import CliRunner
+
+from hf_trainweights_cli.main import app
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    write_model(tmp_path / "source", gptq())
+    return tmp_path / "source"
+
+
+def test_import_prints_the_formats_and_sizes(source: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["import", str(source), str(tmp_path / "out")])
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert any(line.split()[:3] == ["int4", "g32", "14"] for line in result.stdout.splitlines())
+    assert (tmp_path / "out" / "model.safetensors").exists()
+
+
+def test_import_as_json_names_each_weight(source: Path, tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["import", str(source), str(tmp_path / "out"), "--json"])
+    rows = {row["name"]: row["format"] for row in json.loads(result.stdout)["tensors"]}
+    assert rows["model.layers.0.self_attn.q_proj.weight"] == {"format": "int4", "group_size": 32}
+
+
+def test_a_model_that_cannot_be_held_exits_with_1_and_one_line(tmp_path: Path) -> None:
+    write_model(tmp_path / "source", awq(zero=7))
+    result = CliRunner().invoke(app, ["import", str(tmp_path / "source"), str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "asymmetric" in result.stderr
+    assert not (tmp_path / "out").exists()

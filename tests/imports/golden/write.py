@@ -1,0 +1,67 @@
+"""Writes the sources in this folder, with packages that the suite does not install.
+
+    pip install --no-deps --target /tmp/peers torchao==0.18.0 bitsandbytes==0.50.2
+    PYTHONPATH=/tmp/peers python tests/imports/golden/write.py
+
+Each folder gets a model as the peer's quantizer in Transformers 5.23 saves it, and `expected.safetensors`: its weights
+as the peer itself dequantizes them.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from bitsandbytes.functional import int8_vectorwise_dequant
+from safetensors.torch import save_file
+from torchao.quantization import (
+    Float8WeightOnlyConfig,
+    Int8DynamicActivationInt8WeightConfig,
+    Int8WeightOnlyConfig,
+    IntxWeightOnlyConfig,
+    PerGroup,
+)
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, TorchAoConfig
+
+FOLDER = Path(__file__).parent
+CONFIGS = {
+    "bitsandbytes-int8": BitsAndBytesConfig(load_in_8bit=True),
+    "bitsandbytes-nf4": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "torchao-int8": TorchAoConfig(Int8WeightOnlyConfig()),
+    "torchao-int8-groups": TorchAoConfig(Int8WeightOnlyConfig(granularity=PerGroup(32))),
+    "torchao-int8-activations": TorchAoConfig(Int8DynamicActivationInt8WeightConfig()),
+    "torchao-int4": TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=PerGroup(32))),
+    "torchao-int3": TorchAoConfig(IntxWeightOnlyConfig(weight_dtype=torch.int3, granularity=PerGroup(32))),
+    "torchao-float8": TorchAoConfig(Float8WeightOnlyConfig()),
+}
+
+
+def dequantized(module: torch.nn.Linear) -> torch.Tensor:
+    """Return a weight as its peer dequantizes it."""
+    weight = module.weight
+    if hasattr(weight, "SCB") and weight.SCB is not None:
+        return int8_vectorwise_dequant(weight.data, weight.SCB).to(torch.bfloat16)
+    return weight.dequantize() if hasattr(weight, "dequantize") and type(weight) is not torch.nn.Parameter else weight
+
+
+def main() -> None:
+    """Write all sources."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(vocab_size=16, **sizes)).to(torch.bfloat16)
+    with TemporaryDirectory() as base:
+        model.save_pretrained(base)
+        for name, config in CONFIGS.items():
+            quantized = AutoModelForCausalLM.from_pretrained(base, quantization_config=config, dtype=torch.bfloat16)
+            quantized.save_pretrained(FOLDER / name)
+            (FOLDER / name / "generation_config.json").unlink()
+            if name == "bitsandbytes-nf4":
+                continue
+            linears = {n: m for n, m in quantized.named_modules() if isinstance(m, torch.nn.Linear)}
+            expected = {f"{n}.weight": dequantized(m).detach().contiguous() for n, m in linears.items()}
+            save_file(expected, FOLDER / name / "expected.safetensors")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,346 @@
+"""An imported model stands for the very weights of its source, and whatever cannot be held exactly is refused."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from architectures import ARCHITECTURES
+from imports.writers import Layout, awq, compressed_tensors, float8, gptq, write_model
+from safetensors.torch import load_file, save_file
+from tiny_tokenizers import byte_level
+from torch import Tensor
+from transformers import AutoTokenizer, PreTrainedModel
+
+import hf_trainweights
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, import_directory, quantize_, verify_model
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+
+# Each with the format that its weights get.
+EXACT = {
+    "ct-int4-group": (compressed_tensors("int", 4, "group", 32), "int4 g32"),
+    "ct-int4-channel": (compressed_tensors("int", 4, "channel"), "int4 g64"),
+    "ct-int4-group-of-16": (compressed_tensors("int", 4, "group", 16), "int8 g16"),
+    "ct-int8-channel": (compressed_tensors("int", 8, "channel"), "int8"),
+    "ct-int8-group": (compressed_tensors("int", 8, "group", 32), "int8 g32"),
+    "ct-int8-tensor": (compressed_tensors("int", 8, "tensor"), "int8"),
+    "ct-int8-plain": (compressed_tensors("int", 8, "channel", packed=False), "int8"),
+    "ct-float8-channel": (compressed_tensors("float", 8, "channel"), "float8_e4m3"),
+    "ct-float8-tensor": (compressed_tensors("float", 8, "tensor"), "float8_e4m3"),
+    "fp8-tensor": (float8("fp8", "weight_scale_inv", "tensor"), "float8_e4m3"),
+    "fp8-one-block-a-row": (float8("fp8", "weight_scale_inv", "block"), "float8_e4m3"),
+    "fbgemm-fp8": (float8("fbgemm_fp8", "weight_scale", "row"), "float8_e4m3"),
+}
+# Their scales are float16, whatever the dtype of the model.
+EXACT_IN_FLOAT16 = {
+    "gptq": (gptq(), "int4 g32"),
+    "gptq-v2": (gptq(version="gptq_v2"), "int4 g32"),
+    "gptq-unversioned": (gptq(version=None, group_size=64), "int4 g64"),
+    "gptq-8-bits": (gptq(bits=8), "int8 g32"),
+    "gptq-one-group": (gptq(group_size=-1), "int4 g64"),
+    "awq": (awq(), "int4 g32"),
+}
+
+
+def load(directory: Path) -> PreTrainedModel:
+    name = json.loads((directory / "config.json").read_text())["architectures"][0]
+    return getattr(transformers, name).from_pretrained(directory, dtype="auto")
+
+
+def assert_stands_for(out: Path, expected: dict[str, Tensor]) -> None:
+    """Check that an imported model has the weights of a float checkpoint, bit for bit."""
+    model = load(out)
+    folder = out.with_name("float")
+    folder.mkdir()
+    config = json.loads((out / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file({name: tensor.contiguous() for name, tensor in expected.items()}, folder / "model.safetensors")
+    wanted = load(folder).state_dict()
+    model.dequantize()
+    assert model.state_dict().keys() == wanted.keys()
+    assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, wanted[name])] == []
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return tmp_path / "source"
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    return tmp_path / "out"
+
+
+@pytest.mark.parametrize(("layout", "form"), EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_weights_are_those_that_the_peer_dequantizes(
+    layout: Layout, form: str, dtype: torch.dtype, source: Path, out: Path
+) -> None:
+    expected = write_model(source, layout, dtype=dtype)
+    import_directory(source, out)
+    assert str(load(out).model.layers[0].self_attn.q_proj.weight.format) == form
+    assert_stands_for(out, expected)
+
+
+@pytest.mark.parametrize(("layout", "form"), EXACT_IN_FLOAT16.values(), ids=EXACT_IN_FLOAT16)
+def test_weights_with_float16_scales_are_those_that_the_peer_dequantizes(
+    layout: Layout, form: str, source: Path, out: Path
+) -> None:
+    expected = write_model(source, layout, dtype=torch.float16)
+    import_directory(source, out)
+    weight = load(out).model.layers[0].self_attn.q_proj.weight
+    assert (str(weight.format), weight.scale_dtype) == (form, torch.float16)
+    assert_stands_for(out, expected)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt2", "llama_tied"])
+@pytest.mark.parametrize("layout", [compressed_tensors("int", 4, "group", 32), gptq()], ids=["ct", "gptq"])
+def test_experts_are_merged_and_transposed_weights_stay_so(
+    architecture: str, layout: Layout, source: Path, out: Path
+) -> None:
+    expected = write_model(source, layout, architecture, torch.float16)
+    import_directory(source, out)
+    assert_stands_for(out, expected)
+    quantized = [parameter for parameter in load(out).parameters() if isinstance(parameter, QuantizedTensor)]
+    assert any(weight.dim() == 3 for weight in quantized) == (architecture in ("qwen3_moe", "mixtral"))
+    assert any(weight.transposed for weight in quantized) == (architecture == "gpt2")
+
+
+@pytest.mark.parametrize(
+    "config", [{"format": "int4", "group_size": 32}, {"format": "int8"}, {"format": "float8_e4m3"}]
+)
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_what_this_package_exports_it_imports(
+    architecture: str, config: dict[str, Any], source: Path, out: Path, tmp_path: Path
+) -> None:
+    model = ARCHITECTURES[architecture].build(torch.bfloat16)
+    quantize_(model, TrainWeightsConfig(**config))
+    model.save_pretrained(tmp_path / "ours")
+    hf_trainweights.export_compressed_tensors(model, source)
+    import_directory(source, out)
+    imported, ours = (load_file(each / "model.safetensors") for each in (out, tmp_path / "ours"))
+    assert imported.keys() == ours.keys()
+    assert [name for name in ours if not torch.equal(imported[name], ours[name])] == []
+
+
+def test_the_imported_model_is_a_whole_directory_of_this_package(source: Path, out: Path) -> None:
+    write_model(source, gptq(), dtype=torch.float16)
+    byte_level().save_pretrained(source)
+    (source / "quantize_config.json").write_text("{}")
+    summary = import_directory(source, out)
+    assert (summary.quantized[0].format, len(summary.quantized)) == (
+        load(out).hf_quantizer.summary().quantized[0].format,
+        14,
+    )
+    config = json.loads((out / "config.json").read_text())["quantization_config"]
+    assert (config["quant_method"], config["format"], config["group_size"]) == ("trainweights", "int4", 32)
+    assert verify_model(out).ok
+    assert AutoTokenizer.from_pretrained(out)("a b").input_ids == AutoTokenizer.from_pretrained(source)("a b").input_ids
+    assert not (out / "quantize_config.json").exists()
+    assert [path.name for path in out.parent.iterdir() if path not in (source, out)] == []
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_bin_files_are_read_without_running_them(shards: int, source: Path, out: Path) -> None:
+    expected = write_model(source, gptq(), dtype=torch.float16)
+    tensors = load_file(source / "model.safetensors")
+    (source / "model.safetensors").unlink()
+    if shards == 1:
+        torch.save(tensors, source / "pytorch_model.bin")
+    else:
+        names = {name: f"pytorch_model-0000{1 + number % 2}-of-00002.bin" for number, name in enumerate(tensors)}
+        for file in set(names.values()):
+            torch.save({name: tensors[name] for name in tensors if names[name] == file}, source / file)
+        (source / "pytorch_model.bin.index.json").write_text(json.dumps({"weight_map": names}))
+    import_directory(source, out)
+    assert_stands_for(out, expected)
+
+
+def test_what_is_known_of_activations_is_left_out(source: Path, out: Path) -> None:
+    expected = write_model(source, compressed_tensors("float", 8, "tensor"))
+    tensors = load_file(source / "model.safetensors")
+    tensors["model.layers.0.self_attn.q_proj.input_scale"] = torch.ones(1)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    import_directory(source, out)
+    assert_stands_for(out, expected)
+    assert not any("input_scale" in name for name in load_file(out / "model.safetensors"))
+
+
+REFUSED: dict[str, tuple[Layout, str]] = {
+    "activation-order": (
+        gptq(shuffled=True),
+        r"_proj\.weight: expected groups of neighbouring columns",
+    ),
+    "asymmetric-awq": (awq(zero=7), r"_proj\.weight: expected symmetric codes, .* asymmetric"),
+    "blocks": (float8("fp8", "weight_scale_inv", "block", 32), r"_proj\.weight: expected float8 with one scale a row"),
+    "three-bits": (Layout({"quant_method": "gptq", "bits": 3}, gptq().write), "bits: expected 4 or 8, found 3"),
+    "nf4": (
+        Layout({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, gptq().write),
+        "nf4, whose codes are not evenly spaced",
+    ),
+    "gemv": (Layout({**awq().config, "version": "gemv"}, awq().write), "version: expected gemm, found 'gemv'"),
+    "rotated": (
+        Layout({**compressed_tensors("int", 8, "channel").config, "transform_config": {"a": {}}}, gptq().write),
+        "transform_config: expected weights that are used as they are",
+    ),
+}
+
+
+@pytest.mark.parametrize(("layout", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, source: Path, out: Path) -> None:
+    write_model(source, layout)
+    with pytest.raises(UnsupportedError, match=message):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+@pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "hqq"}, {"quant_method": ["gptq"]}])
+def test_other_descriptions_are_refused(described: object, source: Path, out: Path) -> None:
+    write_model(source, Layout({}, gptq().write))
+    file = source / "config.json"
+    config = {**json.loads(file.read_text()), "quantization_config": described}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"quantization_config|quant_method"):
+        import_directory(source, out)
+    assert not out.exists()
+
+
+def test_a_target_that_holds_something_is_left_alone(source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with pytest.raises(ConfigError, match="new or empty directory"):
+        import_directory(source, out)
+    assert [path.name for path in out.iterdir()] == ["mine"]
+
+
+def test_a_missing_source_is_named(out: Path) -> None:
+    with pytest.raises(ConfigError, match="nowhere: expected a quantized model"):
+        import_directory("nowhere", out)
+
+
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+def _cut(leaf: str) -> Callable[[dict[str, Tensor]], None]:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q_PROJ}.{leaf}"] = tensors[f"{Q_PROJ}.{leaf}"][:-1].clone()
+
+    return damage
+
+
+def _set(leaf: str, value: Callable[[Tensor], Tensor]) -> Callable[[dict[str, Tensor]], None]:
+    def damage(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{Q_PROJ}.{leaf}"] = value(tensors[f"{Q_PROJ}.{leaf}"])
+
+    return damage
+
+
+INT4, INT8, FLOAT8 = (
+    compressed_tensors("int", 4, "group", 32),
+    compressed_tensors("int", 8, "channel", packed=False),
+    compressed_tensors("float", 8, "channel"),
+)
+DAMAGES: dict[str, tuple[Layout, Callable[[dict[str, Tensor]], object]]] = {
+    "rows-missing": (INT4, _cut("weight_packed")),
+    "scales-missing": (INT4, _cut("weight_scale")),
+    "no-scale": (INT4, lambda tensors: tensors.pop(f"{Q_PROJ}.weight_scale")),
+    "no-shape": (INT4, lambda tensors: tensors.pop(f"{Q_PROJ}.weight_shape")),
+    "huge-shape": (INT4, _set("weight_shape", lambda _: torch.tensor([2**62, 2**62]))),
+    "negative-shape": (INT4, _set("weight_shape", lambda shape: -shape)),
+    "float-shape": (INT4, _set("weight_shape", lambda shape: shape.float())),
+    "nan-scale": (INT4, _set("weight_scale", lambda scale: scale * float("nan"))),
+    "integer-scale": (INT4, _set("weight_scale", lambda scale: scale.to(torch.int32))),
+    "scale-of-a-column-too-many": (INT4, _set("weight_scale", lambda scale: torch.cat([scale, scale[:, :1]], 1))),
+    "packed-as-bytes": (INT4, _set("weight_packed", lambda packed: packed.view(torch.uint8))),
+    "empty": (INT8, _set("weight", lambda weight: weight[:0].clone())),
+    "wrong-columns": (INT8, _set("weight", lambda weight: weight[:, :-1].contiguous())),
+    "vector": (INT8, _set("weight", lambda weight: weight[0].clone())),
+    "nan-code": (FLOAT8, _set("weight", lambda weight: torch.full_like(weight, float("nan")))),
+    "fewer-groups": (INT4, _set("weight_scale", lambda scale: scale[:, :1].contiguous())),
+    "gptq-fewer-groups": (gptq(), _cut("scales")),
+    "gptq-vector": (gptq(), _set("qweight", lambda words: words[0].clone())),
+    "gptq-empty": (gptq(), _set("qweight", lambda words: words[:, :0].clone())),
+    "gptq-no-zeros": (gptq(), lambda tensors: tensors.pop(f"{Q_PROJ}.qzeros")),
+    "gptq-few-zeros": (gptq(), _set("qzeros", lambda zeros: zeros[:, :0].clone())),
+    "awq-vector": (awq(), _set("qweight", lambda words: words[0].clone())),
+    "awq-cut": (awq(), _cut("scales")),
+}
+
+
+@pytest.mark.parametrize(("layout", "damage"), DAMAGES.values(), ids=DAMAGES)
+def test_tensors_that_do_not_fit_are_damage(
+    layout: Layout, damage: Callable[[dict[str, Tensor]], object], source: Path, out: Path
+) -> None:
+    write_model(source, layout)
+    tensors = load_file(source / "model.safetensors")
+    damage(tensors)
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CorruptFileError, match="q_proj"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def _truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def _claim_a_huge_header(file: Path) -> None:
+    file.write_bytes((2**40).to_bytes(8, "little") + file.read_bytes()[8:])
+
+
+def _link_to_a_device(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("/dev/zero")
+
+
+def _link_to_nothing(file: Path) -> None:
+    file.unlink()
+    file.symlink_to("nothing")
+
+
+@pytest.mark.parametrize("damage", [_truncate, _claim_a_huge_header, _link_to_a_device, _link_to_nothing])
+def test_files_that_are_none_are_refused(damage: Callable[[Path], None], source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    damage(source / "model.safetensors")
+    with pytest.raises((CorruptFileError, ConfigError), match=r"model\.safetensors"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def test_weights_of_another_model_are_refused(source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "intermediate_size": 256}))
+    with pytest.raises(CorruptFileError, match="shape"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def test_a_checkpoint_that_lacks_a_weight_is_refused(source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    tensors = load_file(source / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(Q_PROJ)}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises((ConfigError, CorruptFileError), match="q_proj"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def test_an_expert_that_is_missing_is_named(source: Path, out: Path) -> None:
+    write_model(source, gptq(), "qwen3_moe")
+    tensors = load_file(source / "model.safetensors")
+    expert = "model.layers.1.mlp.experts.2.up_proj"
+    kept = {name: tensor for name, tensor in tensors.items() if not name.startswith(expert)}
+    save_file(kept, source / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CorruptFileError, match=expert.replace(".", r"\.")):
+        import_directory(source, out)
+    shutil.rmtree(source)
+    assert list(out.parent.iterdir()) == []

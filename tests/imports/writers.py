@@ -1,0 +1,169 @@
+"""Models as other quantizers write them: compressed-tensors by its own code, GPTQ, AWQ and float8 by their layouts.
+
+Each writer takes a float weight `[N, K]` and returns the tensors of its module, and the weight that they stand for by
+the peer's own arithmetic.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from architectures import ARCHITECTURES
+from compressed_tensors.compressors.naive_quantized.base import NaiveQuantizationCompressor
+from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
+from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+Tensors = dict[str, Tensor]
+Write = Callable[[Tensor], tuple[Tensors, Tensor]]
+
+_QUANTIZED = re.compile(r"(.*(?:_proj|c_attn|c_fc|c_proj|w1|w2|w3))\.weight")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A way in which a peer writes a model.
+
+    Args:
+        config: Its `quantization_config`.
+        write: Writes one weight.
+    """
+
+    config: dict[str, Any]
+    write: Write
+
+
+def groups_of(weight: Tensor, group_size: int | None) -> Tensor:
+    """Return a weight `[N, K]` as `[N, G, K / G]`."""
+    return weight.unflatten(-1, (-1, group_size or weight.shape[1]))
+
+
+def codes_and_scale(weight: Tensor, bits: int, group_size: int | None) -> tuple[Tensor, Tensor]:
+    """Return int8 codes `[N, K]` and scales `[N, G]` in the weight's dtype."""
+    groups, largest = groups_of(weight, group_size), 2 ** (bits - 1) - 1
+    scale = (groups.abs().amax(-1) / largest).to(weight.dtype)
+    codes = (groups.float() / scale.float().unsqueeze(-1)).round().clamp(-largest - 1, largest)
+    return codes.flatten(1).to(torch.int8), scale
+
+
+def compressed_tensors(kind: str, bits: int, strategy: str, group_size: int | None = None, **others: Any) -> Layout:
+    packed = others.pop("packed", kind == "int")
+    layout = "pack-quantized" if packed else f"{kind}-quantized"
+    compressor = PackedQuantizationCompressor if packed else NaiveQuantizationCompressor
+    described = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "group_size": group_size}
+    args = QuantizationArgs(**described, **others)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args, format=layout)
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        largest = 448 if kind == "float" else 2 ** (bits - 1) - 1
+        scale = groups_of(weight, group_size).abs().amax(-1) / largest
+        if strategy == "tensor":
+            scale = scale.amax().view(1)
+        tensors = compressor.compress({"weight": weight, "weight_scale": scale.to(weight.dtype)}, scheme)
+        return dict(tensors), compressor.decompress(dict(tensors), scheme)["weight"]
+
+    group = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json()), "format": layout}
+    config = {"quant_method": "compressed-tensors", "format": layout, "config_groups": {"group_0": group}}
+    return Layout({**config, "quantization_status": "compressed", "ignore": ["lm_head"]}, write)
+
+
+def words_along(codes: Tensor, bits: int, dim: int) -> Tensor:
+    """Return unsigned codes packed along a dimension into int32 words, the first in the lowest bits."""
+    count = 32 // bits
+    parts = codes.to(torch.int64).movedim(dim, -1).unflatten(-1, (-1, count))
+    words = (parts << torch.arange(0, 32, bits)).sum(-1)
+    return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(-1, dim).contiguous()
+
+
+def gptq(bits: int = 4, group_size: int = 32, version: str | None = "gptq", shuffled: bool = False) -> Layout:
+    zero = 2 ** (bits - 1)
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        K = weight.shape[1]
+        size = K if group_size == -1 else group_size
+        codes, scale = codes_and_scale(weight.half(), bits, size)
+        unsigned, scales = codes.t().int() + zero, scale.t().contiguous()
+        g_idx = torch.arange(K, dtype=torch.int32) // size
+        zeros = torch.full_like(scales, zero if version == "gptq_v2" else zero - 1)
+        tensors = {
+            "qweight": words_along(unsigned, bits, 0),
+            "qzeros": words_along(zeros, bits, 1),
+            "scales": scales,
+            "g_idx": g_idx.flip(0) if shuffled else g_idx,
+        }
+        # As GPTQModel's torch kernel has it: scales[g_idx] * (codes - zeros[g_idx]).
+        return tensors, (scales[g_idx.long()] * (unsigned - zero)).t()
+
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": shuffled}
+    return Layout(config if version is None else {**config, "checkpoint_format": version}, write)
+
+
+def awq(group_size: int = 32, zero: int = 8) -> Layout:
+    order = [0, 2, 4, 6, 1, 3, 5, 7]
+
+    def pack(unsigned: Tensor) -> Tensor:
+        return words_along(unsigned.unflatten(-1, (-1, 8))[..., order].flatten(-2), 4, 1)
+
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        codes, scale = codes_and_scale(weight.half(), 4, group_size)
+        unsigned, scales = codes.t().int() + 8, scale.t().contiguous()
+        zeros = torch.full_like(scales, zero)
+        tensors = {"qweight": pack(unsigned), "qzeros": pack(zeros), "scales": scales}
+        expanded = scales.repeat_interleave(group_size, 0)
+        return tensors, ((unsigned - zero) * expanded).t()
+
+    config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
+    return Layout(config, write)
+
+
+def float8(method: str, scale_name: str, per: str, block: int = 128) -> Layout:
+    def write(weight: Tensor) -> tuple[Tensors, Tensor]:
+        amax = weight.float().abs()
+        N, K = weight.shape
+        if per == "row":
+            scale = amax.amax(1, keepdim=True) / 448
+            expanded = scale
+        elif per == "tensor":
+            scale = amax.amax() / 448
+            expanded = scale
+        else:
+            padded = torch.nn.functional.pad(amax, (0, -K % block, 0, -N % block))
+            scale = padded.unflatten(1, (-1, block)).amax(-1).unflatten(0, (-1, block)).amax(1) / 448
+            expanded = scale.repeat_interleave(block, 0)[:N].repeat_interleave(block, 1)[:, :K]
+        codes = (weight.float() / expanded).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return {"weight": codes, scale_name: scale}, (codes.float() * expanded).to(weight.dtype)
+
+    sizes = {"weight_block_size": [block, block]} if per == "block" else {}
+    return Layout({"quant_method": method, **sizes}, write)
+
+
+def write_model(
+    directory: Path, layout: Layout, architecture: str = "llama", dtype: torch.dtype = torch.bfloat16
+) -> Tensors:
+    """Write a tiny model in a layout.
+
+    Returns:
+        The float weights of the checkpoint, by name: those of the quantized ones as the peer dequantizes them.
+    """
+    ARCHITECTURES[architecture].build(dtype).save_pretrained(directory)
+    tensors, expected = {}, {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        quantized = _QUANTIZED.fullmatch(name)
+        if quantized is None or tensor.dim() != 2:
+            tensors[name] = expected[name] = tensor
+            continue
+        transposed = architecture == "gpt2"
+        parts, dense = layout.write(tensor.t() if transposed else tensor)
+        tensors |= {f"{quantized[1]}.{leaf}": part.contiguous() for leaf, part in parts.items()}
+        expected[name] = dense.t() if transposed else dense
+    save_file(tensors, directory / "model.safetensors", {"format": "pt"})
+    file = directory / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "quantization_config": layout.config}))
+    return expected
