@@ -45,6 +45,20 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
         yield model
 
 
+def lowered_if_quantized(model: nn.Module, target: Target) -> contextlib.AbstractContextManager[nn.Module]:
+    """Return `lowered(model, target)`, which leaves a float model as it is instead of refusing it.
+
+    Args:
+        model: Any model.
+        target: The ops to compute with.
+
+    Raises:
+        UnsupportedError: On entry, if a weight is in a format that the target cannot hold.
+    """
+    is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+    return lowered(model, target) if is_quantized else contextlib.nullcontext(model)
+
+
 class _Place(NamedTuple):
     """A quantized weight in a module, and the plain tensors that stand for it."""
 

@@ -18,10 +18,10 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.plain_calls import NamedCall, in_eval_mode, split_inputs
+from hf_trainweights.exports.sources import model_of
 from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.models.directory import load_saved
 
 
 def export_program(
@@ -60,7 +60,7 @@ def export_program(
     out = Path(out)
     if out.suffix != ".pt2" or out.is_dir():
         raise ConfigError("out", "a file that ends in .pt2", str(out), f"Write to {out / 'model.pt2'}, for example.")
-    model = model_or_directory if isinstance(model_or_directory, nn.Module) else load_saved(model_or_directory)
+    model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
     with in_eval_mode(model), lowered(model, Aten()), torch.no_grad():
         program = _trace(model, inputs, dynamic_shapes)

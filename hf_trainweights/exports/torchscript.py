@@ -15,14 +15,13 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.lowering import lowered, lowered_if_quantized
 from hf_trainweights.exports.plain_calls import OrderedCall, in_eval_mode, split_inputs
 from hf_trainweights.exports.scripted_layers import scripted_layer
+from hf_trainweights.exports.sources import model_of
 from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.models.directory import load_saved
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def export_torchscript(
@@ -64,7 +63,7 @@ def export_torchscript(
         raise ConfigError("method", "trace or script", repr(method), "Choose one of these.")
     if out.is_dir():
         raise ConfigError("out", "a file", f"the directory {out}", f"Write to {out / 'model.pt'}, for example.")
-    model = model_or_directory if isinstance(model_or_directory, nn.Module) else load_saved(model_or_directory)
+    model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs) if method == "trace" else None
     with _without_deprecation(), lowered(model, Aten()):
         content = _serialized(model, _compiled(model, inputs), optimize)
@@ -85,8 +84,7 @@ def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = N
     """
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
-    is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
-    with _without_deprecation(), lowered(model, Aten()) if is_quantized else contextlib.nullcontext():
+    with _without_deprecation(), lowered_if_quantized(model, Aten()):
         return _serialized(model, _compiled(model, inputs), optimize=False)
 
 

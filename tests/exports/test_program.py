@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from exports.elsewhere import read_elsewhere
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import export_program
-
-READ = """
-import sys, torch
-program = torch.export.load(sys.argv[1]).module()
-outputs = program(**torch.load(sys.argv[2], weights_only=True))
-torch.save(outputs, sys.argv[3])
-assert not any(name.partition(".")[0] in ("hf_trainweights", "transformers") for name in sys.modules)
-"""
-
-
-def read_elsewhere(path: Path, inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    given, result = path.with_suffix(".inputs"), path.with_suffix(".outputs")
-    torch.save(inputs, given)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", READ, path, given, result], check=True, cwd=path.parent)
-    return torch.load(result, weights_only=True)
 
 
 @pytest.mark.parametrize("config", FORMATS)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from typing import Literal
@@ -11,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from exports.elsewhere import read_elsewhere
 from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
@@ -28,24 +27,6 @@ class Unspeakable(nn.Module):
         if torch.jit.is_tracing():
             return torch.ones(1) @ x.mT
         return sum((each for each in [x]), start=torch.zeros(()))
-
-
-READ = """
-import sys, torch
-model = torch.jit.load(sys.argv[1])
-inputs = torch.load(sys.argv[2], weights_only=True)
-outputs = model(*inputs)
-torch.save(list(outputs) if isinstance(outputs, tuple) else [outputs], sys.argv[3])
-assert not any(name.startswith("hf_trainweights") for name in sys.modules)
-"""
-
-
-def read_elsewhere(path: Path, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return what the file computes in a process that knows only PyTorch."""
-    given, result = path.with_suffix(".inputs"), path.with_suffix(".outputs")
-    torch.save(inputs, given)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", READ, path, given, result], check=True, cwd=path.parent)
-    return torch.load(result, weights_only=True)
 
 
 def load(path: Path) -> torch.jit.ScriptModule:
@@ -73,7 +54,7 @@ def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, con
 def test_a_traced_module_is_read_without_this_package(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     export_torchscript(model, tmp_path / "model.pt", images(2))
-    (found,) = read_elsewhere(tmp_path / "model.pt", [images(5)])
+    found = read_elsewhere(tmp_path / "model.pt", [images(5)])
     torch.testing.assert_close(found, dequantized_outputs(model, images(5))[0], rtol=1e-6, atol=1e-6)
     assert model.training
 

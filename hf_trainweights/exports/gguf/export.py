@@ -7,7 +7,8 @@ from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.exports.packages import require
 from hf_trainweights.models.directory import load_saved
 from hf_trainweights.tensor.layouts import canonical_layouts
 
@@ -43,13 +44,9 @@ def export_gguf(
         found = "a directory" if target.is_dir() else "another name"
         file = target / "model.gguf" if target.is_dir() else target.with_suffix(".gguf")
         raise ConfigError(str(out), "the name of a file, *.gguf", found, f"Name a file, as {file}.")
-    try:
-        from hf_trainweights.exports.gguf import writer
-    except ModuleNotFoundError as error:
-        if error.name != "gguf":
-            raise
-        next_step = 'pip install "hf_trainweights[gguf]"'
-        raise UnsupportedError("export_gguf", "the package gguf", "that it is not installed", next_step) from error
+    require("gguf", "gguf")
+    from hf_trainweights.exports.gguf import writer
+
     source = None if isinstance(model_or_directory, PreTrainedModel) else model_or_directory
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
     with canonical_layouts(model.parameters()):

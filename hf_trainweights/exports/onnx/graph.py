@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.onnx.packages import require
+from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.models.host.exporters import onnx_graph
@@ -63,8 +63,8 @@ def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOption
         ConfigError: Nothing in the model is quantized.
         UnsupportedError: The target cannot hold a weight, no exporter can trace the model, or a package is missing.
     """
-    require("onnxscript")
-    retype = require("hf_trainweights.exports.onnx.int4_initializers").retype
+    require("onnxscript", "onnx")
+    retype = require("hf_trainweights.exports.onnx.int4_initializers", "onnx").retype
     with lowered(model, target):
         graph = _traced(model, inputs, options)
     retype(graph)
@@ -84,7 +84,7 @@ def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
         OSError: The disk refuses.
     """
     external = _is_too_large(graph) if external_data is None else external_data
-    require("onnx_ir").save(graph, path, external_data=f"{path.name}.data" if external else None)
+    require("onnx_ir", "onnx").save(graph, path, external_data=f"{path.name}.data" if external else None)
 
 
 def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:

@@ -10,7 +10,7 @@ import numpy as np
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.exports.onnx.packages import require
+from hf_trainweights.exports.packages import require
 
 _PROVIDERS = ("CUDAExecutionProvider", "CPUExecutionProvider")
 
@@ -33,7 +33,7 @@ class OnnxModel:
     """
 
     def __init__(self, path: str | os.PathLike[str], providers: Sequence[str] | None = None):
-        runtime = require("onnxruntime")
+        runtime = require("onnxruntime", "onnx")
         available = runtime.get_available_providers()
         chosen = [name for name in _PROVIDERS if name in available] if providers is None else list(providers)
         if missing := set(chosen) - set(available):

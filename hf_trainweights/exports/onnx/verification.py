@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 from dataclasses import dataclass
@@ -14,11 +13,10 @@ from torch.utils._pytree import tree_leaves
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.lowering import lowered_if_quantized
 from hf_trainweights.exports.onnx.model import OnnxModel
-from hf_trainweights.exports.onnx.packages import require
+from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.targets.aten import Aten
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ def open_valid(path: str | os.PathLike[str]) -> OnnxModel:
         CorruptFileError: It is no valid ONNX.
         UnsupportedError: A package is missing.
     """
-    checker = require("onnx.checker")
+    checker = require("onnx.checker", "onnx")
     try:
         checker.check_model(os.fspath(path), full_check=True)
     except checker.ValidationError as error:
@@ -117,8 +115,7 @@ def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tens
 
 
 def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
-    with torch.no_grad(), lowered(model, Aten()) if quantized else contextlib.nullcontext():
+    with torch.no_grad(), lowered_if_quantized(model, Aten()):
         result = model(*inputs.args, **inputs.kwargs)
     return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 

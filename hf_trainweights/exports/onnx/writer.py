@@ -16,15 +16,16 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
 from hf_trainweights.exports.onnx.decoder import check_decoder, trace_decoder, verify_decoder
 from hf_trainweights.exports.onnx.graph import GraphOptions, save_graph, trace
-from hf_trainweights.exports.onnx.packages import require
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
+from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.plain_calls import in_eval_mode
+from hf_trainweights.exports.sources import model_of
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS
-from hf_trainweights.models.directory import copy_companions, load_saved
+from hf_trainweights.models.directory import copy_companions
 
 _TARGETS = {"portable": Onnx, "onnxruntime": OnnxRuntime}
 _TASKS = ("text-generation",)
@@ -78,7 +79,7 @@ def export_onnx(
     """
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
     _check(task, out, runtime, example_inputs, options)
-    require("onnx_ir")
+    require("onnx_ir", "onnx")
     model, target = _model(model_or_directory), _TARGETS[runtime]()
     with in_eval_mode(model):
         if task is None:
@@ -173,9 +174,8 @@ def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, opti
 
 def _model(model_or_directory: nn.Module | str | os.PathLike[str]) -> nn.Module:
     """Return a module as it is, or a saved model that computes in float32; codes and scales stay as they are."""
-    if isinstance(model_or_directory, nn.Module):
-        return model_or_directory
-    return load_saved(model_or_directory).to(torch.float32)  # type: ignore[arg-type]
+    model = model_of(model_or_directory)
+    return model if model is model_or_directory else model.to(torch.float32)
 
 
 def _check_report(path: Path, report: VerificationReport) -> None:

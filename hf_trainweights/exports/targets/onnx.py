@@ -19,6 +19,10 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 BLOCKS_OPSET = 21
 """The first version of ONNX that has INT4 and scales for blocks of a row."""
 
+# Exporters compute ops on constants of up to so many elements and write the result, but never DequantizeLinear:
+# DEFAULT_CONSTANT_FOLD_INPUT_SIZE_LIMIT of onnxscript.
+_FOLDED_ELEMENTS = 8192
+
 
 class Onnx(Target):
     """ONNX's own ops, which every runtime of ONNX knows.
@@ -56,7 +60,8 @@ class Onnx(Target):
         """
         qdata = weight.buffers["qdata"]
         if "octets" in weight.buffers:
-            return scaled(self._codes(weight, weight.buffers["octets"]), weight.buffers["scale"])
+            octets = weight.buffers["octets"]
+            return scaled(self._codes(weight, _kept(octets)), weight.buffers["scale"])
         return torch.onnx.ops.symbolic(
             "DequantizeLinear",
             (qdata, weight.buffers["scale"]),
@@ -69,6 +74,9 @@ class Onnx(Target):
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
         """Gather codes and scales, and multiply them."""
         stored = weight.buffers
+        if stored.get("octets", stored["qdata"]).numel() <= _FOLDED_ELEMENTS:
+            # Positions may be constants, so that nothing but the weight's own op keeps its rows from being computed.
+            return F.embedding(indices, self.dequantize(weight))
         scale = F.embedding(indices, stored["scale"])
         if weight.format.name == "int8":
             return scaled(F.embedding(indices, stored["qdata"]).to(weight.dtype), scale)
@@ -81,3 +89,13 @@ class Onnx(Target):
         if weight.format.name == "int4":
             return torch.stack([numbers & 15, numbers >> 4], -1).flatten(-2).to(weight.dtype) - 8
         return F.embedding(numbers, weight.buffers["values"]).squeeze(-1)
+
+
+def _kept(octets: Tensor) -> Tensor:
+    """Return bytes from which an exporter does not compute the float weight, to write it instead of them."""
+    if octets.numel() > _FOLDED_ELEMENTS:
+        return octets
+    inputs = (octets, torch.ones((), dtype=torch.float32))
+    return torch.onnx.ops.symbolic(
+        "DequantizeLinear", inputs, dtype=torch.float32, shape=octets.shape, version=BLOCKS_OPSET
+    )

@@ -17,7 +17,7 @@ from torch import nn
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import OnnxModel, export_onnx, verify_onnx_model
-from hf_trainweights.exports.onnx import graph, packages, writer
+from hf_trainweights.exports.onnx import graph, writer
 
 RUNTIMES = ("portable", "onnxruntime")
 NAMES: dict[str, Any] = {
@@ -147,9 +147,3 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="file"):
         export_onnx(model, tmp_path / "file" / "model.onnx", example_inputs=images(2))
     assert os.listdir(tmp_path) == ["file"]
-
-
-def test_a_missing_package_is_named_with_the_extra_that_brings_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "onnxruntime", None)
-    with pytest.raises(UnsupportedError, match=r'onnxruntime.*pip install "hf_trainweights\[onnx\]"'):
-        packages.require("onnxruntime")
