@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -16,7 +17,7 @@ import transformers
 from exports.gguf_models import MIXED, MODELS, SIZE, build, expected_tensors, quantized
 from gguf import GGMLQuantizationType as Kind
 from simulated_disk import FailingDisk, replay
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import byte_level, wordpiece
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -36,8 +37,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "mixed": MIXED,
     "embeddings": {"format": "int8", "include_embeddings": True},
 }
-# Each format in one dtype, and some in both.
-CASES = [*((name, torch.float16) for name in FORMATS), ("mixed", torch.bfloat16), ("embeddings", torch.bfloat16)]
+# Every format of some architectures, and of all those that together have every way to lay out a tensor.
+ALL_FORMATS = ("llama", "gpt2", "qwen2_moe")
+CASES = [
+    *((architecture, name, torch.float16) for architecture in ALL_FORMATS for name in FORMATS),
+    *((architecture, "mixed", torch.float16) for architecture in MODELS if architecture not in ALL_FORMATS),
+    *((architecture, "embeddings", torch.bfloat16) for architecture in MODELS),
+]
 # Its reader has no such architecture, makes a dense Llama of Mixtral, and has no place for Llama's biases.
 NOT_READ_BY_TRANSFORMERS = {
     *("mixtral", "llama_bias", "phi3_longrope", "gemma", "olmo2", "falcon_split"),
@@ -53,8 +59,7 @@ def fields(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-@pytest.mark.parametrize("architecture", MODELS)
+@pytest.mark.parametrize(("architecture", "name", "dtype"), CASES)
 def test_each_tensor_is_the_dequantized_weight(
     tmp_path: Path, architecture: str, name: str, dtype: torch.dtype
 ) -> None:
@@ -143,8 +148,9 @@ def test_codes_and_scales_are_those_of_the_model(tmp_path: Path, rows: str, name
         assert torch.equal(inverse(*parts), expected)
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
-@pytest.mark.parametrize("architecture", [name for name in MODELS if name not in NOT_READ_BY_TRANSFORMERS])
+@pytest.mark.parametrize(
+    ("architecture", "name", "dtype"), [case for case in CASES if case[0] not in NOT_READ_BY_TRANSFORMERS]
+)
 def test_transformers_computes_the_same(tmp_path: Path, architecture: str, name: str, dtype: torch.dtype) -> None:
     model = quantized(architecture, dtype, **FORMATS[name])
     export_gguf(model, tmp_path / "model.gguf", byte_level())
@@ -383,6 +389,64 @@ def test_an_encoder_says_how_it_reads_text(tmp_path: Path) -> None:
     assert fields(tmp_path / "model.gguf")["tokenizer.ggml.token_type_count"] == 1
     assert said["attention.layer_norm_epsilon"] == pytest.approx(1e-12, rel=1e-6)
     assert "pooling_type" not in said
+
+
+MODULES = [
+    {"type": "sentence_transformers.models.Transformer", "path": ""},
+    {"type": "sentence_transformers.sentence_transformer.modules.Pooling", "path": "1_Pooling"},
+    {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
+]
+OLD_MODES = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 128}
+
+
+@pytest.fixture(scope="module")
+def saved_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("encoder")
+    quantized("bert").save_pretrained(directory)
+    wordpiece().save_pretrained(directory)
+    (directory / "1_Pooling").mkdir()
+    return directory
+
+
+def pooling_of(directory: Path, modules: object, pooling: object) -> int | None:
+    (directory / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    export_gguf(directory, directory / "out" / "model.gguf")
+    return fields(directory / "out" / "model.gguf").get("bert.pooling_type")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        (OLD_MODES, gguf.PoolingType.MEAN),
+        ({"pooling_mode_cls_token": True}, gguf.PoolingType.CLS),
+        ({"pooling_mode_lasttoken": True}, gguf.PoolingType.LAST),
+        ({"pooling_mode": "mean"}, gguf.PoolingType.MEAN),
+        ({"pooling_mode": "cls"}, gguf.PoolingType.CLS),
+    ],
+)
+def test_the_pooling_of_a_sentence_encoder_is_named(
+    saved_encoder: Path, pooling: dict[str, Any], expected: gguf.PoolingType
+) -> None:
+    assert pooling_of(saved_encoder, MODULES, pooling) == expected
+    assert pooling_of(saved_encoder, MODULES[:1], pooling) is None
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "message"),
+    [
+        (MODULES, {"pooling_mode": "max"}, "expected one pooling, by mean, cls or lasttoken, found max"),
+        (MODULES, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "found mean_tokens, max_tokens"),
+        (MODULES, {}, "found none"),
+        ([*MODULES, {"type": "sentence_transformers.models.Dense"}], OLD_MODES, "expected Transformer, .* found Dense"),
+        ("{", {}, "modules.json: expected a JSON file"),
+        ({"type": "x"}, {}, "expected what sentence-transformers writes there, found dict"),
+        ([1], {}, "expected what sentence-transformers writes there"),
+    ],
+)
+def test_another_pooling_is_refused(saved_encoder: Path, modules: object, pooling: object, message: str) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        pooling_of(saved_encoder, modules, pooling)
 
 
 def test_a_partly_turned_head_says_how_many_rows_are_turned(tmp_path: Path) -> None:

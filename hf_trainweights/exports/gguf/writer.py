@@ -17,6 +17,7 @@ from hf_trainweights.exports.gguf.architectures import architecture_of
 from hf_trainweights.exports.gguf.blocks import FileTensor, Kind, lay_out
 from hf_trainweights.exports.gguf.metadata import describe_model, describe_source, vocabulary_size
 from hf_trainweights.exports.gguf.names import Place, places, whole
+from hf_trainweights.exports.gguf.pooling import describe_pooling
 from hf_trainweights.exports.gguf.rope import rope_tensors
 from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
 from hf_trainweights.files.atomic import make_directories, replace_file
@@ -59,6 +60,8 @@ def write_model(
     directory = Path(source) if source is not None and Path(source).is_dir() else None
     describe_source(writer, model, directory)
     describe_model(writer, model, architecture)
+    if architecture.encoder:
+        describe_pooling(writer, directory)
     tokenizer = load_tokenizer(str(source)) if tokenizer is None else tokenizer
     describe_tokenizer(writer, tokenizer, model.config, vocabulary_size(model))
     sizes: Counter[Kind] = Counter()
