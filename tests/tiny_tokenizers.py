@@ -1,8 +1,9 @@
-"""Tiny tokenizers that are trained on the spot: of bytes with merges, and in SentencePiece's manner."""
+"""Tiny tokenizers that are trained on the spot: of bytes with merges, in SentencePiece's manner, and of word pieces."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import struct
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -26,6 +27,16 @@ CHAT_TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor 
 # What Llama 2's file has, what it is when it leaves out the prefix, and what Transformers 5 makes of it.
 PREPEND = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
 REPLACE = normalizers.Replace(" ", "▁")
+# Gemma's.
+SPLIT = pre_tokenizers.Split(" ", "merged_with_previous")
+# What Falcon's file says before and behind the bytes.
+FALCON: dict[str, Any] = {
+    "steps": [pre_tokenizers.Punctuation("contiguous")],
+    "later_steps": [
+        pre_tokenizers.Digits(individual_digits=False),
+        pre_tokenizers.Split(Regex("[0-9][0-9][0-9]"), "isolated"),
+    ],
+}
 METASPACE = pre_tokenizers.Metaspace("▁", "first", split=False)
 
 
@@ -36,6 +47,7 @@ def byte_level(
     adds: Sequence[str] = (),
     ignore_merges: bool = False,
     steps: Sequence[Any] = (),
+    later_steps: Sequence[Any] = (),
 ) -> PreTrainedTokenizerFast:
     """Return a tokenizer of bytes.
 
@@ -45,11 +57,12 @@ def byte_level(
         adds: The special tokens that it puts around every text, `"<s>"` and `"</s>"` or one of them.
         ignore_merges: Whether a piece that is a token is taken before any merge.
         steps: Pre-tokenizers that come first.
+        later_steps: Those that come last, when the text is bytes.
     """
     tokenizer = Tokenizer(models.BPE(ignore_merges=ignore_merges))
     split_by = [] if split is None else [pre_tokenizers.Split(Regex(split), "isolated")]
     last = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split is None)
-    all_steps = [*steps, *split_by, last]
+    all_steps = [*steps, *split_by, last, *later_steps]
     tokenizer.pre_tokenizer = last if len(all_steps) == 1 else pre_tokenizers.Sequence(all_steps)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -91,6 +104,60 @@ def sentencepiece_like(
     steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     tokenizer.decoder = decoders.Sequence(steps)
     return wrap(tokenizer, adds)
+
+
+def unigram(adds: Sequence[str] = ("<s>", "</s>")) -> PreTrainedTokenizerFast:
+    """Return a tokenizer such as XLM-RoBERTa has, with a score for each of up to 300 tokens.
+
+    Args:
+        adds: As for `byte_level`.
+    """
+    tokenizer = Tokenizer(models.Unigram())
+    tokenizer.normalizer = normalizers.Precompiled(characters_map({"\t": " ", "\n": " ", "!": "?"}))
+    steps = [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace("▁", "always")]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    tokenizer.decoder = decoders.Metaspace("▁", "always")
+    trainer = trainers.UnigramTrainer(
+        vocab_size=300, special_tokens=SPECIAL, unk_token="<unk>", show_progress=False, shrinking_factor=0.9
+    )
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    return wrap(tokenizer, adds)
+
+
+def characters_map(replaced: Mapping[str, str]) -> bytes:
+    """Return SentencePiece's map of characters: a trie of their bytes, and what they become.
+
+    Args:
+        replaced: ASCII characters to texts.
+    """
+    # A unit of the trie is the byte that leads to it, where its successors begin, and whether the next one is a value.
+    units, texts, has_value = [0] * 1024, b"", 1 << 8
+    units[0] = 256 << 10
+    for number, (character, text) in enumerate(replaced.items()):
+        place, value = 256 ^ ord(character), 512 + number
+        units[place] = ord(character) | has_value | (place ^ value) << 10
+        units[value] = len(texts)
+        texts += text.encode() + b"\0"
+    return struct.pack(f"<{1 + len(units)}I", 4 * len(units), *units) + texts
+
+
+def wordpiece(lowercase: bool = True) -> PreTrainedTokenizerFast:
+    """Return a tokenizer such as BERT has, with up to 400 tokens.
+
+    Args:
+        lowercase: Whether capital letters and accents are left out.
+    """
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece()
+    trainer = trainers.WordPieceTrainer(vocab_size=400, special_tokens=special, show_progress=False)
+    tokenizer.train_from_iterator(CORPUS, trainer)
+    around = [("[CLS]", 2), ("[SEP]", 3)]
+    tokenizer.post_processor = processors.TemplateProcessing("[CLS] $A [SEP]", special_tokens=around)
+    names = {f"{name.strip('[]').lower()}_token": name for name in special}
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
 
 
 def wrap(tokenizer: Tokenizer, adds: Sequence[str]) -> PreTrainedTokenizerFast:

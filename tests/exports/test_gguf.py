@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import sys
 from pathlib import Path
@@ -13,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from architectures import DECODER, randomize
+from exports.gguf_models import MIXED, MODELS, SIZE, build, expected_tensors, quantized
 from gguf import GGMLQuantizationType as Kind
 from simulated_disk import FailingDisk, replay
-from tiny_tokenizers import byte_level
+from tiny_tokenizers import byte_level, wordpiece
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -27,61 +28,27 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
-SIZE = 408
-# More than the tokenizer's 400 tokens, as where a model is padded.
-SMALL = {**DECODER, "vocab_size": SIZE, "bos_token_id": 1, "eos_token_id": 2, "hidden_size": 128}
-TIED = {**SMALL, "tie_word_embeddings": True}
-# What Transformers takes for sizes that its reader does not look for in a file.
-QWEN3 = {**SMALL, "head_dim": 128}
-EXPERTS = {"num_experts_per_tok": 2, "rms_norm_eps": 1e-5}
-QWEN3_MOE = {**SMALL, **EXPERTS, "head_dim": 32, "moe_intermediate_size": 768, "num_experts": 4, "norm_topk_prob": True}
-
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", SMALL),
-    "llama_tied": ("Llama", TIED),
-    "llama_bias": ("Llama", {**SMALL, "attention_bias": True, "mlp_bias": True}),
-    "mistral": ("Mistral", SMALL),
-    "qwen2": ("Qwen2", SMALL),
-    "qwen2_tied": ("Qwen2", TIED),
-    "qwen3": ("Qwen3", QWEN3),
-    "qwen3_moe": ("Qwen3Moe", QWEN3_MOE),
-    "mixtral": ("Mixtral", {**SMALL, **EXPERTS, "num_local_experts": 4}),
-}
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
     "int8_g32": {"format": "int8", "group_size": 32},
     "int8_g64": {"format": "int8", "group_size": 64},
     "int4_g32": {"format": "int4", "group_size": 32},
     "int4_g128": {"format": "int4", "group_size": 128},
-    "mixed": {"format": "int4", "group_size": 32, "overrides": {"re:.*(q_proj|down_proj|gate_up_proj)": "int8"}},
+    "mixed": MIXED,
     "embeddings": {"format": "int8", "include_embeddings": True},
 }
-DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-# Its reader makes a dense Llama of Mixtral, and has no place for its biases.
-NOT_READ_BY_TRANSFORMERS = {"mixtral", "llama_bias"}
-
-
-def build(name: str, dtype: torch.dtype = torch.float16, **changes: Any) -> PreTrainedModel:
-    family, config = MODELS[name]
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = getattr(transformers, f"{family}ForCausalLM")(
-            getattr(transformers, f"{family}Config")(**config | changes)
-        )
-        randomize(model)
-    buffers = dict(model.named_buffers())
-    model = model.to(dtype).eval()
-    # As after a load: `to` casts the frequencies of the rotary embedding too.
-    for buffer_name, buffer in buffers.items():
-        owner, _, attribute = buffer_name.rpartition(".")
-        setattr(model.get_submodule(owner), attribute, buffer)
-    return model
-
-
-def quantized(name: str = "llama", dtype: torch.dtype = torch.float16, **config: Any) -> PreTrainedModel:
-    model = build(name, dtype)
-    quantize_(model, TrainWeightsConfig(**config or FORMATS["int8"]))
-    return model
+# Every format of some architectures, and of all those that together have every way to lay out a tensor.
+ALL_FORMATS = ("llama", "gpt2", "qwen2_moe")
+CASES = [
+    *((architecture, name, torch.float16) for architecture in ALL_FORMATS for name in FORMATS),
+    *((architecture, "mixed", torch.float16) for architecture in MODELS if architecture not in ALL_FORMATS),
+    *((architecture, "embeddings", torch.bfloat16) for architecture in MODELS),
+]
+# Its reader has no such architecture, makes a dense Llama of Mixtral, and has no place for Llama's biases.
+NOT_READ_BY_TRANSFORMERS = {
+    *("mixtral", "llama_bias", "phi3_longrope", "gemma", "olmo2", "falcon_split"),
+    *("bert", "distilbert", "roberta", "xlm_roberta"),
+}
 
 
 def read(file: Path) -> dict[str, gguf.ReaderTensor]:
@@ -92,41 +59,11 @@ def fields(file: Path) -> dict[str, Any]:
     return {name: field.contents() for name, field in gguf.GGUFReader(file).fields.items()}
 
 
-def expected_tensors(model: PreTrainedModel) -> dict[str, Tensor]:
-    """Return the tensors that a file is to hold, float32, as llama.cpp's own converter reorders and names them."""
-    rename = {"embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output", "self_attn.": "attn_"}
-    rename |= {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "model.layers": "blk"}
-    rename |= {"attn_q_proj": "attn_q", "attn_k_proj": "attn_k", "attn_v_proj": "attn_v", "attn_o_proj": "attn_output"}
-    rename |= {"mlp.experts.down_proj": "ffn_down_exps.weight", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up"}
-    rename |= {"mlp.down_proj": "ffn_down", "mlp.gate.": "ffn_gate_inp.", "model.token_embd": "token_embd"}
-    found = {}
-    for name, tensor in model.state_dict().items():
-        values = tensor.float()
-        if isinstance(tensor, QuantizedTensor):
-            values = tensor.format.dequantize(tensor.tensors, tensor.stored_shape, torch.float32)
-        if type(model).__name__ in ("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"):
-            heads = {"q_proj": 4, "k_proj": 2}.get(name.split(".")[-2])
-            if heads:
-                shape = (heads, 2, values.shape[0] // heads // 2, *values.shape[1:])
-                values = values.reshape(shape).swapaxes(1, 2).reshape(values.shape)
-        if name == "lm_head.weight" and model.config.tie_word_embeddings:
-            continue
-        for old, new in rename.items():
-            name = name.replace(old, new)
-        if name.endswith("gate_up_proj"):
-            gate, up = values.chunk(2, dim=1)
-            prefix = name.removesuffix("mlp.experts.gate_up_proj")
-            found |= {f"{prefix}ffn_gate_exps.weight": gate, f"{prefix}ffn_up_exps.weight": up}
-        else:
-            found[name] = values
-    return found
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", MODELS)
-def test_each_tensor_is_the_dequantized_weight(tmp_path: Path, architecture: str, name: str, dtype: str) -> None:
-    model = quantized(architecture, DTYPES[dtype], **FORMATS[name])
+@pytest.mark.parametrize(("architecture", "name", "dtype"), CASES)
+def test_each_tensor_is_the_dequantized_weight(
+    tmp_path: Path, architecture: str, name: str, dtype: torch.dtype
+) -> None:
+    model = quantized(architecture, dtype, **FORMATS[name])
     export_gguf(model, tmp_path / "model.gguf", byte_level())
     found, expected = read(tmp_path / "model.gguf"), expected_tensors(model)
     assert found.keys() == expected.keys()
@@ -142,7 +79,9 @@ def test_a_quantized_weight_lies_in_blocks_alone(tmp_path: Path, architecture: s
     bits = {Kind.Q8_0: 8.5, Kind.Q4_0: 4.5, Kind.F16: 16, Kind.F32: 32}
     sizes = {tensor.name: tensor.n_elements * bits[tensor.tensor_type] / 8 for tensor in tensors}
     assert {tensor.name: tensor.n_bytes for tensor in tensors} == sizes
-    quantized_elements = sum(w.numel() for w in model.parameters() if isinstance(w, QuantizedTensor))
+    # llama.cpp takes embeddings from below BERT's pooler.
+    weights = [weight for name, weight in model.named_parameters() if not name.startswith("pooler.")]
+    quantized_elements = sum(weight.numel() for weight in weights if isinstance(weight, QuantizedTensor))
     in_blocks = [tensor for tensor in tensors if tensor.tensor_type in (Kind.Q8_0, Kind.Q4_0)]
     assert sum(tensor.n_elements for tensor in in_blocks) == quantized_elements
     padding = gguf.GGUF_DEFAULT_ALIGNMENT * len(tensors)
@@ -150,34 +89,79 @@ def test_a_quantized_weight_lies_in_blocks_alone(tmp_path: Path, architecture: s
     assert end <= (tmp_path / "model.gguf").stat().st_size <= end + padding
 
 
-@pytest.mark.parametrize("name", ["int8", "int8_g32", "int4_g32", "int4_g128"])
-def test_codes_and_scales_are_those_of_the_model(tmp_path: Path, name: str) -> None:
-    model = quantized("qwen2", torch.bfloat16, **FORMATS[name])
-    export_gguf(model, tmp_path / "model.gguf", byte_level())
-    weight: Any = model.get_parameter("model.layers.1.mlp.up_proj.weight")
-    data = read(tmp_path / "model.gguf")["blk.1.ffn_up.weight"].data.reshape(128, 4, -1)
-    scales = data[..., :2].copy().view(np.float16)[..., 0]
-    repeated = weight.scale.repeat_interleave(4 // weight.scale.shape[-1], dim=-1)
-    assert np.array_equal(scales.astype(np.float32), repeated.float().numpy())
-    if name.startswith("int8"):
-        assert np.array_equal(data[..., 2:].reshape(128, 128).view(np.int8), weight.qdata.numpy())
+def codes_and_scales_of_file(tensor: gguf.ReaderTensor) -> tuple[Tensor, Tensor]:
+    """Return the codes of a tensor, and the scale of each of them."""
+    blocks = torch.from_numpy(tensor.data.copy()).unflatten(-1, (int(tensor.shape[0]) // 32, -1))
+    scales, payload = blocks[..., :2].contiguous().view(torch.float16), blocks[..., 2:]
+    if tensor.tensor_type == Kind.Q8_0:
+        codes = payload.view(torch.int8)
     else:
-        nibbles = np.concatenate([data[..., 2:] & 15, data[..., 2:] >> 4], axis=-1).reshape(128, 128)
-        words = weight.qdata.numpy()
-        assert np.array_equal(nibbles, np.stack([words >> 4 * i & 15 for i in range(8)], axis=-1).reshape(128, 128))
+        codes = torch.cat([payload & 15, payload >> 4], dim=-1).to(torch.int8) - 8
+    return codes.flatten(-2), scales.float().expand(codes.shape).flatten(-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", FORMATS)
-@pytest.mark.parametrize("architecture", [name for name in MODELS if name not in NOT_READ_BY_TRANSFORMERS])
-def test_transformers_computes_the_same(tmp_path: Path, architecture: str, name: str, dtype: str) -> None:
-    model = quantized(architecture, DTYPES[dtype], **FORMATS[name])
+def codes_and_scales_of_model(weight: Any) -> tuple[Tensor, Tensor]:
+    codes, scale = weight.tensors["qdata"], weight.tensors["scale"].float()
+    if weight.format.name == "int4":
+        codes = torch.stack([codes >> 4 * i & 15 for i in range(8)], dim=-1).flatten(-2).to(torch.int8) - 8
+    return codes, scale.repeat_interleave(weight.stored_shape[-1] // scale.shape[-1], dim=-1)
+
+
+def heads_together(values: Tensor, heads: int) -> Tensor:
+    """Return rows in Transformers' order, which the file turns as pairs."""
+    return values.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2)
+
+
+def groups_together(values: Tensor) -> Tensor:
+    """Return the rows of Falcon's two groups, of which the file has all queries, then all keys, then all values."""
+    queries, keys, rest = values[:128].chunk(2), values[128:192].chunk(2), values[192:].chunk(2)
+    return torch.cat([part for i in (0, 1) for part in (queries[i], keys[i], rest[i])])
+
+
+# A weight, where it is in the file, and how its rows become those of the model again.
+MOVED: dict[str, tuple[str, str, list[str], Any]] = {
+    "as they are": ("qwen2", "model.layers.1.mlp.up_proj.weight", ["ffn_up"], lambda rows: rows),
+    "pairs of queries": ("llama", "model.layers.1.self_attn.q_proj.weight", ["attn_q"], lambda r: heads_together(r, 4)),
+    "pairs of keys": ("mixtral", "model.layers.1.self_attn.k_proj.weight", ["attn_k"], lambda r: heads_together(r, 2)),
+    "experts": (
+        "qwen2_moe",
+        "model.layers.1.mlp.experts.gate_up_proj",
+        ["ffn_gate_exps", "ffn_up_exps"],
+        lambda *parts: torch.cat(parts, dim=1),
+    ),
+    "one row": ("qwen2_moe", "model.layers.1.mlp.shared_expert_gate.weight", ["ffn_gate_inp_shexp"], lambda r: r[None]),
+    "fused": ("phi3", "model.layers.1.self_attn.qkv_proj.weight", ["attn_qkv"], lambda rows: rows),
+    "columns": ("gpt2", "transformer.h.1.attn.c_attn.weight", ["attn_qkv"], lambda rows: rows),
+    "groups": ("falcon_split", "transformer.h.1.self_attention.query_key_value.weight", ["attn_qkv"], groups_together),
+}
+
+
+@pytest.mark.parametrize("name", ["int8", "int8_g32", "int4_g32", "int4_g128"])
+@pytest.mark.parametrize("rows", MOVED)
+def test_codes_and_scales_are_those_of_the_model(tmp_path: Path, rows: str, name: str) -> None:
+    architecture, source, targets, inverse = MOVED[rows]
+    model = quantized(architecture, torch.bfloat16, **FORMATS[name])
     export_gguf(model, tmp_path / "model.gguf", byte_level())
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=DTYPES[dtype])
+    tensors = read(tmp_path / "model.gguf")
+    found = zip(*(codes_and_scales_of_file(tensors[f"blk.1.{target}.weight"]) for target in targets), strict=True)
+    for parts, expected in zip(found, codes_and_scales_of_model(model.get_parameter(source)), strict=True):
+        assert torch.equal(inverse(*parts), expected)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "dtype"), [case for case in CASES if case[0] not in NOT_READ_BY_TRANSFORMERS]
+)
+def test_transformers_computes_the_same(tmp_path: Path, architecture: str, name: str, dtype: torch.dtype) -> None:
+    model = quantized(architecture, dtype, **FORMATS[name])
+    export_gguf(model, tmp_path / "model.gguf", byte_level())
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=dtype)
     model.dequantize()
     state_dict = loaded.state_dict()
     assert state_dict.keys() == model.state_dict().keys()
     assert [name for name, tensor in model.state_dict().items() if not torch.equal(tensor, state_dict[name])] == []
+    for parameter in loaded.parameters():
+        # The order of sums depends on how a matrix lies in memory, and GPT-2's are read transposed.
+        parameter.data = parameter.data.contiguous()
     ids = torch.arange(3, 60)[None]
     with torch.no_grad():
         assert torch.equal(loaded(ids).logits, model(ids).logits)
@@ -274,22 +258,48 @@ def test_what_no_block_holds_is_refused(tmp_path: Path, config: dict[str, Any], 
     assert os.listdir(tmp_path) == []
 
 
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 1e4, "factor": 8.0, "original_max_position_embeddings": 64}
+LLAMA3 |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
+
+
 @pytest.mark.parametrize(
-    ("changes", "message"),
+    ("architecture", "changes", "message"),
     [
-        ({"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
-        ({"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}, "found dynamic"),
+        ("llama", {"hidden_act": "gelu"}, "hidden_act: expected 'silu', found 'gelu'"),
         (
+            "llama",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}},
+            "expected one of default, linear, yarn, llama3, found dynamic",
+        ),
+        (
+            "llama",
             {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
             "found default with partial_rotary_factor",
         ),
+        ("qwen2", {"rope_parameters": LLAMA3}, "expected one of default, linear, yarn, found llama3"),
+        ("gemma3", {"rope_parameters": {"full_attention": LINEAR, "sliding_attention": LINEAR}}, "layers that slide"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob: expected False, found True"),
+        ("qwen2_moe", {"mlp_only_layers": [1]}, r"mlp_only_layers: expected \[\], found \[1\]"),
+        ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings: expected True, found False"),
+        ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar: expected 256, found 64"),
+        ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a number, found None"),
+        ("gemma3", {"hidden_activation": "gelu"}, "expected 'gelu_pytorch_tanh' or 'gelu_new', found 'gelu'"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: expected False, found True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm: expected False, found True"),
+        ("starcoder2", {"use_bias": False}, "use_bias: expected True, found False"),
+        ("falcon", {"alibi": True}, "alibi: expected False, found True"),
+        ("bert", {"hidden_act": "relu"}, "hidden_act: expected 'gelu' or .* found 'relu'"),
     ],
 )
-def test_what_llama_cpp_computes_otherwise_is_refused(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    model = build("llama", **changes)
+def test_what_llama_cpp_computes_otherwise_is_refused(
+    tmp_path: Path, architecture: str, changes: dict[str, Any], message: str
+) -> None:
+    model = build(architecture, **changes)
     quantize_(model, TrainWeightsConfig("int8"))
     with pytest.raises(UnsupportedError, match=message):
         export_gguf(model, tmp_path / "model.gguf", byte_level())
+    assert os.listdir(tmp_path) == []
 
 
 def test_another_architecture_is_refused_with_a_list_of_those_that_there_are(tmp_path: Path) -> None:
@@ -344,6 +354,103 @@ def test_sizes_are_those_of_the_configuration(tmp_path: Path) -> None:
     assert said["general.architecture"] == "qwen3moe"
     assert said["general.file_type"] == gguf.LlamaFileType.MOSTLY_Q4_0
     assert said["general.quantization_version"] == gguf.GGML_QUANT_VERSION
+
+
+def settings(model: PreTrainedModel, directory: Path, architecture: str) -> dict[str, Any]:
+    """Return what a file says of its architecture."""
+    export_gguf(model, directory / "model.gguf", byte_level())
+    said = fields(directory / "model.gguf")
+    return {name.removeprefix(f"{architecture}."): said[name] for name in said if name.startswith(f"{architecture}.")}
+
+
+def test_windows_and_limits_of_gemma_are_those_of_the_configuration(tmp_path: Path) -> None:
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    sizes = {"num_hidden_layers": 3, "layer_types": kinds, "sliding_window": 16}
+    limits = {"attn_logit_softcapping": 20.0, "final_logit_softcapping": 40.0}
+    model = build("gemma2", **sizes, **limits)
+    quantize_(model, TrainWeightsConfig("int8"))
+    said = settings(model, tmp_path, "gemma2")
+    assert (said["context_length"], said["attention.sliding_window"]) == (64, 16)
+    assert said["attention.sliding_window_pattern"] == [True, False, True]
+    assert (said["attn_logit_softcapping"], said["final_logit_softcapping"]) == (20.0, 40.0)
+    ropes = {"full_attention": {**LINEAR, "rope_theta": 1e6}, "sliding_attention": {"rope_theta": 1e4}}
+    model = build("gemma3", **sizes, rope_parameters=ropes)
+    quantize_(model, TrainWeightsConfig("int8"))
+    said = settings(model, tmp_path, "gemma3")
+    assert said["attention.sliding_window_pattern"] == [True, False, True]
+    assert (said["rope.freq_base"], said["rope.freq_base_swa"], said["rope.scaling.factor"]) == (1e6, 1e4, 2.0)
+    assert "final_logit_softcapping" not in said
+
+
+def test_an_encoder_says_how_it_reads_text(tmp_path: Path) -> None:
+    said = settings(quantized("roberta"), tmp_path, "bert")
+    # Two of 66 positions are never used.
+    assert (said["context_length"], said["attention.causal"]) == (64, False)
+    assert fields(tmp_path / "model.gguf")["tokenizer.ggml.token_type_count"] == 1
+    assert said["attention.layer_norm_epsilon"] == pytest.approx(1e-12, rel=1e-6)
+    assert "pooling_type" not in said
+
+
+MODULES = [
+    {"type": "sentence_transformers.models.Transformer", "path": ""},
+    {"type": "sentence_transformers.sentence_transformer.modules.Pooling", "path": "1_Pooling"},
+    {"type": "sentence_transformers.models.Normalize", "path": "2_Normalize"},
+]
+OLD_MODES = {"pooling_mode_cls_token": False, "pooling_mode_mean_tokens": True, "word_embedding_dimension": 128}
+
+
+@pytest.fixture(scope="module")
+def saved_encoder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("encoder")
+    quantized("bert").save_pretrained(directory)
+    wordpiece().save_pretrained(directory)
+    (directory / "1_Pooling").mkdir()
+    return directory
+
+
+def pooling_of(directory: Path, modules: object, pooling: object) -> int | None:
+    (directory / "modules.json").write_text(modules if isinstance(modules, str) else json.dumps(modules))
+    (directory / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    export_gguf(directory, directory / "out" / "model.gguf")
+    return fields(directory / "out" / "model.gguf").get("bert.pooling_type")
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"),
+    [
+        (OLD_MODES, gguf.PoolingType.MEAN),
+        ({"pooling_mode_cls_token": True}, gguf.PoolingType.CLS),
+        ({"pooling_mode_lasttoken": True}, gguf.PoolingType.LAST),
+        ({"pooling_mode": "mean"}, gguf.PoolingType.MEAN),
+        ({"pooling_mode": "cls"}, gguf.PoolingType.CLS),
+    ],
+)
+def test_the_pooling_of_a_sentence_encoder_is_named(
+    saved_encoder: Path, pooling: dict[str, Any], expected: gguf.PoolingType
+) -> None:
+    assert pooling_of(saved_encoder, MODULES, pooling) == expected
+    assert pooling_of(saved_encoder, MODULES[:1], pooling) is None
+
+
+@pytest.mark.parametrize(
+    ("modules", "pooling", "message"),
+    [
+        (MODULES, {"pooling_mode": "max"}, "expected one pooling, by mean, cls or lasttoken, found max"),
+        (MODULES, {"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, "found mean_tokens, max_tokens"),
+        (MODULES, {}, "found none"),
+        ([*MODULES, {"type": "sentence_transformers.models.Dense"}], OLD_MODES, "expected Transformer, .* found Dense"),
+        ("{", {}, "modules.json: expected a JSON file"),
+        ({"type": "x"}, {}, "expected what sentence-transformers writes there, found dict"),
+        ([1], {}, "expected what sentence-transformers writes there"),
+    ],
+)
+def test_another_pooling_is_refused(saved_encoder: Path, modules: object, pooling: object, message: str) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        pooling_of(saved_encoder, modules, pooling)
+
+
+def test_a_partly_turned_head_says_how_many_rows_are_turned(tmp_path: Path) -> None:
+    assert settings(quantized("stablelm"), tmp_path, "stablelm")["rope.dimension_count"] == 8
 
 
 def test_llama_3s_frequencies_are_those_of_the_model(tmp_path: Path) -> None:

@@ -11,7 +11,20 @@ import pytest
 import transformers
 from gguf import TokenType
 from packaging.version import Version
-from tiny_tokenizers import CHAT_TEMPLATE, METASPACE, PREPEND, REPLACE, TEXTS, byte_level, sentencepiece_like
+from tiny_tokenizers import (
+    CHAT_TEMPLATE,
+    FALCON,
+    METASPACE,
+    PREPEND,
+    REPLACE,
+    SPLIT,
+    TEXTS,
+    byte_level,
+    characters_map,
+    sentencepiece_like,
+    unigram,
+    wordpiece,
+)
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
@@ -43,9 +56,10 @@ BYTE_LEVEL: dict[str, dict[str, Any]] = {
     "smaug-bpe": {"split": LLAMA3},
     "qwen2": {"split": QWEN2},
     "tekken": {"split": TEKKEN, "ignore_merges": True},
+    "falcon": FALCON,
 }
 # What Transformers' reader has no expression for, so that it splits as GPT-2 does.
-NOT_SPLIT_BY_TRANSFORMERS = {"smollm"}
+NOT_SPLIT_BY_TRANSFORMERS = {"smollm", "falcon"}
 
 
 def described(tokenizer: Any, size: int = SIZE, **config: Any) -> dict[str, Any]:
@@ -110,6 +124,14 @@ def test_the_tokenizers_of_transformers_are_named() -> None:
     vocabulary = {token: number for number, token in enumerate(["<unk>", "<s>", "</s>", "▁", "a", "▁a"])}
     llama = transformers.LlamaTokenizer(vocab=vocabulary, merges=[("▁", "a")])
     assert (described(llama)["model"], described(llama)["add_space_prefix"]) == ("llama", True)
+    vocabulary = {token: number for number, token in enumerate(["<pad>", "<eos>", "<bos>", "<unk>", "▁", "a", "▁a"])}
+    gemma = transformers.GemmaTokenizer(vocab=vocabulary, merges=[("▁", "a")])
+    assert (described(gemma)["model"], described(gemma)["add_space_prefix"]) == ("llama", False)
+    vocabulary = {token: number for number, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a"])}
+    assert described(transformers.BertTokenizer(vocab=vocabulary))["model"] == "bert"
+    scores = [(token, 0.0) for token in ("<s>", "<pad>", "</s>", "<unk>", "▁", "a")]
+    xlm_roberta = transformers.XLMRobertaTokenizer(vocab=scores, _spm_precompiled_charsmap=characters_map({}))
+    assert described(xlm_roberta)["model"] == "t5"
 
 
 @pytest.mark.parametrize("split", [r"\s+", LLAMA3.replace("{1,3}", "{1,2}")])
@@ -164,9 +186,11 @@ def test_scores_are_in_the_order_of_the_merges() -> None:
     assert (kinds["<unk>"], kinds["<s>"], kinds["<0x0A>"]) == (TokenType.UNKNOWN, TokenType.CONTROL, TokenType.BYTE)
 
 
-@pytest.mark.parametrize(("normalizer", "adds"), [(PREPEND, True), (REPLACE, False)])
-def test_the_space_in_front_is_named(normalizer: Any, adds: bool) -> None:
-    assert described(sentencepiece_like(normalizer=normalizer))["add_space_prefix"] is adds
+@pytest.mark.parametrize(
+    ("normalizer", "pre_tokenizer", "adds"), [(PREPEND, None, True), (REPLACE, None, False), (REPLACE, SPLIT, False)]
+)
+def test_the_space_in_front_is_named(normalizer: Any, pre_tokenizer: Any, adds: bool) -> None:
+    assert described(sentencepiece_like(normalizer=normalizer, pre_tokenizer=pre_tokenizer))["add_space_prefix"] is adds
 
 
 def test_merges_that_scores_cannot_express_are_refused() -> None:
@@ -185,6 +209,7 @@ def test_merges_that_scores_cannot_express_are_refused() -> None:
     [
         (None, pre_tokenizers.Metaspace("▁", "first")),
         (None, pre_tokenizers.Whitespace()),
+        (None, SPLIT),
         (normalizers.Sequence([normalizers.NFKC(), PREPEND]), None),
         (normalizers.Prepend("_"), None),
     ],
@@ -192,6 +217,86 @@ def test_merges_that_scores_cannot_express_are_refused() -> None:
 def test_other_ways_to_treat_spaces_are_refused(normalizer: Any, pre_tokenizer: Any) -> None:
     with pytest.raises(UnsupportedError, match="expected spaces to be replaced as by SentencePiece"):
         described(sentencepiece_like(normalizer=normalizer, pre_tokenizer=pre_tokenizer))
+
+
+@pytest.mark.parametrize(
+    ("lowercase", "strips", "expected"), [(True, None, True), (False, None, False), (True, False, False)]
+)
+def test_word_pieces_are_marked_where_words_begin(lowercase: bool, strips: bool | None, expected: bool) -> None:
+    tokenizer = wordpiece(lowercase)
+    tokenizer.backend_tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase, strip_accents=strips)
+    tokenizer.add_tokens(["<think>"])
+    said = described(tokenizer, eos_token_id=None)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    for token, number in tokenizer.get_vocab().items():
+        marked = token if token in (*special, "<think>") else token[2:] if token.startswith("##") else f"▁{token}"
+        assert said["tokens"][number] == marked
+    assert (said["model"], said["pre"]) == ("bert", "default")
+    assert (said["normalizer.lowercase"], said["normalizer.strip_accents"]) == (lowercase, expected)
+    # llama.cpp's name for the first token of a text, whatever it is.
+    assert (said["bos_token_id"], said["seperator_token_id"], said["mask_token_id"]) == (2, 3, 4)
+    assert (said["unknown_token_id"], said["padding_token_id"]) == (1, 0)
+    assert (said["add_bos_token"], said["add_eos_token"]) == (True, False)
+    assert "eos_token_id" not in said
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("normalizer", {"handle_chinese_chars": False}, "expected text to be normalized as by BERT"),
+        ("normalizer", {"clean_text": False}, "expected text to be normalized as by BERT"),
+        ("pre_tokenizer", {"type": "Whitespace"}, "expected words to be split as by BERT"),
+        ("model", {"continuing_subword_prefix": "@@"}, "expected ## inside words, found '@@'"),
+    ],
+)
+def test_other_word_pieces_are_refused(part: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        described(changed(wordpiece(), part, **values))
+
+
+def test_word_pieces_without_tokens_around_a_text_are_refused() -> None:
+    tokenizer = wordpiece()
+    tokenizer.backend_tokenizer.post_processor = None
+    with pytest.raises(UnsupportedError, match="expected the tokens cls and sep around a text"):
+        described(tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=wordpiece().backend_tokenizer)
+    with pytest.raises(ConfigError, match="expected a token for the end of text"):
+        described(tokenizer)
+
+
+def test_a_unigram_tokenizer_has_its_scores_and_its_map_of_characters() -> None:
+    tokenizer = unigram()
+    tokenizer.add_tokens(["<think>"])
+    said = described(tokenizer)
+    stored = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["vocab"]
+    assert len(stored) > 50
+    assert [list(pair) for pair in zip(said["tokens"], said["scores"], strict=False)][: len(stored)] == stored
+    assert said["scores"][len(stored) :] == [0.0] * (SIZE - len(stored))
+    kinds = said["token_type"]
+    assert kinds[:4] == [TokenType.UNKNOWN, TokenType.CONTROL, TokenType.CONTROL, TokenType.NORMAL]
+    assert kinds[len(stored)] == TokenType.USER_DEFINED
+    assert (said["model"], said["add_space_prefix"], said["remove_extra_whitespaces"]) == ("t5", True, True)
+    assert bytes(said["precompiled_charsmap"]) == characters_map({"\t": " ", "\n": " ", "!": "?"})
+    assert (said["add_bos_token"], said["add_eos_token"]) == (True, True)
+
+
+def test_the_map_of_characters_is_followed() -> None:
+    tokenizer = unigram()
+    assert tokenizer("dog!\tdog\nfox")["input_ids"] == tokenizer("dog? dog fox")["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("part", "values", "message"),
+    [
+        ("model", {"byte_fallback": True}, "expected a token for unknown characters, found bytes"),
+        ("model", {"unk_id": None}, "expected a token for unknown characters, found none"),
+        ("normalizer", {"type": "NFKC"}, "expected text to be normalized by SentencePiece's map of characters"),
+        ("pre_tokenizer", {"pretokenizers": [{"type": "WhitespaceSplit"}]}, "expected a mark before each word"),
+    ],
+)
+def test_other_unigram_tokenizers_are_refused(part: str, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        described(changed(unigram(), part, **values))
 
 
 def test_normalizers_that_llama_cpp_lacks_are_refused() -> None:
@@ -206,15 +311,14 @@ def test_normalizers_that_llama_cpp_lacks_are_refused() -> None:
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (Tokenizer(models.Unigram([("a", 0.0), ("</s>", 0.0)])), "expected a BPE tokenizer .* found Unigram"),
-        (Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")), "expected a BPE tokenizer .* found WordLevel"),
+        (Tokenizer(models.WordLevel({"a": 0, "</s>": 1}, "a")), "expected a tokenizer .* found WordLevel"),
         (Tokenizer(models.BPE({"a": 0, "</s>": 1}, [])), "expected a tokenizer of bytes, found one of characters"),
         (
             Tokenizer(models.BPE({"a": 0, "</s>": 1}, [], dropout=0.5)),
-            "expected a BPE tokenizer .* found BPE with",
+            "expected a tokenizer of the kind BPE, without dropout and affixes, .* found BPE with",
         ),
     ],
-    ids=["unigram", "words", "characters", "dropout"],
+    ids=["words", "characters", "dropout"],
 )
 def test_other_kinds_of_tokenizers_are_refused(tokenizer: Tokenizer, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 import gguf
 import transformers
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 
@@ -24,12 +24,33 @@ class Architecture:
         number: The architecture in the package gguf.
         interleaved: Whether its rotary embedding turns neighbouring rows of a head, where Transformers turns rows that
             are half a head apart.
-        fixed: Settings that a file cannot change, with the values that llama.cpp computes with.
+        partly_rotary: Whether it can turn a part of each head only.
+        capped: Whether it caps attention scores and logits, so that the model must too.
+        slides: Whether it has sliding windows. Where it has none, all tokens attend to each other.
+        encoder: Whether tokens attend to those behind them too, and the output is embeddings.
+        norm_offset: What Transformers adds to the weight of a norm, and a file has added already.
+        ropes: The kinds of rotary embedding that it has.
+        skips_positions: Whether positions are counted from the one behind the padding token's number.
+        transposed: Endings of the names of float weights whose columns are the rows of a file.
+        unused: Beginnings of the names of tensors that llama.cpp does without.
+        scaled_by_width: The number of layers with which llama.cpp divides attention scores by the root of hidden size
+            over heads; with any other it divides by the root of the size of a head.
+        fixed: Settings that a file cannot change, each with the values that llama.cpp computes with.
     """
 
     number: gguf.MODEL_ARCH
     interleaved: bool = False
-    fixed: Mapping[str, object] = field(default_factory=dict)
+    partly_rotary: bool = False
+    capped: bool = False
+    slides: bool = False
+    encoder: bool = False
+    norm_offset: float = 0.0
+    ropes: tuple[str, ...] = ("default", "linear")
+    skips_positions: bool = False
+    transposed: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
+    scaled_by_width: int | None = None
+    fixed: Mapping[str, tuple[object, ...]] = field(default_factory=dict)
 
     @property
     def name(self) -> str:
@@ -37,21 +58,81 @@ class Architecture:
         return gguf.MODEL_ARCH_NAMES[self.number]
 
 
-_SILU = {"hidden_act": "silu"}
-_QWEN3 = _SILU | {"attention_bias": False}
-_LLAMA = Architecture(gguf.MODEL_ARCH.LLAMA, interleaved=True, fixed=_SILU)
+# llama.cpp has one GELU, by tanh and in float16. Where a model has the exact one, the results differ by up to 5e-4.
+_TANH = ("gelu_pytorch_tanh", "gelu_new")
+_ANY_GELU = ("gelu", *_TANH)
+_SILU = {"hidden_act": ("silu",)}
+_QWEN3 = _SILU | {"attention_bias": (False,)}
+_ALL_SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
+_NOT_TIED = {"tie_word_embeddings": (False,)}
+_GEMMA = {"attention_bias": (False,), "use_bidirectional_attention": (None, False)}
+_TIED_GEMMA = _GEMMA | {"tie_word_embeddings": (True,)}
+_BERT = {
+    "hidden_act": _ANY_GELU,
+    "is_decoder": (False,),
+    "add_cross_attention": (False,),
+    "position_embedding_type": ("absolute",),
+}
+
+_YARN = ("default", "linear", "yarn")
+_LLAMA = Architecture(gguf.MODEL_ARCH.LLAMA, interleaved=True, ropes=(*_YARN, "llama3"), fixed=_SILU)
+_ROBERTA = Architecture(gguf.MODEL_ARCH.BERT, encoder=True, skips_positions=True, unused=("pooler.",), fixed=_BERT)
 
 # By the class of the model.
 ARCHITECTURES = {
     "LlamaForCausalLM": _LLAMA,
     "MistralForCausalLM": _LLAMA,
     "MixtralForCausalLM": _LLAMA,
-    "Qwen2ForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN2, fixed=_SILU),
-    "Qwen3ForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN3, fixed=_QWEN3),
-    "Qwen3MoeForCausalLM": Architecture(
-        gguf.MODEL_ARCH.QWEN3MOE,
-        fixed=_QWEN3 | {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []},
+    "Qwen2ForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN2, ropes=_YARN, fixed=_SILU),
+    "Qwen2MoeForCausalLM": Architecture(
+        gguf.MODEL_ARCH.QWEN2MOE, ropes=_YARN, fixed=_SILU | _ALL_SPARSE | _NOT_TIED | {"norm_topk_prob": (False,)}
     ),
+    "Qwen3ForCausalLM": Architecture(gguf.MODEL_ARCH.QWEN3, ropes=_YARN, fixed=_QWEN3),
+    "Qwen3MoeForCausalLM": Architecture(
+        gguf.MODEL_ARCH.QWEN3MOE, ropes=_YARN, fixed=_QWEN3 | _ALL_SPARSE | {"norm_topk_prob": (True,)}
+    ),
+    "Phi3ForCausalLM": Architecture(
+        gguf.MODEL_ARCH.PHI3, partly_rotary=True, ropes=("default", "longrope"), fixed=_SILU
+    ),
+    "GemmaForCausalLM": Architecture(gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, fixed=_TIED_GEMMA | {"hidden_act": _TANH}),
+    "Gemma2ForCausalLM": Architecture(
+        gguf.MODEL_ARCH.GEMMA2,
+        capped=True,
+        slides=True,
+        norm_offset=1.0,
+        scaled_by_width=46,
+        fixed=_TIED_GEMMA | {"hidden_activation": _TANH},
+    ),
+    "Gemma3ForCausalLM": Architecture(
+        gguf.MODEL_ARCH.GEMMA3,
+        slides=True,
+        norm_offset=1.0,
+        scaled_by_width=62,
+        fixed=_GEMMA | {"hidden_activation": _TANH, "attn_logit_softcapping": (None,)},
+    ),
+    "GPT2LMHeadModel": Architecture(
+        gguf.MODEL_ARCH.GPT2,
+        transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
+        fixed={
+            "activation_function": _TANH,
+            "scale_attn_weights": (True,),
+            "scale_attn_by_inverse_layer_idx": (False,),
+            "add_cross_attention": (False,),
+        },
+    ),
+    "StableLmForCausalLM": Architecture(
+        gguf.MODEL_ARCH.STABLELM, partly_rotary=True, fixed=_SILU | _NOT_TIED | {"qk_layernorm": (False,)}
+    ),
+    "Starcoder2ForCausalLM": Architecture(gguf.MODEL_ARCH.STARCODER2, fixed={"hidden_act": _TANH, "use_bias": (True,)}),
+    "Olmo2ForCausalLM": Architecture(gguf.MODEL_ARCH.OLMO2, fixed=_QWEN3 | _NOT_TIED),
+    "FalconForCausalLM": Architecture(
+        gguf.MODEL_ARCH.FALCON,
+        fixed={"activation": _ANY_GELU, "alibi": (False,), "bias": (False,), "parallel_attn": (True,)},
+    ),
+    "BertModel": Architecture(gguf.MODEL_ARCH.BERT, encoder=True, unused=("pooler.",), fixed=_BERT),
+    "DistilBertModel": Architecture(gguf.MODEL_ARCH.BERT, encoder=True, fixed={"activation": _ANY_GELU}),
+    "RobertaModel": _ROBERTA,
+    "XLMRobertaModel": _ROBERTA,
 }
 
 
@@ -68,11 +149,25 @@ def architecture_of(model: PreTrainedModel) -> Architecture:
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
         next_step = "For other readers there is export_compressed_tensors."
         raise UnsupportedError("model", f"one of {', '.join(ARCHITECTURES)}", name, next_step)
-    for setting, value in ARCHITECTURES[name].fixed.items():
-        found = getattr(model.config, setting, value)
-        if found != value:
-            next_step = (
-                "llama.cpp computes with that value alone. For other readers there is export_compressed_tensors."
-            )
-            raise UnsupportedError(f"{name}'s {setting}", repr(value), repr(found), next_step)
-    return ARCHITECTURES[name]
+    architecture = ARCHITECTURES[name]
+    for setting, values in _fixed(architecture, model.config).items():
+        found = getattr(model.config, setting, values[0])
+        if found not in values:
+            raise _other_setting(name, setting, " or ".join(repr(value) for value in values), found)
+    for setting in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if architecture.capped and getattr(model.config, setting) is None:
+            raise _other_setting(name, setting, "a number", None)
+    return architecture
+
+
+def _other_setting(name: str, setting: str, expected: str, found: object) -> UnsupportedError:
+    next_step = "llama.cpp computes with nothing else. For other readers there is export_compressed_tensors."
+    return UnsupportedError(f"{name}'s {setting}", expected, repr(found), next_step)
+
+
+def _fixed(architecture: Architecture, config: PretrainedConfig) -> Mapping[str, tuple[object, ...]]:
+    if architecture.scaled_by_width is None:
+        return architecture.fixed
+    by_width = config.num_hidden_layers == architecture.scaled_by_width
+    size = config.hidden_size // config.num_attention_heads if by_width else config.head_dim
+    return {**architecture.fixed, "query_pre_attn_scalar": (size,)}

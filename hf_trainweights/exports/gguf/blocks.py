@@ -28,7 +28,12 @@ Kind = gguf.GGMLQuantizationType
 _QUANTIZED = {"int8": Kind.Q8_0, "int4": Kind.Q4_0}
 _FLOAT = {torch.float32: Kind.F32, torch.float16: Kind.F16, torch.bfloat16: Kind.BF16}
 # What llama.cpp computes with in float32 alone, beside vectors.
-_ALWAYS_FLOAT32 = ("_norm.weight", ".ffn_gate_inp.weight")
+_ALWAYS_FLOAT32 = (
+    *("_norm.weight", ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight"),
+    *("position_embd.weight", "token_types.weight"),
+)
+# What it does not read in blocks either: it adds the first row as it is.
+_NEVER_IN_BLOCKS = "token_types.weight"
 
 _IN_FLOAT = "Quantize the model again and leave it in float (modules_to_not_convert)."
 
@@ -70,13 +75,21 @@ def lay_out(name: str, tensor: Tensor, place: Place) -> FileTensor:
             weight.
     """
     if isinstance(tensor, QuantizedTensor):
-        return _lay_out_quantized(place.source, tensor, place.take)
+        if name != _NEVER_IN_BLOCKS:
+            return _lay_out_quantized(place.source, tensor, place.take)
+        # In float32 code times scale is not rounded.
+        tensor = tensor.format.dequantize(tensor.tensors, tensor.stored_shape, torch.float32)
     if tensor.dtype not in _FLOAT:
         expected = "a tensor in float32, float16 or bfloat16"
         raise UnsupportedError(place.source, expected, str(tensor.dtype), "Cast the model to one of these.")
     dtype = torch.float32 if tensor.dim() <= 1 or name.endswith(_ALWAYS_FLOAT32) else tensor.dtype
-    shape = tuple(place.take(tensor.to("meta")).shape)
-    return FileTensor(_FLOAT[dtype], shape, lambda: place.take(tensor).to(dtype).contiguous().view(torch.uint8))
+    shape = tuple(_rows(tensor.to("meta"), place).shape)
+    return FileTensor(_FLOAT[dtype], shape, lambda: _rows(tensor, place).to(dtype).contiguous().view(torch.uint8))
+
+
+def _rows(tensor: Tensor, place: Place) -> Tensor:
+    rows = place.take(tensor.mT if place.transposed else tensor)
+    return rows.float() + place.offset if place.offset else rows
 
 
 def _lay_out_quantized(name: str, weight: QuantizedTensor, take: Take) -> FileTensor:

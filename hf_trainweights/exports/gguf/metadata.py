@@ -1,33 +1,34 @@
-"""What a GGUF file says of a model beside its tensors: sizes, rotary embedding, experts, name and licence."""
+"""What a GGUF file says of a model beside its tensors: sizes, experts, attention, name and licence."""
 
 from __future__ import annotations
 
 import contextlib
-import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import gguf
-import torch
 import yaml
 from huggingface_hub import ModelCard
-from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.gguf.architectures import Architecture
+from hf_trainweights.exports.gguf.rope import describe_rope, head_size
 
-_YARN = {"factor", "original_max_position_embeddings", "beta_fast", "beta_slow"}
-_LLAMA3 = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-# The kinds of rotary embedding that llama.cpp has, with the settings that it knows of each.
-_ROPE_SETTINGS = {"default": set(), "linear": {"factor"}, "yarn": _YARN, "llama3": _LLAMA3}
+# What Transformers calls the same setting in different architectures.
+_EPSILON_NAMES = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+_FEED_FORWARD_NAMES = ("ffn_hidden_size", "n_inner", "hidden_dim", "intermediate_size")
+# DistilBERT has no setting for it.
+_DEFAULT_EPSILON = 1e-12
 
 
-def describe_model(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
+def describe_model(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: Architecture) -> None:
     """Write the sizes and settings of a model.
 
     Args:
         writer: Where to.
         model: A model of one of `ARCHITECTURES`.
+        architecture: The one.
 
     Raises:
         UnsupportedError: llama.cpp does not have its rotary embedding.
@@ -35,21 +36,45 @@ def describe_model(writer: gguf.GGUFWriter, model: PreTrainedModel) -> None:
     config = model.config
     writer.add_vocab_size(vocabulary_size(model))
     writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(_context_length(config))
+    writer.add_context_length(_context_length(architecture, config))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_feed_forward_length(_first(config, _FEED_FORWARD_NAMES) or 4 * config.hidden_size)
     writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(_head_size(config))
-    writer.add_value_length(_head_size(config))
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    experts = getattr(config, "num_local_experts", None)
+    writer.add_head_count_kv(key_value_heads(config))
+    writer.add_key_length(head_size(config))
+    writer.add_value_length(head_size(config))
+    if hasattr(config, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(_first(config, _EPSILON_NAMES) or _DEFAULT_EPSILON)
+    _describe_experts(writer, config)
+    describe_rope(writer, architecture, config)
+    _describe_attention(writer, architecture, config)
+
+
+def _describe_experts(writer: gguf.GGUFWriter, config: PretrainedConfig) -> None:
+    experts = _first(config, ("num_local_experts", "num_experts"))
     if experts:
         writer.add_expert_count(experts)
         writer.add_expert_used_count(config.num_experts_per_tok)
         writer.add_expert_feed_forward_length(getattr(config, "moe_intermediate_size", config.intermediate_size))
-    writer.add_rope_dimension_count(_head_size(config))
-    _describe_rope(writer, _rope(config))
+    if shared := getattr(config, "shared_expert_intermediate_size", None):
+        writer.add_expert_shared_feed_forward_length(shared)
+
+
+def _describe_attention(writer: gguf.GGUFWriter, architecture: Architecture, config: PretrainedConfig) -> None:
+    """Write which tokens attend to which, and how far scores and logits may go."""
+    sliding = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or []]
+    if architecture.slides and any(sliding):
+        writer.add_sliding_window(config.sliding_window)
+        writer.add_array(f"{architecture.name}.attention.sliding_window_pattern", sliding)
+    if getattr(config, "attn_logit_softcapping", None) is not None:
+        writer.add_attn_logit_softcapping(config.attn_logit_softcapping)
+    if getattr(config, "final_logit_softcapping", None) is not None:
+        writer.add_final_logit_softcapping(config.final_logit_softcapping)
+    if architecture.encoder:
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(getattr(config, "type_vocab_size", 1))
 
 
 def describe_source(writer: gguf.GGUFWriter, model: PreTrainedModel, directory: Path | None) -> None:
@@ -83,52 +108,34 @@ def vocabulary_size(model: PreTrainedModel) -> int:
     return embeddings.weight.shape[0]
 
 
-def rope_factors(config: PretrainedConfig) -> Tensor | None:
-    """Return what llama.cpp divides each frequency of the rotary embedding by, None where it computes that itself.
+def key_value_heads(config: PretrainedConfig) -> int:
+    """Return how many heads of keys and values a layer has.
 
     Args:
         config: Of a model of one of `ARCHITECTURES`.
-
-    Returns:
-        Float32 `[head size / 2]` for Llama 3's scaling.
     """
-    rope = _rope(config)
-    if rope.get("rope_type") != "llama3":
-        return None
-    size, low, high = _head_size(config), rope["low_freq_factor"], rope["high_freq_factor"]
-    exponents = torch.arange(0, size, 2, dtype=torch.float64) / size
-    wavelengths = 2 * math.pi * rope["rope_theta"] ** exponents
-    # 0 for long waves, which are slowed down by the whole factor, 1 for short ones, which stay.
-    share = ((rope["original_max_position_embeddings"] / wavelengths - low) / (high - low)).clamp(0, 1)
-    return (1 / ((1 - share) / rope["factor"] + share)).to(torch.float32)
+    if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
+        return 1
+    return _first(config, ("num_key_value_heads", "num_kv_heads")) or config.num_attention_heads
 
 
-def _head_size(config: PretrainedConfig) -> int:
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+def skipped_positions(architecture: Architecture, config: PretrainedConfig) -> int:
+    """Return how many of its first positions a model never uses. They are not in a file.
+
+    Args:
+        architecture: Of the model.
+        config: Its configuration.
+    """
+    return config.pad_token_id + 1 if architecture.skips_positions else 0
 
 
-def _context_length(config: PretrainedConfig) -> int:
-    # With these architectures llama.cpp attends to all tokens, which is the same as long as they fit into one window.
-    window = getattr(config, "sliding_window", None)
-    return min(config.max_position_embeddings, window or config.max_position_embeddings)
+def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
+    """Return the first of these settings that a model has, None if it has none of them."""
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
 
 
-def _rope(config: PretrainedConfig) -> dict:
-    return {key: value for key, value in config.rope_parameters.items() if value is not None}
-
-
-def _describe_rope(writer: gguf.GGUFWriter, rope: dict) -> None:
-    kind = rope.get("rope_type", "default")
-    unknown = rope.keys() - {"rope_type", "rope_theta"} - _ROPE_SETTINGS.get(kind, set())
-    if kind not in _ROPE_SETTINGS or unknown:
-        found = f"{kind} with {', '.join(sorted(unknown))}" if unknown else kind
-        next_step = "For other readers there is export_compressed_tensors."
-        raise UnsupportedError("rope_parameters", f"one of {', '.join(_ROPE_SETTINGS)}", found, next_step)
-    writer.add_rope_freq_base(rope["rope_theta"])
-    if kind in ("linear", "yarn"):
-        writer.add_rope_scaling_type(gguf.RopeScalingType(kind))
-        writer.add_rope_scaling_factor(rope["factor"])
-    if kind == "yarn":
-        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
-        writer.add_rope_scaling_yarn_beta_fast(rope.get("beta_fast", 32.0))
-        writer.add_rope_scaling_yarn_beta_slow(rope.get("beta_slow", 1.0))
+def _context_length(architecture: Architecture, config: PretrainedConfig) -> int:
+    length = config.max_position_embeddings - skipped_positions(architecture, config)
+    # Where llama.cpp has no window, all tokens attend to each other, which is the same as long as they fit into one.
+    window = None if architecture.slides else getattr(config, "sliding_window", None)
+    return min(length, window or length)

@@ -8,11 +8,13 @@ from functools import partial
 from typing import NamedTuple
 
 import gguf
+import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.architectures import Architecture
+from hf_trainweights.exports.gguf.metadata import key_value_heads, skipped_positions
 
 Take = Callable[[Tensor], Tensor]
 
@@ -24,10 +26,14 @@ class Place(NamedTuple):
         source: The name of the model's tensor.
         take: Takes its rows out of that tensor, and out of each stored tensor of a quantized one alike: whole rows,
             so that codes and scales stay together.
+        transposed: Whether the rows of a float tensor are its columns there. A quantized one is stored by rows anyway.
+        offset: What is added to each value of a float tensor.
     """
 
     source: str
     take: Take
+    transposed: bool = False
+    offset: float = 0.0
 
 
 def places(names: Iterable[str], architecture: Architecture, config: PretrainedConfig) -> dict[str, Place]:
@@ -47,12 +53,16 @@ def places(names: Iterable[str], architecture: Architecture, config: PretrainedC
     known = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
     found, unknown = {}, []
     for source in names:
+        if source.startswith(architecture.unused):
+            continue
+        transposed = source.endswith(architecture.transposed)
+        offset = architecture.norm_offset if source.endswith("norm.weight") else 0.0
         for name, take in _float_names(source, architecture, config).items():
             target = known.get_name(name, try_suffixes=(".weight", ".bias"))
             if target is None:
                 unknown.append(source)
             else:
-                found[target] = Place(source, take)
+                found[target] = Place(source, take, transposed, offset)
     if unknown:
         where = ", ".join(dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in unknown))
         expected = f"tensors that llama.cpp's {architecture.name} has"
@@ -67,8 +77,14 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
         return {f"{owner}.gate_proj.weight": partial(_half, 0), f"{owner}.up_proj.weight": partial(_half, 1)}
     if parameter == "down_proj":
         return {f"{name}.weight": whole}
-    heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
     projection = owner.rpartition(".")[2]
+    if projection == "query_key_value":
+        return {name: partial(_by_kind, key_value_heads(config), config.num_attention_heads)}
+    if projection == "position_embeddings":
+        return {name: partial(_from, skipped_positions(architecture, config))}
+    if projection == "shared_expert_gate":
+        return {name: _only_row}
+    heads = {"q_proj": config.num_attention_heads, "k_proj": key_value_heads(config)}
     if architecture.interleaved and projection in heads:
         return {name: partial(_interleave, heads[projection])}
     return {name: whole}
@@ -90,3 +106,20 @@ def _half(number: int, tensor: Tensor) -> Tensor:
 def _interleave(heads: int, tensor: Tensor) -> Tensor:
     """Return rows such that those that the rotary embedding turns together are neighbours."""
     return tensor.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+
+
+def _by_kind(groups: int, heads: int, tensor: Tensor) -> Tensor:
+    """Return the rows of all queries, then those of all keys, then those of all values.
+
+    They come in groups of some heads of queries, one of keys and one of values, the three fused into one projection.
+    """
+    grouped = tensor.unflatten(0, (groups, heads // groups + 2, -1))
+    return torch.cat([part.flatten(0, 2) for part in (grouped[:, :-2], grouped[:, -2:-1], grouped[:, -1:])])
+
+
+def _only_row(tensor: Tensor) -> Tensor:
+    return tensor[0]
+
+
+def _from(first: int, tensor: Tensor) -> Tensor:
+    return tensor[first:]

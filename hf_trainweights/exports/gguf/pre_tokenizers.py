@@ -12,7 +12,8 @@ from typing import Any
 
 from hf_trainweights.errors import UnsupportedError
 
-_DIGITS = r"\p{N}"
+_DIGIT, _DIGITS, _THREE_DIGITS = r"\p{N}", r"\p{N}+", "[0-9][0-9][0-9]"
+_PUNCTUATION = r"[\p{P}$+<=>^~|`]+"
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -27,11 +28,12 @@ _TEKKEN = (
 # The expressions in their order, and whether a piece that is a token is taken before any merge.
 _NAMES = {
     ((_GPT2,), False): "gpt-2",
-    ((_DIGITS, _GPT2), False): "smollm",
+    ((_DIGIT, _GPT2), False): "smollm",
     ((_LLAMA3,), True): "llama-bpe",
     ((_LLAMA3,), False): "smaug-bpe",
     ((_QWEN2,), False): "qwen2",
     ((_TEKKEN,), True): "tekken",
+    ((_PUNCTUATION, _GPT2, _DIGITS, _THREE_DIGITS), False): "falcon",
 }
 
 
@@ -44,10 +46,8 @@ def pre_tokenizer_name(stored: dict[str, Any]) -> str:
     Raises:
         UnsupportedError: llama.cpp has no name for it, or none that is known here.
     """
-    steps = [stored["pre_tokenizer"]]
-    while steps[0]["type"] == "Sequence":
-        steps = [*steps[0]["pretokenizers"], *steps[1:]]
-    key = tuple(expression for step in steps for expression in _expressions(step)), stored["model"]["ignore_merges"]
+    found = steps(stored["pre_tokenizer"], "pretokenizers")
+    key = tuple(expression for step in found for expression in _expressions(step)), stored["model"]["ignore_merges"]
     if key not in _NAMES:
         found = f"{' then '.join(key[0])!r}{', tokens before merges' if key[1] else ''}"
         raise unsupported_tokenizer(f"text to be split as by {', '.join(_NAMES.values())}", found)
@@ -69,8 +69,22 @@ def _expressions(step: dict[str, Any]) -> list[str]:
     """Return the expressions that a step splits by, or its description if it does anything else."""
     if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
         return [_GPT2] if step["use_regex"] else []
-    if step["type"] == "Digits" and step["individual_digits"]:
-        return [_DIGITS]
+    if step["type"] == "Digits":
+        return [_DIGIT if step["individual_digits"] else _DIGITS]
+    if step["type"] == "Punctuation" and step["behavior"] == "Contiguous":
+        return [_PUNCTUATION]
     if step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]:
         return [step["pattern"].get("Regex", f"the text {step['pattern']}")]
     return [str(step)]
+
+
+def steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
+    """Return the steps of a normalizer or pre-tokenizer, those of sequences one by one.
+
+    Args:
+        step: It, None if there is none.
+        key: What a sequence calls its steps.
+    """
+    if step is None:
+        return []
+    return [inner for each in step[key] for inner in steps(each, key)] if step["type"] == "Sequence" else [step]

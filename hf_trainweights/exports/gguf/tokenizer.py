@@ -1,22 +1,19 @@
-"""A tokenizer as llama.cpp reads it: tokens and merges of a byte-level one, scores of one in SentencePiece's manner."""
+"""A tokenizer as llama.cpp reads it: its tokens, what each is for, and the way in which text becomes tokens."""
 
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
 
 import gguf
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBase
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.exports.gguf.pre_tokenizers import pre_tokenizer_name, unsupported_tokenizer
+from hf_trainweights.exports.gguf.pre_tokenizers import pre_tokenizer_name, steps, unsupported_tokenizer
+from hf_trainweights.exports.gguf.sentencepiece import describe_sentencepiece_bpe, describe_unigram, merges_of
+from hf_trainweights.exports.gguf.wordpiece import describe_wordpiece
 
-_SPECIAL = ("bos", "eos", "unk", "pad")
-# How SentencePiece writes a space.
-_SPACE = "\N{LOWER ONE EIGHTH BLOCK}"
+_SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What these normalizers do llama.cpp does too, except NFC, which leaves most text as it is.
 _BYTE_LEVEL_NORMALIZERS = ([], ["NFC"])
 
@@ -60,18 +57,15 @@ def describe_tokenizer(
         raise ConfigError("tokenizer", "one of the library tokenizers", type(tokenizer).__name__, next_step)
     stored = json.loads(backend.to_str())
     tokens, kinds = _tokens(tokenizer, size)
-    model = stored["model"]
-    settings = {key: model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")}
-    if model["type"] != "BPE" or any(settings.values()):
-        raise unsupported_tokenizer("a BPE tokenizer without dropout and affixes", f"{model['type']} with {settings}")
-    merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model["merges"]]
-    if model["byte_fallback"]:
-        _describe_sentencepiece(writer, stored, tokens, kinds, merges)
+    if stored["model"]["type"] == "WordPiece":
+        describe_wordpiece(writer, stored, tokens, kinds)
+    elif stored["model"]["type"] == "Unigram":
+        describe_unigram(writer, stored, tokens, kinds)
     else:
-        _describe_byte_level(writer, stored, merges)
+        _describe_bpe(writer, stored, tokens, kinds)
     writer.add_token_list(tokens)
     writer.add_token_types(kinds)
-    _describe_special_tokens(writer, tokenizer, config)
+    _describe_special_tokens(writer, tokenizer, config, is_wordpiece=stored["model"]["type"] == "WordPiece")
     if isinstance(template := tokenizer.chat_template, dict):
         template = [{"name": name, "template": text} for name, text in template.items()]
     if template:
@@ -92,83 +86,29 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], l
     return tokens, kinds
 
 
-def _describe_byte_level(writer: gguf.GGUFWriter, stored: dict[str, Any], merges: Sequence[Sequence[str]]) -> None:
-    normalizers = [each["type"] for each in _steps(stored["normalizer"], "normalizers")]
+def _describe_bpe(
+    writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
+) -> None:
+    model = stored["model"]
+    settings = {key: model.get(key) for key in ("dropout", "continuing_subword_prefix", "end_of_word_suffix")}
+    if model["type"] != "BPE" or any(settings.values()):
+        expected = "a tokenizer of the kind BPE, without dropout and affixes, Unigram or WordPiece"
+        raise unsupported_tokenizer(expected, f"{model['type']} with {settings}")
+    if model["byte_fallback"]:
+        describe_sentencepiece_bpe(writer, stored, tokens, kinds)
+        return
+    normalizers = [each["type"] for each in steps(stored["normalizer"], "normalizers")]
     if normalizers not in _BYTE_LEVEL_NORMALIZERS:
         raise unsupported_tokenizer("no normalizer, or NFC", " and ".join(normalizers))
-    if not any(each["type"] == "ByteLevel" for each in _steps(stored["pre_tokenizer"], "pretokenizers")):
+    if not any(each["type"] == "ByteLevel" for each in steps(stored["pre_tokenizer"], "pretokenizers")):
         raise unsupported_tokenizer("a tokenizer of bytes", "one of characters")
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(stored))
-    writer.add_token_merges([" ".join(merge) for merge in merges])
-
-
-def _describe_sentencepiece(
-    writer: gguf.GGUFWriter,
-    stored: dict[str, Any],
-    tokens: list[str],
-    kinds: list[gguf.TokenType],
-    merges: Sequence[Sequence[str]],
-) -> None:
-    """Write scores, and mark bytes, spaces and the unknown token as llama.cpp expects them."""
-    prefix = _adds_space(stored)
-    scores = _scores(tokens, kinds, merges)
-    for number, token in enumerate(tokens):
-        if kinds[number] == gguf.TokenType.USER_DEFINED:
-            tokens[number] = token.replace(_SPACE, " ")
-        elif re.fullmatch("<0x[0-9A-F]{2}>", token):
-            kinds[number] = gguf.TokenType.BYTE
-        elif token == stored["model"]["unk_token"]:
-            kinds[number] = gguf.TokenType.UNKNOWN
-    writer.add_tokenizer_model("llama")
-    writer.add_tokenizer_pre("default")
-    writer.add_add_space_prefix(prefix)
-    writer.add_token_scores(scores)
-
-
-def _adds_space(stored: dict[str, Any]) -> bool:
-    """Return whether text gets a space in front."""
-    prefix, unknown = False, []
-    for step in _steps(stored["normalizer"], "normalizers"):
-        if step["type"] == "Prepend" and step["prepend"] == _SPACE:
-            prefix = True
-        elif step != {"type": "Replace", "pattern": {"String": " "}, "content": _SPACE}:
-            unknown.append(step)
-    for step in _steps(stored["pre_tokenizer"], "pretokenizers"):
-        if step["type"] == "Metaspace" and step["replacement"] == _SPACE and not step["split"]:
-            prefix = prefix or step["prepend_scheme"] != "never"
-        else:
-            unknown.append(step)
-    if unknown:
-        raise unsupported_tokenizer("spaces to be replaced as by SentencePiece, and nothing else", str(unknown))
-    return prefix
-
-
-def _scores(tokens: list[str], kinds: list[gguf.TokenType], merges: Sequence[Sequence[str]]) -> list[float]:
-    """Return scores by which llama.cpp merges in the order of the merges.
-
-    It joins any two neighbours that make a token, the one with the best score first. That is the same if all such pairs
-    are merges, and those that make the same token follow each other, as where Transformers has made merges of scores.
-    """
-    pairs = {(left, right) for left, right in merges}
-    made = ["".join(merge) for merge in merges]
-    order = [token for token, _ in groupby(made)]
-    vocabulary = {token for token, kind in zip(tokens, kinds, strict=True) if kind == gguf.TokenType.NORMAL}
-    missing = [
-        token
-        for token in vocabulary
-        for cut in range(1, len(token))
-        if token[:cut] in vocabulary and token[cut:] in vocabulary and (token[:cut], token[cut:]) not in pairs
-    ]
-    if missing or len(order) != len(set(order)):
-        found = f"merges in another order{f', and none for {sorted(missing)[:3]}' if missing else ''}"
-        raise unsupported_tokenizer("merges in the order of scores, one for each way to a token", found)
-    scores = {token: -float(rank) for rank, token in enumerate(order)}
-    return [scores.get(token, 0.0) for token in tokens]
+    writer.add_token_merges([" ".join(merge) for merge in merges_of(stored)])
 
 
 def _describe_special_tokens(
-    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig
+    writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, is_wordpiece: bool
 ) -> None:
     numbers = {}
     for name in _SPECIAL:
@@ -177,28 +117,29 @@ def _describe_special_tokens(
         number = number[0] if isinstance(number, list) else number
         if number is not None:
             numbers[name] = number
-            getattr(writer, f"add_{name}_token_id")(number)
-    if "eos" not in numbers:
+    # llama.cpp calls the first token of a text bos everywhere, and the last one of a WordPiece text sep.
+    first, last = ("cls", "sep") if is_wordpiece else ("bos", "eos")
+    if last not in numbers:
         # llama.cpp would stop at token 11 or 2.
-        next_step = "Set tokenizer.eos_token, and save the tokenizer."
+        next_step = f"Set tokenizer.{last}_token, and save the tokenizer."
         raise ConfigError("tokenizer", "a token for the end of text", "none", next_step)
-    begins, ends = _added(tokenizer, numbers)
+    begins, ends = _added(tokenizer, numbers.get(first), numbers[last])
+    if is_wordpiece and not (begins and ends):
+        raise unsupported_tokenizer("the tokens cls and sep around a text", "a text without one of them")
+    written = numbers | ({"bos": numbers["cls"]} if is_wordpiece else {})
+    for name, number in written.items():
+        if name != "cls":
+            getattr(writer, f"add_{name}_token_id")(number)
     writer.add_add_bos_token(begins)
-    writer.add_add_eos_token(ends)
+    writer.add_add_eos_token(ends and not is_wordpiece)
 
 
-def _added(tokenizer: PreTrainedTokenizerBase, numbers: dict[str, int]) -> tuple[bool, bool]:
+def _added(tokenizer: PreTrainedTokenizerBase, first: int | None, last: int) -> tuple[bool, bool]:
     """Return whether a tokenizer puts its first and last special token around a text."""
     bare, whole = tokenizer.encode("a", add_special_tokens=False), tokenizer.encode("a")
     for begins in (False, True):
         for ends in (False, True):
-            if whole == [numbers.get("bos")] * begins + bare + [numbers["eos"]] * ends:
+            if whole == [first] * begins + bare + [last] * ends:
                 return begins, ends
     added = tokenizer.convert_ids_to_tokens(whole)
     raise unsupported_tokenizer("at most the begin and the end of text around a text", f"{added} for 'a'")
-
-
-def _steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    if step is None:
-        return []
-    return [inner for each in step[key] for inner in _steps(each, key)] if step["type"] == "Sequence" else [step]

@@ -15,8 +15,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.gguf.architectures import architecture_of
 from hf_trainweights.exports.gguf.blocks import FileTensor, Kind, lay_out
-from hf_trainweights.exports.gguf.metadata import describe_model, describe_source, rope_factors, vocabulary_size
+from hf_trainweights.exports.gguf.metadata import describe_model, describe_source, vocabulary_size
 from hf_trainweights.exports.gguf.names import Place, places, whole
+from hf_trainweights.exports.gguf.pooling import describe_pooling
+from hf_trainweights.exports.gguf.rope import rope_tensors
 from hf_trainweights.exports.gguf.tokenizer import describe_tokenizer, load_tokenizer
 from hf_trainweights.files.atomic import make_directories, replace_file
 from hf_trainweights.files.cleanup import clean_up
@@ -53,10 +55,13 @@ def write_model(
     if tokenizer is None and source is None:
         next_step = "Pass it: export_gguf(model, out, tokenizer)."
         raise ConfigError("tokenizer", "the tokenizer of the model", "none", next_step)
-    writer = gguf.GGUFWriter(None, architecture_of(model).name)
+    architecture = architecture_of(model)
+    writer = gguf.GGUFWriter(None, architecture.name)
     directory = Path(source) if source is not None and Path(source).is_dir() else None
     describe_source(writer, model, directory)
-    describe_model(writer, model)
+    describe_model(writer, model, architecture)
+    if architecture.encoder:
+        describe_pooling(writer, directory)
     tokenizer = load_tokenizer(str(source)) if tokenizer is None else tokenizer
     describe_tokenizer(writer, tokenizer, model.config, vocabulary_size(model))
     sizes: Counter[Kind] = Counter()
@@ -92,9 +97,8 @@ def lay_out_model(model: PreTrainedModel) -> dict[str, FileTensor]:
     names = state_dict.keys() - names_not_saved(model)
     found = places([name for name in state_dict if name in names], architecture, model.config)
     tensors = {name: lay_out(name, state_dict[place.source], place) for name, place in found.items()}
-    factors = rope_factors(model.config)
-    if factors is not None:
-        tensors["rope_freqs.weight"] = lay_out("rope_freqs.weight", factors, Place("rope_parameters", whole))
+    for name, factors in rope_tensors(model.config).items():
+        tensors[name] = lay_out(name, factors, Place("rope_parameters", whole))
     return tensors
 
 
