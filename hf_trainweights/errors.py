@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class TrainWeightsError(Exception):
     """Base class: says where, what was expected, what was found and what to do next.
@@ -49,3 +52,19 @@ class CorruptFileError(TrainWeightsError, ValueError):
 
 class SaveError(TrainWeightsError, OSError):
     """A file or directory could not be written; what was there before is untouched."""
+
+
+def did_you_mean(found: object, known: Iterable[str], default: str) -> str:
+    """Return the next step of an error about a name that is not known: the nearest name that is.
+
+    Args:
+        found: What was there; only a string can be misspelt.
+        known: The names that would have been right.
+        default: The next step where none is near.
+
+    Example:
+        >>> did_you_mean("dwon_proj", ["up_proj", "down_proj"], "Choose one of these.")
+        'Did you mean "down_proj"?'
+    """
+    near = difflib.get_close_matches(found, list(known), n=1) if isinstance(found, str) else []
+    return f'Did you mean "{near[0]}"?' if near else default

@@ -9,6 +9,7 @@ import pickle
 import pytest
 
 from hf_trainweights import TrainWeightsError, errors
+from hf_trainweights.errors import did_you_mean
 
 BUILTINS = {
     "ConfigError": ValueError,
@@ -59,3 +60,11 @@ def test_errors_cross_process_boundaries_whole(cls: type[TrainWeightsError], pro
         assert type(copied) is cls
         assert str(copied) == str(error)
         assert vars(copied) == vars(error)
+
+
+@pytest.mark.parametrize(
+    ("found", "next_step"),
+    [("in8", 'Did you mean "int8"?'), ("gptq", "Choose one."), (8, "Choose one."), (None, "Choose one.")],
+)
+def test_the_nearest_known_name_is_the_next_step(found: object, next_step: str) -> None:
+    assert did_you_mean(found, ["int8", "int4"], "Choose one.") == next_step

@@ -98,11 +98,14 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             model: The model.
 
         Raises:
-            ConfigError: The Trainer has resumed from a checkpoint that leaves some weights at their starting values.
+            ConfigError: A rule names nothing in the model, or the Trainer has resumed from a checkpoint that leaves
+                some weights at their starting values.
             SaveError: The mark cannot be written.
         """
         if not self._is_supported(args):
             return
+        if model is not None:
+            self.policy.require_used(extract_model_from_parallel(model).state_dict())
         names = converted_names(extract_model_from_parallel(model)) if model is not None else set()
         if args.should_save:
             _remove_leftovers(Path(args.output_dir or ""))
@@ -223,7 +226,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
         options = {
             "mode": self.policy.mode,
-            "rules": {"weight": "lossless", **self.policy.rules} if best else self.policy.rules,
+            "rules": self.policy.rules_of_exact_weights if best else self.policy.rules,
             "keep_weights": bool(args.push_to_hub),
             "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
             "optimizer_names": optimizer_parameter_names(module, optimizer) if module is not None else {},

@@ -96,7 +96,7 @@ def save_training_state(
         The manifest that was written.
 
     Raises:
-        ConfigError: The checkpoint has no model or an unknown key, or metrics are no JSON.
+        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, or metrics are no JSON.
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
@@ -108,6 +108,7 @@ def save_training_state(
     names = checkpoint.get("names", {})
     optimizer = checkpoint.get("optimizer", {})
     weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
+    policy.require_used([*map(str, checkpoint["model"]), *names.get("optimizer", {}).values()])
     small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
     small["parts"] = [part for part in _FILES if part in checkpoint]
     trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}

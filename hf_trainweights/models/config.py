@@ -12,9 +12,10 @@ from typing import Any
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.selectors import most_exact, select
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.overrides import check_overrides, find_override, format_of, listed, named, select
+from hf_trainweights.models.overrides import check_overrides, format_of, left_out, named
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
@@ -28,12 +29,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     Args:
         format: Name of the format for all weights that no override names: one of `FORMATS`.
         group_size: Weights that share a scale; None for the format's default (int4: 128, int8: a whole row).
-        modules_to_not_convert: Modules to leave alone beside the output head: names, suffixes of names, or regular
-            expressions that match from the start of a name.
-        overrides: Another format for some modules or parameters. Each key is a full name, or `re:` and a regular
-            expression for the whole name; each value is a format's name, a dict such as
-            `{"format": "int8", "group_size": 64}`, or None to leave the weight alone. Exact names win, then the first
-            expression that matches.
+        modules_to_not_convert: Selectors of modules or parameters to leave alone beside the output head.
+        overrides: Another format for some modules or parameters. Each key is a selector; each value is a format's name,
+            a dict such as `{"format": "int8", "group_size": 64}`, or None to leave the weight alone. Overrides win over
+            `modules_to_not_convert`.
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
         activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token. Small
             weights, and a few tokens of 16 bits, keep float activations, because integers are not faster there. Only
@@ -43,9 +42,14 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
 
+    A selector is the full name of a module or parameter (`lm_head`), or whole parts of such names (`down_proj`,
+    `layers.0`, `mlp.down_proj`), or `re:` and a regular expression for a full name. A module is selected with all that
+    it holds. Of several overrides the most exact wins: a full name before parts of one, parts before an expression;
+    among these a parameter before a module, then more parts before fewer, then the first. A selector that selects
+    nothing in the model to be quantized is an error.
+
     Raises:
-        ConfigError: A value is not allowed; the message lists those that are.
-        TypeError: There is no such argument.
+        ConfigError: A value is not allowed, and the message lists those that are; or there is no such argument.
 
     Example:
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
@@ -152,7 +156,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             ConfigError: A regular expression takes too long.
         """
         names = list(names)
-        selector = find_override(select(self.overrides, names) if selected is None else selected, names)
+        selector = most_exact(select(self.overrides, names) if selected is None else selected, names)
         return (self.default_format, False) if selector is None else (format_of(self.overrides[selector]), True)
 
     def to_dict(self) -> dict[str, Any]:
@@ -189,7 +193,7 @@ def _check_names(names: Sequence[str] | None) -> list[str] | None:
             'Write ["lm_head"], even for a single name.',
         )
     with named("modules_to_not_convert"):
-        listed(names, ())
+        left_out(names, ())
     return list(names)
 
 

@@ -1,43 +1,22 @@
-"""Exceptions from the configured format: which names they match, which format they give, whether they are valid."""
+"""Exceptions from the configured format: the formats of overrides, and what stays in float."""
 
 from __future__ import annotations
 
 import contextlib
-import itertools
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.expressions import matching
+from hf_trainweights.files.selectors import EXPRESSION, select
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 
 # Another format for what a selector matches: a name or parameters of one, None to leave it in float.
 Override = str | Mapping[str, Any] | None
 
-_EXPRESSION = "re:"
-# Where an entry of `modules_to_not_convert` may end in a name that it matches from the start.
+# Where a pattern may end in a name that it matches from the start.
 _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))(?s:.*)"
-
-
-def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozenset[str]]:
-    """Return which of some names each selector selects.
-
-    Args:
-        selectors: Full names, or `re:` and a regular expression for the whole name.
-        names: The names.
-
-    Raises:
-        ConfigError: An expression is not valid, or takes too long.
-
-    Example:
-        >>> select(["re:.*up_proj", "up_proj"], ["layers.0.up_proj"])
-        {'re:.*up_proj': frozenset({'layers.0.up_proj'}), 'up_proj': frozenset()}
-    """
-    selectors, names = list(selectors), frozenset(names)
-    expressions = {each: each.removeprefix(_EXPRESSION) for each in selectors if each.startswith(_EXPRESSION)}
-    matched = matching(expressions.values(), sorted(names))
-    return {each: matched[expressions[each]] if each in expressions else names & {each} for each in selectors}
 
 
 def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
@@ -59,17 +38,27 @@ def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     return {name for name in names if name.endswith(patterns)}.union(*matched)
 
 
-def find_override(selected: Mapping[str, Collection[str]], names: Iterable[str]) -> str | None:
-    """Return the selector that decides: an exact name wins, then the first expression that matches.
+def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
+    """Return the names that `modules_to_not_convert` selects.
+
+    A plain entry that selects nothing is matched as earlier versions of this package matched every entry, with
+    `listed`: saved models hold such entries. Of a user's own configuration they are refused by `check_choice`.
 
     Args:
-        selected: Each selector to what it selects, as `select` returned it for these names and perhaps for others.
-        names: The names of one weight, those that win first.
+        selectors: The entries.
+        names: Full names of all modules and parameters that there are.
+
+    Raises:
+        ConfigError: An expression is not valid, or takes too long.
+
+    Example:
+        >>> sorted(left_out(["mlp", "layers.[0-2]"], ["layers.0.mlp", "layers.1.attn", "layers.3.attn"]))
+        ['layers.0.mlp', 'layers.1.attn']
     """
     names = list(names)
-    exact = (name for name in names if name in selected)
-    expressions = (each for each in selected if not frozenset(selected[each]).isdisjoint(names))
-    return next(itertools.chain(exact, expressions), None)
+    selected = select(selectors, names)
+    earlier = [each for each, found in selected.items() if not found and not each.startswith(EXPRESSION)]
+    return listed(earlier, names).union(*selected.values())
 
 
 def format_of(override: Override) -> Format | None:

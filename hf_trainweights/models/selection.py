@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -10,16 +9,15 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from hf_trainweights.files.selectors import name_and_modules, require_used, select
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
-from hf_trainweights.models.overrides import listed, select
+from hf_trainweights.models.overrides import left_out, listed
 from hf_trainweights.models.summary import Choice, Summary, check_not_empty
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-
-_logger = logging.getLogger(__name__)
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
@@ -31,19 +29,20 @@ class _Rules(NamedTuple):
     Args:
         config: The configuration.
         selected: Each override's key to the names that it selects.
-        listed: The names that `modules_to_not_convert` matches.
+        left_out: The names that `modules_to_not_convert` selects.
         skipped: The names that the model itself keeps in float.
     """
 
     config: TrainWeightsConfig
     selected: Mapping[str, frozenset[str]]
-    listed: set[str]
+    left_out: set[str]
     skipped: set[str]
 
     @classmethod
     def of(cls, config: TrainWeightsConfig, skip: Sequence[str], names: Sequence[str]) -> _Rules:
-        skipped = listed(skip, names)
-        return cls(config, select(config.overrides, names), listed(config.modules_to_not_convert or (), names), skipped)
+        names = list(dict.fromkeys(each for name in names for each in (*_names(name), *name_and_modules(name))))
+        left = left_out(config.modules_to_not_convert or (), names)
+        return cls(config, select(config.overrides, names), left, listed(skip, names))
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -62,7 +61,7 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     aliases = _aliases(module)
-    rules = _Rules.of(config, skip, [each for name in aliases for each in _names(name)])
+    rules = _Rules.of(config, skip, list(aliases))
     return Summary(
         tuple(_choose(owners, aliases[name], name, parameter, rules) for name, parameter in module.named_parameters())
     )
@@ -86,7 +85,10 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
 
 
 def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:
-    """Check that a choice is plausible: something is quantized; warn of each override that matches nothing.
+    """Check that a user's configuration is plausible for a module: its selectors select, and something is quantized.
+
+    A saved model's configuration may name what another class of the same model lacks, such as its head: it is not
+    checked.
 
     Args:
         module: The module.
@@ -94,18 +96,16 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
         config: The configuration.
 
     Raises:
-        ConfigError: Nothing is quantized.
+        ConfigError: A selector selects nothing, or nothing is quantized.
     """
-    for selector in _unused_overrides(module, config):
-        _logger.warning("overrides[%r] matches no module and no parameter: is it misspelt?", selector)
+    names = [name for name, _ in module.named_modules(remove_duplicate=False)]
+    names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
+    for where, selectors in (
+        ("overrides", config.overrides),
+        ("modules_to_not_convert", config.modules_to_not_convert),
+    ):
+        require_used(where, select(selectors or (), names), names)
     check_not_empty(summary, config)
-
-
-def _unused_overrides(module: nn.Module, config: TrainWeightsConfig) -> list[str]:
-    """Return the overrides that match no parameter: most likely they are misspelt."""
-    parameters = [name for name, _ in module.named_parameters(remove_duplicate=False)]
-    known = {*parameters, *(name.rpartition(".")[0] for name in parameters)}
-    return [selector for selector, names in select(config.overrides, known).items() if not names]
 
 
 def _aliases(module: nn.Module) -> dict[str, list[str]]:
@@ -167,7 +167,7 @@ def _wanted(
         return None, f"{parameter.dtype}"
     if overridden:
         return chosen, "override"
-    if not rules.listed.isdisjoint(known):
+    if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
     embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
     if embedding and not rules.config.include_embeddings:

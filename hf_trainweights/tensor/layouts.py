@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from hf_trainweights import kernels
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-
-_logger = logging.getLogger(__name__)
 
 # Freed memory that is kept at most while weights are exchanged.
 _FREED_BYTES = 4 << 20
@@ -33,14 +28,10 @@ def choose_layouts_(module: nn.Module) -> None:
     """
     if any(parameter.device.type != "cpu" for parameter in module.parameters()):
         return
-    slow: Counter[str] = Counter()
     for places in parameter_places(module).values():
         weight = getattr(*places[0])
         if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
-            slow.update(filter(None, [kernels.slowness(weight.format, weight.dtype)]))
             _hold_in_best_layout_(weight)
-    for reason, count in slow.items():
-        _logger.warning("%d %s", count, reason)
 
 
 def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

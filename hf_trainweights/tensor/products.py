@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -17,6 +19,8 @@ from hf_trainweights.tensor.dispatch import compute_dequantized
 from hf_trainweights.tensor.handlers import implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger(__name__)
 
 aten = torch.ops.aten
 
@@ -42,6 +46,8 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     Returns:
         A new tensor `[*, N]` of the dtype of `x`.
     """
+    if x.device.type == "cpu" and is_plain(x):
+        _say_if_slow(form, x.dtype)
     out = kernels.linear(x, held.tensors, form, held.layout, bias)
     if out is not None:
         return out
@@ -58,6 +64,14 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
     out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
     return (out if shift is None else out.add_(shift)).to(x.dtype)
+
+
+@functools.cache
+def _say_if_slow(form: Format, dtype: torch.dtype) -> None:
+    """Warn of products that take longer than those of float weights, once in a process."""
+    reason = kernels.slowness(form, dtype)
+    if reason is not None:
+        _logger.warning("%s", reason)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -153,16 +167,16 @@ implements(aten.baddbmm.default)(compute_dequantized)
 
 
 @replaces(F.linear)
-def _linear_at_once(x: Any, weight: Any, bias: Any = None) -> Any:
+def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002  (callers pass it by this name)
     """Multiply without the way through the dispatcher, which costs as much as the product of one token."""
-    if type(weight) is not QuantizedTensor or not is_plain(x, bias) or not _nobody_watches():
+    if type(weight) is not QuantizedTensor or not is_plain(input, bias) or not _nobody_watches():
         return NotImplemented
     multiply_few = weight.multiply_few or _settle(weight)
-    if _takes(x, weight, bias):
-        out = multiply_few(x, bias)
+    if _takes(input, weight, bias):
+        out = multiply_few(input, bias)
         if out is not None:
             return out
-    return _linear(F.linear, x, weight, bias)
+    return _linear(F.linear, input, weight, bias)
 
 
 def _nobody_watches() -> bool:

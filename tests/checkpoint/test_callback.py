@@ -279,6 +279,13 @@ def test_modes_and_rules_are_checked_at_once() -> None:
         TrainWeightsCheckpointCallback(on_error="ignore")
 
 
+def test_a_rule_that_names_nothing_in_the_model_ends_the_training_before_its_first_step(tmp_path: Path) -> None:
+    trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback(rules={"mpl": "raw"}))
+    with pytest.raises(ConfigError, match=r"rules\['mpl'\]: .*nothing that it selects"):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
 def test_the_end_says_in_one_line_what_was_saved(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     trainer_of(tmp_path, TrainWeightsCheckpointCallback())[0].train()
     assert "4 checkpoints made small" in caplog.text

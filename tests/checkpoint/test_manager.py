@@ -312,7 +312,7 @@ def test_a_logged_tensor_is_what_it_was_when_it_was_logged(tmp_path):
         ({"keep_last": 0}, "keep_last"),
         ({"anchor_every": True}, "anchor_every"),
         ({"mode": "tiny"}, "mode"),
-        ({"rules": {"nobody": "raw"}}, "nobody"),
+        ({"rules": {"weigth": "raw"}}, "weigth"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_is_written(tmp_path, options, name):

@@ -122,6 +122,13 @@ def test_rules_by_name_reach_the_optimizer(tmp_path):
     assert codecs["exp_avg", "embed.weight"] == "update-space"
 
 
+def test_a_rule_that_names_nothing_is_refused_before_anything_is_written(tmp_path):
+    model, optimizer, *_ = everything()
+    with pytest.raises(ConfigError, match=r"rules\['cnov'\]: .*Did you mean \"conv\"\?"):
+        save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a", rules={"conv": "raw", "cnov": "raw"})
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_missing_file_is_named(tmp_path):
     model, optimizer, *_ = everything()
     save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a")

@@ -252,11 +252,14 @@ def test_bad_values_are_refused_and_the_allowed_listed(name: str) -> None:
         ({"a.b": "int8"}, ["a.b"], (Int8(), True)),
         ({"a.b": None}, ["a.b"], (None, True)),
         ({"a.b": {"format": "int4", "group_size": 64}}, ["a.b"], (Int4(64), True)),
-        ({"a": "int8"}, ["a.b"], (Int4(32), False)),
-        ({"b": "int8"}, ["a.b"], (Int4(32), False)),
+        ({"a": "int8"}, ["a.b"], (Int8(), True)),
+        ({"b": "int8"}, ["a.b"], (Int8(), True)),
+        ({"a.b": "int8", "a": None}, ["a.b"], (Int8(), True)),
+        ({"b": None, "a": "int8"}, ["a.b"], (Int8(), True)),
         ({"a.b": "int8"}, ["a.b", "a.b.weight"], (Int8(), True)),
         ({"a.b.weight": "int8"}, ["a.b", "a.b.weight"], (Int8(), True)),
-        ({"a.b.weight": "int8", "a.b": None}, ["a.b", "a.b.weight"], (None, True)),
+        ({"a.b.weight": "int8", "a.b": None}, ["a.b", "a.b.weight"], (Int8(), True)),
+        ({"a.b": None, "a.b.weight": "int8"}, ["a.b", "a.b.weight"], (Int8(), True)),
         ({"re:a.*": "int8"}, ["a.b"], (Int8(), True)),
         ({"re:a": "int8"}, ["a.b"], (Int4(32), False)),
         ({"re:b": "int8"}, ["a.b"], (Int4(32), False)),
@@ -269,7 +272,7 @@ def test_bad_values_are_refused_and_the_allowed_listed(name: str) -> None:
         ({r"re:.*experts\.(gate_up|down)_proj": "int8"}, ["m.experts.down_proj", "m.experts"], (Int8(), True)),
     ],
 )
-def test_exact_names_win_then_the_first_expression(
+def test_the_more_exact_selector_wins_then_the_first_expression(
     overrides: dict[str, Any], names: list[str], expected: tuple[Format | None, bool]
 ) -> None:
     config = TrainWeightsConfig("int4", group_size=32, overrides=overrides)

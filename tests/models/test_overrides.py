@@ -1,4 +1,4 @@
-"""Which override decides for a weight, and which overrides are refused."""
+"""What an override means, which are refused, and what stays in float."""
 
 from __future__ import annotations
 
@@ -7,41 +7,7 @@ import pytest
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.overrides import Override, check_overrides, find_override, format_of, listed, select
-
-
-@pytest.mark.parametrize(
-    ("selector", "expected"),
-    [
-        ("a.b", True),
-        ("a", False),
-        ("b", False),
-        ("a.b.weight", True),
-        ("re:a.*", True),
-        ("re:a", False),
-        ("re:.*weight", True),
-        ("re:axb", False),
-        ("", False),
-    ],
-)
-def test_a_selector_is_a_whole_name_or_an_expression_for_one(selector: str, expected: bool) -> None:
-    assert bool(select([selector], ["a.b", "a.b.weight"])[selector]) == expected
-
-
-def winner(overrides: dict[str, Override], names: list[str]) -> str | None:
-    return find_override(select(overrides, names), names)
-
-
-def test_an_exact_name_wins_and_the_first_name_wins_among_these() -> None:
-    overrides = {"re:.*": None, "a.weight": "int8", "a": "int4"}
-    assert winner(overrides, ["a", "a.weight"]) == "a"
-    assert winner(overrides, ["a.weight", "a"]) == "a.weight"
-    assert winner(overrides, ["b"]) == "re:.*"
-    assert winner({"a": "int8"}, ["b"]) is None
-
-
-def test_the_module_without_a_name_can_be_overridden() -> None:
-    assert winner({"": "int8", "re:weight": "int4"}, ["", "weight"]) == ""
+from hf_trainweights.models.overrides import check_overrides, format_of, left_out, listed
 
 
 def test_an_override_is_a_name_a_dict_or_none() -> None:
@@ -68,3 +34,24 @@ def test_an_expression_that_does_not_compile_is_refused_where_it_stands(expressi
 def test_a_pattern_that_is_valid_only_by_itself_is_refused() -> None:
     with pytest.raises(ConfigError, match="global flags not at the start"):
         listed(["(?i)head"], ["head"])
+
+
+NAMES = ["model.layers.1.up_proj", "model.layers.1.up_proj.weight", "layers.11.q_proj", "layers.11.q_proj.weight"]
+
+
+@pytest.mark.parametrize(
+    ("entry", "expected"),
+    [
+        ("up_proj", NAMES[:2]),
+        ("layers.1", NAMES[:2]),
+        ("re:.*proj", NAMES),
+        (r"re:layers\.1", []),
+        # These select nothing and mean what they meant to earlier versions, as saved models have them.
+        ("up_proj.weight", NAMES[1:2]),
+        ("_proj", [NAMES[0], NAMES[2]]),
+        (r"layers\.\d+", NAMES[2:]),
+        ("lm_head", []),
+    ],
+)
+def test_an_entry_that_selects_nothing_is_read_as_earlier_versions_wrote_it(entry: str, expected: list[str]) -> None:
+    assert left_out([entry], NAMES) == set(expected)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,17 +64,17 @@ def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
+@pytest.mark.parametrize("option", ["overrides", "modules_to_not_convert"])
 @pytest.mark.parametrize(
-    ("selector", "is_used"),
-    [("re:.*down_proj", True), ("lm_head", True), ("re:.*donw_proj", False), ("model.layers.9.mlp.up_proj", False)],
+    ("selector", "nearest"),
+    [("re:.*donw_proj", "down_proj"), ("lm_haed", "lm_head"), ("model.layer.0", "model.layers.0"), ("norms", "norm")],
 )
-def test_an_override_that_matches_nothing_is_said(
-    selector: str, is_used: bool, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_misspelt_selector_is_refused_before_anything_is_quantized(option: str, selector: str, nearest: str) -> None:
     model = ARCHITECTURES["llama"].build()
-    with caplog.at_level("WARNING", logger="hf_trainweights"):
-        quantize_(model, TrainWeightsConfig("int8", overrides={selector: "float8_e4m3"}))
-    assert ("matches no module" in caplog.text) is not is_used
+    value: Any = {selector: "float8_e4m3"} if option == "overrides" else [selector]
+    with pytest.raises(ConfigError, match=rf'{option}\[.*nothing that it selects\. Did you mean "{nearest}"\?'):
+        quantize_(model, TrainWeightsConfig("int8", **{option: value}))
+    assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
 def test_a_configuration_with_unknown_keys_changes_nothing(caplog: pytest.LogCaptureFixture) -> None:

@@ -20,7 +20,7 @@ from helpers import assert_close_product
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.integrations.accelerate import compute_module_sizes
 from transformers.quantizers.base import HfQuantizer
 
@@ -272,7 +272,7 @@ def test_no_hook_changes_a_map_that_it_is_given() -> None:
     [
         INT8,
         TrainWeightsConfig("int4", group_size=32),
-        TrainWeightsConfig("int8", overrides={"re:.*mlp.*": "float8_e4m3"}),
+        TrainWeightsConfig("int8", overrides={"re:.*(mlp|mixer).*": "float8_e4m3"}),
     ],
     ids=lambda config: config.format,
 )
@@ -413,7 +413,7 @@ def test_the_summary_is_logged_in_one_line(
 
 
 def test_nothing_to_quantize_is_an_error(float_directory: FloatDirectory, tmp_path: Path) -> None:
-    config = TrainWeightsConfig("int8", modules_to_not_convert=[".*"])
+    config = TrainWeightsConfig("int8", modules_to_not_convert=["re:.*"])
     with pytest.raises(ConfigError, match="at least one weight to quantize to int8"):
         load(float_directory(), quantization_config=config)
     shutil.copytree(float_directory(), tmp_path / "float")
@@ -421,6 +421,26 @@ def test_nothing_to_quantize_is_an_error(float_directory: FloatDirectory, tmp_pa
     (tmp_path / "float" / "config.json").write_text(json.dumps({**text, "quantization_config": INT8.to_dict()}))
     with pytest.raises(ConfigError, match=r"at least one weight to quantize.*14 not in the checkpoint"):
         load(tmp_path / "float")
+
+
+@pytest.mark.parametrize("entry", ["_proj", r"model\.layers\.\d+\.mlp", "decoder.layers"])
+def test_a_saved_configuration_may_name_what_its_class_lacks_and_mean_what_it_meant(
+    float_directory: FloatDirectory, tmp_path: Path, entry: str
+) -> None:
+    overrides, kept = {"lm_head": "int8"}, ["layers.0.mlp", "lm_head.weight"]
+    config = TrainWeightsConfig("int4", group_size=32, overrides=overrides, modules_to_not_convert=kept)
+    model = load(float_directory(), quantization_config=config)
+    model.save_pretrained(tmp_path)
+    stored = json.loads((tmp_path / "config.json").read_text())
+    # An entry as versions that matched suffixes and expressions without "re:" wrote it.
+    stored["quantization_config"]["modules_to_not_convert"].append(entry)
+    (tmp_path / "config.json").write_text(json.dumps(stored))
+    base = AutoModel.from_pretrained(tmp_path)
+    formats = {name: getattr(weight, "format", None) for name, weight in base.named_parameters()}
+    assert formats == {
+        name: getattr(weight, "format", None) for name, weight in model.model.named_parameters(remove_duplicate=False)
+    }
+    assert isinstance(load(tmp_path).lm_head.weight, QuantizedTensor)
 
 
 # ---- damaged quantized checkpoints

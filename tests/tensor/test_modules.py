@@ -29,6 +29,7 @@ from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.kernels.int4_tiles import tile_rows
 from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.tensor.products import _say_if_slow
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in FORMATS}
@@ -759,11 +760,19 @@ def test_a_transformers_model_is_quantized_in_place(tie: bool, include: bool) ->
         torch.testing.assert_close(model(INDICES).logits, dense(INDICES).logits)
 
 
-def test_a_model_that_is_not_bfloat16_is_told_that_int4_is_slow_on_the_cpu(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("training", [False, True])
+def test_int4_without_bfloat16_is_told_to_be_slow_once_at_its_first_product(
+    training: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     config = TrainWeightsConfig("int4", group_size=32)
-    for dtype, told in ((torch.float32, 1), (torch.float16, 1), (torch.bfloat16, 0)):
+    _say_if_slow.cache_clear()
+    told = []
+    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.float32):
         caplog.clear()
-        quantize_(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype), config)
-        assert [record.message.startswith("2 int4 weights without bfloat16") for record in caplog.records] == [
-            True
-        ] * told
+        module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
+        quantize_(module, config)
+        assert caplog.messages == []
+        with torch.set_grad_enabled(training):
+            module(module(torch.ones(2, 64, dtype=dtype)))
+        told.append([message.startswith("int4 weights without bfloat16 activations") for message in caplog.messages])
+    assert told == [[], [True], [True], []]

@@ -436,6 +436,9 @@ OFFSETS = torch.tensor([2, 4, 5], dtype=torch.int32)
 PRODUCTS: dict[str, tuple[Op, str]] = {
     "linear": (lambda w: F.linear(x(5, 128).to(w.dtype), w), MATRIX),
     "linear with bias": (lambda w: F.linear(x(5, 128).to(w.dtype), w, x(6).to(w.dtype)), MATRIX),
+    "linear by keywords": (lambda w: F.linear(input=x(5, 128).to(w.dtype), weight=w, bias=x(6).to(w.dtype)), MATRIX),
+    "embedding by keywords": (lambda w: F.embedding(input=torch.tensor([1, 0]), weight=w), MATRIX),
+    "mm by keywords": (lambda w: torch.mm(input=x(5, 128).to(w.dtype), mat2=w.t()), MATRIX),
     "linear of a vector": (lambda w: F.linear(x(128).to(w.dtype), w), MATRIX),
     "linear of a batch": (lambda w: F.linear(x(2, 5, 128).to(w.dtype), w, x(6).to(w.dtype)), MATRIX),
     "linear of nothing": (lambda w: F.linear(x(0, 128).to(w.dtype), w), MATRIX),

@@ -25,7 +25,7 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEnt
 from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, reported_rounding
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME, OptimizerFile, is_lossy, read_weights_to_store
+from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME, OptimizerFile, is_lossy, weights_to_store
 from hf_trainweights.checkpoint.directory.verification import require_intact
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights
 from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
@@ -70,7 +70,7 @@ def compress_directory(
         The manifest that was written.
 
     Raises:
-        ConfigError: Mode or rules are wrong, or there is no checkpoint at `path`.
+        ConfigError: Mode or rules are wrong, a rule names nothing there, or there is no checkpoint at `path`.
         CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
         UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
         SaveError: The disk is full or refuses; every file is whole, old or new.
@@ -94,7 +94,7 @@ def compress_directory(
     if problem:
         warnings.warn(f"{path}: the weights stay as they are: {problem}", stacklevel=2)
     optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
-    weights = None if keep_weights or problem else read_weights_to_store(inventory, previous, buffers, optimizer)
+    weights = None if keep_weights or problem else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
     with rewriting(path):
         entries, anchor = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer)

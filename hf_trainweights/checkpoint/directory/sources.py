@@ -63,13 +63,18 @@ class OptimizerFile:
         return self.tree if is_optimizer_state(self.tree) else {}
 
 
-def read_weights_to_store(
-    inventory: Inventory, previous: Manifest | None, buffers: Collection[str] | None, optimizer: OptimizerFile
+def weights_to_store(
+    inventory: Inventory,
+    policy: Policy,
+    previous: Manifest | None,
+    buffers: Collection[str] | None,
+    optimizer: OptimizerFile,
 ) -> Weights | None:
     """Read the weights of a checkpoint.
 
     Args:
         inventory: Its files.
+        policy: Which codec for which tensor.
         previous: Its manifest, which may know its buffers.
         buffers: Names of weights that are buffers. Default: as recorded, else see `find_buffers`.
         optimizer: Its optimizer.
@@ -78,6 +83,7 @@ def read_weights_to_store(
         The weights; None where there are none, or where encoding them again would lose more.
 
     Raises:
+        ConfigError: A rule names nothing in the checkpoint.
         CorruptFileError: They cannot be read.
         MissingAnchorError: They were moved without the anchor that they need.
     """
@@ -86,6 +92,7 @@ def read_weights_to_store(
     first = inventory.weight_files[0]
     file_name = _ADAPTER_NAME if first.name.startswith("adapter") else WEIGHTS_NAME
     state = read_weights(first)
+    policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(inventory.path, previous, file_name) if buffers is None else buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
     return Weights(state, buffers, optimizer.state, optimizer.names, file_name)

@@ -16,7 +16,7 @@ under every rule: norms and biases take little space and steer much.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Container, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -39,8 +39,9 @@ from hf_trainweights.checkpoint.planning.modes import (
     state_codecs,
 )
 from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
-from hf_trainweights.checkpoint.planning.rules import Rule, parse_rule
+from hf_trainweights.checkpoint.planning.rules import ANY_NAME, Rule, parse_rule
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.selectors import most_exact, name_and_modules, require_used, select
 
 # What Adam and AdamW keep per parameter, and apex without the step; with another key it is another optimizer.
 _ADAM_STATE = MOMENTS | {"step"}
@@ -52,16 +53,17 @@ class Policy:
 
     Args:
         mode: One of `MODES`, for everything that no rule selects.
-        rules: Selector to choice; the first match in this order wins. A selector is a role, `optimizer` for all
-            of an optimizer's state, `re:pattern` for weights whose whole name matches, or `role/re:pattern`. A
-            choice is a mode, a codec (`"raw"`), a format (`"int8"`: the codec grouped), or one of the latter two
-            with options: `{"codec": "delta-uniform", "bound": 1e-5}`, `{"format": "int4", "group_size": 32}`.
+        rules: Selector to choice. A selector is a role, `optimizer` for all of an optimizer's state, the name of
+            weights as in `TrainWeightsConfig`, or `role/name`. The most exact name wins, as there; expressions
+            (`re:pattern`) and roles alone win in this order. A choice is a mode, a codec (`"raw"`), a format
+            (`"int8"`: the codec grouped), or one of the latter two with options:
+            `{"codec": "delta-uniform", "bound": 1e-5}`, `{"format": "int4", "group_size": 32}`.
 
     Raises:
         ConfigError: A mode, selector or choice is unknown, or a codec does not suit a role.
 
     Example:
-        >>> policy = Policy("compact", {"optimizer": "lossless", "re:.*embed.*": "raw"})
+        >>> policy = Policy("compact", {"optimizer": "lossless", "embed": "raw"})
         >>> policy.plan_weights({"embed.weight": torch.zeros(64, 64)})["embed.weight",].candidates
         (Raw(),)
     """
@@ -170,12 +172,13 @@ class Policy:
         names = recorded_names(state) if names is None else names
         self._require_names(states, names)
         adam = _adam_parameters(states, groups)
+        choose = self._chooser(names.get(index, str(index)) for index in states)
         plan: dict[KeyPath, TensorPlan] = {}
         for index, values in states.items():
             name = names.get(index, str(index))
             for key, tensor in _tensors(values).items():
                 role = key if index in adam and key in MOMENTS else "other"
-                codecs = state_codecs(self._choice(role, name), role, tensor)
+                codecs = state_codecs(choose(role, name), role, tensor)
                 moment = ("state", index, "exp_avg_sq") if UpdateSpace in map(type, codecs) else None
                 plan["state", index, key] = TensorPlan(role, name, codecs, exp_avg_sq=moment)
         return plan
@@ -184,16 +187,49 @@ class Policy:
     def _parsed_rules(self) -> list[Rule]:
         return [parse_rule(selector, choice) for selector, choice in self.rules.items()]
 
-    def _choice(self, role: str, name: str) -> str | Codec:
-        return next((rule.choice for rule in self._parsed_rules if rule.selects(role, name)), self.mode)
+    @property
+    def rules_of_exact_weights(self) -> dict[str, Any]:
+        """The rules but for those of weights, which are exact instead."""
+        others = zip(self.rules.items(), self._parsed_rules, strict=True)
+        return {"weight": "lossless"} | dict(rule for rule, parsed in others if parsed.roles != ("weight",))
+
+    def require_used(self, names: Iterable[str]) -> None:
+        """Check that each rule that names tensors names some.
+
+        Args:
+            names: The names of all weights, buffers and parameters of the optimizer.
+
+        Raises:
+            ConfigError: A rule names none; the error has the nearest name.
+        """
+        known = [each for name in names for each in name_and_modules(name)]
+        selectors = [rule.selector for rule in self._parsed_rules if rule.selector != ANY_NAME]
+        require_used("rules", select(selectors, known), known)
+
+    def _chooser(self, names: Iterable[str]) -> Callable[[str, str], str | Codec]:
+        """Return the function from role and name to the choice, where these are all names."""
+        known = {each for name in names for each in name_and_modules(name)}
+        selected = select((rule.selector for rule in self._parsed_rules), known) | {ANY_NAME: frozenset(known)}
+
+        def choose(role: str, name: str) -> str | Codec:
+            choices: dict[str, str | Codec] = {}
+            for rule in self._parsed_rules:
+                if role in rule.roles:
+                    choices.setdefault(rule.selector, rule.choice)
+            decides = most_exact({each: selected[each] for each in choices}, (name.rpartition(".")[0], name))
+            return self.mode if decides is None else choices[decides]
+
+        return choose
 
     def _choices(
         self, weights: Mapping[str, Any], buffers: Collection[str]
     ) -> Iterator[tuple[str, Tensor, str, str | Codec]]:
         """Yield name, tensor, role and choice of each weight and buffer."""
-        for name, tensor in _tensors(weights).items():
+        tensors = _tensors(weights)
+        choose = self._chooser(map(str, tensors))
+        for name, tensor in tensors.items():
             role = "buffer" if name in buffers else "weight"
-            yield name, tensor, role, self._choice(role, name)
+            yield name, tensor, role, choose(role, str(name))
 
     def _require_names(self, states: Mapping[Any, Any], names: Mapping[Key, str]) -> None:
         for selector, rule in zip(self.rules, self._parsed_rules, strict=True):

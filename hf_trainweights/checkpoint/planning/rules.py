@@ -12,10 +12,14 @@ from hf_trainweights.checkpoint.codecs.base import ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.planning.modes import MODES
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.files.selectors import EXPRESSION
 from hf_trainweights.formats import FORMATS
 
 OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
+
+# The selector of a rule for a role alone.
+ANY_NAME = f"{EXPRESSION}.*"
 
 
 @dataclass(frozen=True)
@@ -24,22 +28,18 @@ class Rule:
 
     Args:
         roles: What a tensor must be.
-        pattern: What its whole name must match; None for any name.
+        selector: What selects its name, as `hf_trainweights.files.selectors` describes; ANY_NAME for any.
         choice: A mode or a codec.
     """
 
     roles: tuple[str, ...]
-    pattern: re.Pattern[str] | None
+    selector: str
     choice: str | Codec
-
-    def selects(self, role: str, name: str) -> bool:
-        """Return whether the rule is for a tensor of that role and name."""
-        return role in self.roles and (self.pattern is None or self.pattern.fullmatch(name) is not None)
 
     @property
     def needs_optimizer_names(self) -> bool:
         """Whether it selects tensors of an optimizer's state by the names of parameters."""
-        return self.pattern is not None and self.roles[0] in OPTIMIZER_ROLES
+        return self.selector != ANY_NAME and self.roles[0] in OPTIMIZER_ROLES
 
 
 def parse_rule(selector: Any, choice: Any) -> Rule:
@@ -56,26 +56,32 @@ def parse_rule(selector: Any, choice: Any) -> Rule:
         ConfigError: The selector or the choice is unknown, or the codec does not suit the role.
     """
     where = f"rules[{selector!r}]"
-    roles, pattern = _parse_selector(where, selector)
+    roles, name = _parse_selector(where, selector)
     parsed = _parse_choice(where, choice)
     if isinstance(parsed, Codec):
         _require_suitable(where, roles, parsed)
-    return Rule(roles, pattern, parsed)
+    return Rule(roles, name, parsed)
 
 
-def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], re.Pattern[str] | None]:
-    role, slash, rest = selector.partition("/") if isinstance(selector, str) else ("", "", "")
-    if isinstance(selector, str) and selector.startswith("re:"):
-        role, slash, rest = "weight", "/", selector
-    roles = OPTIMIZER_ROLES if role == "optimizer" else (role,)
-    if not set(roles) <= set(ROLES) or bool(slash) != rest.startswith("re:"):
-        allowed = f"{', '.join(ROLES)}, optimizer, re:pattern or role/re:pattern"
-        raise ConfigError(where, f"a selector: {allowed}", repr(selector), "Choose one of these.")
-    try:
-        pattern = re.compile(rest.removeprefix("re:")) if slash else None
-    except re.error as error:
-        raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
-    return roles, pattern
+def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
+    """Return the roles and the selector of names."""
+    known = (*ROLES, "optimizer")
+    role, slash, name = selector.partition("/") if isinstance(selector, str) else ("", "", "")
+    if isinstance(selector, str) and selector.startswith(EXPRESSION):
+        role, slash, name = "weight", "/", selector
+    near = did_you_mean(role, known, "")
+    if role and not slash and role not in known and not near:
+        role, slash, name = "weight", "/", selector
+    if role not in known or (slash and not name):
+        allowed = f"{', '.join(known)}, the name of a weight, or a role/name; a name may be re:pattern"
+        next_step = f"{near} Weights of that name are weight/{role}." if near else "Choose one of these."
+        raise ConfigError(where, f"a selector: {allowed}", repr(selector), next_step)
+    if name.startswith(EXPRESSION):
+        try:
+            re.compile(name.removeprefix(EXPRESSION))
+        except re.error as error:
+            raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
+    return OPTIMIZER_ROLES if role == "optimizer" else (role,), name or ANY_NAME
 
 
 def _require_suitable(where: str, roles: tuple[str, ...], codec: Codec) -> None:

@@ -251,6 +251,15 @@ def test_buffers_and_rules_reach_the_policy(tmp_path):
     assert moments["state.0.exp_avg_sq"]["codec"] == "planes-rank1"
 
 
+def test_a_rule_that_names_nothing_changes_nothing(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    before = {file.name: file.read_bytes() for file in path.iterdir()}
+    with pytest.raises(ConfigError, match=r"rules\['embde'\]: .*Did you mean \"embed\"\?"):
+        compress_directory(path, rules={"embde": "raw"})
+    assert {file.name: file.read_bytes() for file in path.iterdir()} == before
+
+
 def normed_directories(root, optimizer_of):
     """Two checkpoints of a module whose buffers are large and move; returns it as it is in the second."""
     torch.manual_seed(0)

@@ -151,13 +151,53 @@ def test_unknown_mode_lists_the_known_ones(mode):
 
 
 @pytest.mark.parametrize(
-    "selector", ["weights", "", "re", "weight/", "weight/x", "optimizer/", "/re:x", "x/re:y", 3, None]
+    "selector", ["weights", "weigth", "", "weight/", "optimizer/", "/re:x", "x/re:y", "x/y", 3, None]
 )
 def test_unknown_selector_lists_the_known_ones(selector):
     with pytest.raises(
-        ConfigError, match=r"expected a selector: weight, exp_avg, exp_avg_sq, buffer, other, optimizer, re:"
+        ConfigError, match=r"expected a selector: weight, exp_avg, exp_avg_sq, buffer, other, optimizer, the n"
     ):
         Policy(rules={selector: "raw"})
+
+
+def test_a_role_that_is_misspelt_is_told_the_nearest():
+    with pytest.raises(ConfigError, match=r'Did you mean "weight"\? Weights of that name are weight/weigth\.$'):
+        Policy(rules={"weigth": "raw"})
+
+
+LAYERS = {f"layers.{index}.{leaf}": W for index in (0, 1) for leaf in ("up.weight", "down.weight")}
+
+
+@pytest.mark.parametrize(
+    ("rules", "raw"),
+    [
+        ({"down": "raw"}, ["layers.0.down.weight", "layers.1.down.weight"]),
+        ({"weight/down": "raw"}, ["layers.0.down.weight", "layers.1.down.weight"]),
+        ({"layers.0": "raw"}, ["layers.0.up.weight", "layers.0.down.weight"]),
+        ({"layers.0.up.weight": "raw"}, ["layers.0.up.weight"]),
+        ({"re:.*down": "raw"}, ["layers.0.down.weight", "layers.1.down.weight"]),
+        ({"weight": "planes", "down": "raw"}, ["layers.0.down.weight", "layers.1.down.weight"]),
+        ({"re:.*": "planes", "down": "raw", "layers.0.down": "planes"}, ["layers.1.down.weight"]),
+        ({"weight": "planes", "re:.*down.*": "raw"}, []),
+        ({"buffer/down": "raw", "exp_avg/up": "raw"}, []),
+    ],
+)
+def test_names_are_selected_as_in_a_configuration_and_the_most_exact_wins(rules, raw):
+    plan = Policy(rules=rules).plan_weights(LAYERS)
+    assert [name for (name,), each in plan.items() if each.candidates == (RAW,)] == raw
+
+
+@pytest.mark.parametrize("selector", ["dwon", "weight/dwon", "exp_avg/re:.*dwon"])
+def test_a_rule_that_names_nothing_is_refused_with_the_nearest_name(selector):
+    policy = Policy(rules={"weight": "raw", "re:.*up.*": "raw", selector: "raw"})
+    with pytest.raises(ConfigError, match=r"rules\['.*dwon'\]: .* found nothing that it selects\. .*"):
+        policy.require_used(LAYERS)
+    Policy(rules={"weight": "raw", "re:.*up.*": "raw", "exp_avg/down": "raw"}).require_used(LAYERS)
+
+
+def test_names_need_not_be_strings():
+    assert Policy(rules={"weight": "raw"}).plan_weights({0: W})[0,].candidates == (RAW,)
+    assert Policy(rules={"down": "raw"}).plan_weights({0: W, "down": W})["down",].candidates == (RAW,)
 
 
 def test_expression_that_is_none_is_refused():
