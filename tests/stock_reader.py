@@ -1,8 +1,9 @@
-"""Reads an exported checkpoint as anyone would: in a process of its own, in which hf_trainweights is not imported."""
+"""Reads a checkpoint as anyone would: in a process of its own, in which hf_trainweights is not imported."""
 
 from __future__ import annotations
 
 import io
+import logging
 import multiprocessing
 import sys
 from collections.abc import Iterator, Mapping
@@ -39,6 +40,16 @@ class StockReader:
         written = self.pool.submit(_read, directory, _dump(dict(inputs)), dequantize).result(timeout=120)
         return torch.load(io.BytesIO(written))
 
+    def refusal(self, directory: Path, loader: str, **options: Any) -> str:
+        """Return what a user is told who loads a model: the warnings, and the error with its type; "" if it loads.
+
+        Args:
+            directory: The checkpoint.
+            loader: A class of Transformers, or the task of a pipeline.
+            options: Further arguments of `from_pretrained`.
+        """
+        return self.pool.submit(_refusal, directory, loader, options).result(timeout=120)
+
 
 @contextmanager
 def stock_reader() -> Iterator[StockReader]:
@@ -60,6 +71,23 @@ def _read(directory: Path, inputs: bytes, dequantize: bool) -> bytes:
     found = outputs(model, torch.load(io.BytesIO(inputs)))
     assert "hf_trainweights" not in sys.modules
     return _dump(found)
+
+
+def _refusal(directory: Path, loader: str, options: dict[str, Any]) -> str:
+    messages = io.StringIO()
+    handler = logging.StreamHandler(messages)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        if hasattr(transformers, loader):
+            getattr(transformers, loader).from_pretrained(directory, **options)
+        else:
+            transformers.pipeline(loader, model=str(directory), **options)
+    except Exception as error:
+        return f"{messages.getvalue()}\n{type(error).__name__}: {error}"
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+        assert "hf_trainweights" not in sys.modules
+    return ""
 
 
 def _dump(value: Any) -> bytes:

@@ -118,6 +118,30 @@ def _bytes_of(name: str, tensor: TensorToWrite) -> memoryview:
     return made.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
 
 
+def rename_tensors(file: Path, new_name: Callable[[str], str]) -> None:
+    """Rename tensors in the header of a safetensors file; their bytes stay where they are.
+
+    Args:
+        file: A whole file, which nothing has mapped yet; its header is rewritten in place, with spaces at its end.
+        new_name: Returns the new name of a tensor, which must not be longer than the old one.
+
+    Raises:
+        CorruptFileError: It is no safetensors file.
+        OSError: It cannot be written; it is damaged then.
+    """
+    read_safetensors_header(file)
+    with file.open("r+b") as stream:
+        length = struct.unpack("<Q", stream.read(8))[0]
+        header: dict[str, Any] = json.loads(stream.read(length))
+        renamed = {name if name == "__metadata__" else new_name(name): entry for name, entry in header.items()}
+        if renamed.keys() != header.keys():
+            text = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode()
+            assert len(text) <= length, f"{file}: a new name is longer than the old one"
+            assert len(renamed) == len(header), f"{file}: two tensors have the same new name"
+            stream.seek(8)
+            stream.write(text.ljust(length))
+
+
 def align_int8(file: Path) -> None:
     """Let the int8 tensors of a safetensors file begin where the memory-mapped file can be multiplied with as it is.
 

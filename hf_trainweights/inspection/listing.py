@@ -16,6 +16,7 @@ from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
 
@@ -142,10 +143,14 @@ def _members(file: Path) -> list[Entry]:
 
 
 def _fold(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
-    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them."""
+    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first."""
     groups = group_stored(tensors) if default else {}
+    weights = set(groups)
     for key, stored in tensors.items():
         parsed = parse_stored_name(key)
+        # A guard holds nothing.
+        if default is not None and (is_notice(key) or (key in weights and is_guard(stored.tensor))):
+            continue
         if parsed is None or default is None:
             yield stored
             continue

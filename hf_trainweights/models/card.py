@@ -153,7 +153,7 @@ def _use(model: PreTrainedModel, repo_id: str) -> str:
     # How to import a class of the user's own is not known.
     name = type(model).__name__ if hasattr(transformers, type(model).__name__) else "AutoModel"
     package = "hf_trainweights" if quantized else "transformers"
-    notice = "import hf_trainweights  # first: without this line the model loads with random weights\n"
+    notice = "import hf_trainweights  # first: without this line the model does not load\n"
     return f"""## Use
 
 ```bash

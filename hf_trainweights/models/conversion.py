@@ -101,6 +101,7 @@ class TrainWeightsDeserialize(QuantizerOp):
         tensors = {
             key.rpartition(".")[2].removeprefix(prefix): value[0] if isinstance(value, list) else value
             for key, value in input_dict.items()
+            if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
         }
 
         def make() -> QuantizedTensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -46,6 +46,26 @@ def parameter_names(cls: type[PreTrainedModel], config: PretrainedConfig) -> set
         return {name for name, _ in cls(copy.deepcopy(config)).named_parameters(remove_duplicate=False)}
 
 
+def check_guards(model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, StoredWeight]) -> None:
+    """Check that no quantized weight is lost of which the files still have the guard.
+
+    Args:
+        model: A model that is about to be loaded.
+        names: Its weights that may be quantized.
+        stored: What lies in its files, by the names there.
+
+    Raises:
+        CorruptFileError: There is a guard without its weight.
+    """
+    prefix = base_prefix(model)
+    guards = {name.removeprefix(prefix): weight.file for name, weight in stored.items() if weight.kind == "guard"}
+    lost = {name: guards[name.removeprefix(prefix)] for name in names if name.removeprefix(prefix) in guards}
+    for name, file in lost.items():
+        expected = f"the stored tensors of {name} beside its guard"
+        next_step = "The file was edited. Download the model again, or save it again from the source."
+        raise CorruptFileError(str(file), expected, "none", next_step)
+
+
 def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapping[str, StoredWeight]) -> None:
     """Check that every weight that the saved model had in a quantized form was in its checkpoint.
 
@@ -60,7 +80,7 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
         CorruptFileError: Weights are missing.
     """
     prefix = base_prefix(model)
-    in_files = {name.removeprefix(prefix) for name in stored}
+    in_files = {name.removeprefix(prefix) for name, weight in stored.items() if weight.kind != "guard"}
     parameters = dict(model.named_parameters(remove_duplicate=False))
     missing = [
         choice.name

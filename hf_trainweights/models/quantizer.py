@@ -16,17 +16,18 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
-from hf_trainweights.models.host.checkpoints import drop_conversions
+from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
-from hf_trainweights.models.missing_weights import check_none_is_missing
+from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
+from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
@@ -55,8 +56,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
-        # What one save was given instead of the model's own; it sets this on a copy.
+        # What one save was given instead of the model's own, and whether it writes guards; it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
+        self.writes_guards = False
         self._summary: Summary | None = None
 
     def summary(self) -> Summary:
@@ -122,6 +124,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
+        if self.pre_quantized:
+            expect_unused(model, NOTICE_NAME)
+            check_guards(model, self.state.choices, self.state.stored)
         self._model_bytes = summary.bytes_after
         return model
 
@@ -137,8 +142,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     # While the weights are loaded
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
-        """Return whether a parameter is one of those that were chosen."""
-        return param_name in self.state.choices
+        """Return whether a parameter is a float one to be quantized; of no other Transformers takes a wrong shape."""
+        return not self.pre_quantized and param_name in self.state.choices
 
     def get_quantize_ops(self) -> TrainWeightsQuantize:
         """Return the operation that quantizes a float weight."""
@@ -146,8 +151,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     def get_weight_conversions(self) -> list[Any]:
         """Return the converters that put the weights of a quantized checkpoint together."""
-        leaves = {name.rpartition(".")[2] for name in self.state.choices} | {"weight"}
-        return deserialize_converters(self.state, leaves) if self.pre_quantized else []
+        if not self.pre_quantized:
+            return []
+        # The files tell what is quantized: config.json does not keep the order of the overrides.
+        stored = {name for name, weight in self.state.stored.items() if weight.kind == "quantized"}
+        leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
+        return deserialize_converters(self.state, leaves | {"weight"})
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
@@ -195,7 +204,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default, self.state_dict_to_save), {}
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""

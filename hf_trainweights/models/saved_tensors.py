@@ -11,17 +11,21 @@ from transformers import PreTrainedModel
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import load_offloaded
 from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
 
 
-def flat_state_dict(model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+def flat_state_dict(
+    model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None, guarded: bool = False
+) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
     Args:
         model: A quantized model; weights that accelerate keeps elsewhere are fetched.
         default: The format that the model's configuration names.
         given: The state dict to start from; the model's own if None.
+        guarded: Whether to add guards, under the names that `name_in_file` turns into those of the file.
 
     Returns:
         Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
@@ -30,7 +34,16 @@ def flat_state_dict(model: PreTrainedModel, default: Format, given: Mapping[str,
     state_dict = whole_state_dict(model, given)
     if has_adapters(model):
         state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
+    elif guarded:
+        # In front, where they open no shard of their own.
+        state_dict = _guards_of(state_dict) | state_dict
     return flatten_state_dict(state_dict, default)
+
+
+def _guards_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
+    quantized = [name for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)]
+    names = [name_for_transformers(name) for name in guarded_names(quantized)]
+    return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
 
 
 def _is_in_private_layout(tensor: object) -> bool:

@@ -28,6 +28,7 @@ from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.guard_names import name_guards
 from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.resizing import resize_token_embeddings
@@ -136,6 +137,7 @@ def _save(
         staging = staged.path
         with _as_in_files(model, options.get("state_dict")) as saved_model:
             type(model).save_pretrained(saved_model, staging, **options)
+        name_guards(staging)
         if not safe:
             rewrite_as_bin(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
@@ -181,7 +183,7 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
         own = dict(model.named_parameters(remove_duplicate=False))
         given = {name: own[name] if is_same_weight(own.get(name), tensor) else tensor for name, tensor in given.items()}
     quantizer: Any = copy.copy(model.hf_quantizer)
-    quantizer.state_dict_to_save = given
+    quantizer.state_dict_to_save, quantizer.writes_guards = given, True
     saved_model = copy.copy(model)
     saved_model.hf_quantizer = quantizer
     # Of a model with adapters only these are saved.

@@ -7,7 +7,7 @@ import pickle
 import zipfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,6 +18,7 @@ from hf_trainweights.files.paths import is_safe_name
 from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.tensor.guards import is_guard
 from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
 
 _AGAIN = "Download it again, or save it again from the source."
@@ -29,10 +30,12 @@ class StoredWeight(NamedTuple):
     Args:
         file: The file; where its stored tensors lie in several, one of them.
         stored_bytes: Bytes of all its stored tensors.
+        kind: Whether it is quantized; or a guard without its weight, see `hf_trainweights.tensor.guards`.
     """
 
     file: Path
     stored_bytes: int
+    kind: Literal["float", "quantized", "guard"] = "float"
 
 
 def check_weight_files(
@@ -49,7 +52,8 @@ def check_weight_files(
 
     Raises:
         CorruptFileError: A file is missing or truncated, is of another kind than its name says, or holds a pickle with
-            a global that is not allowed; or a stored tensor of a weight is missing; or a file lies elsewhere.
+            a global that is not allowed; or a stored tensor of a weight is missing, or the weight is there twice; or a
+            file lies elsewhere.
         OSError: A file cannot be read.
     """
     tensors: dict[str, StoredWeight] = {}
@@ -57,16 +61,19 @@ def check_weight_files(
     _check_places(files, Path(directory))
     for file in files:
         if file.suffix == ".safetensors":
-            entries = _read_header(file).items()
-            sizes = {name: end - start for name, entry in entries for start, end in [entry["data_offsets"]]}
+            for name, entry in _read_header(file).items():
+                start, end = entry["data_offsets"]
+                guard = (entry["dtype"], entry["shape"]) == ("U8", [1])
+                tensors[name] = StoredWeight(file, end - start, "guard" if guard else "float")
         elif file.suffix == ".bin":
-            sizes = {name: tensor.nbytes for name, tensor in _read_bin(file).items()}
-        else:
-            continue
-        tensors |= {name: StoredWeight(file, size) for name, size in sizes.items()}
+            for name, tensor in _read_bin(file).items():
+                tensors[name] = StoredWeight(file, tensor.nbytes, "guard" if is_guard(tensor) else "float")
     weights = {name: stored for name, stored in tensors.items() if parse_stored_name(name) is None}
     for weight, stored in group_stored(tensors).items():
         present = next(iter(stored.values())).file
+        if weight in weights and weights[weight].kind != "guard":
+            expected, found = f"{weight} once, quantized or not", "both"
+            raise CorruptFileError(str(present), expected, found, "The file was edited. " + _AGAIN)
         # Whether it is the right one of the formats shows when it is loaded.
         missing = min((set(form.tensor_names) - stored.keys() for form in FORMATS.values()), key=len)
         for suffix in missing:
@@ -76,7 +83,8 @@ def check_weight_files(
                 f"only {', '.join(sorted(stored))}",
                 "A shard is missing or the file was edited. " + _AGAIN,
             )
-        weights[weight] = StoredWeight(present, sum(tensor.stored_bytes for tensor in stored.values()))
+        stored_bytes = sum(tensor.stored_bytes for tensor in stored.values())
+        weights[weight] = StoredWeight(present, stored_bytes, "quantized")
     return weights
 
 

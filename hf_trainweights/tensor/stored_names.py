@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_checks import check_stored
@@ -190,7 +191,11 @@ class FoldStoredTensors:
             prefix: Where the model stands in the module that loads.
         """
         for key in [key for key in state_dict if key.startswith(prefix)]:
-            parsed = parse_stored_name(key.removeprefix(prefix))
+            name = key.removeprefix(prefix)
+            if is_notice(name) or (is_guard(state_dict[key]) and isinstance(_parameter(module, name), QuantizedTensor)):
+                del state_dict[key]
+                continue
+            parsed = parse_stored_name(name)
             weight = _parameter(module, parsed[0]) if parsed else None
             if parsed and isinstance(weight, QuantizedTensor):
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)

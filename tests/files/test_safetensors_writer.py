@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.safetensors_file import TensorToWrite, rename_tensors, write_safetensors
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
@@ -78,3 +79,33 @@ def test_a_tensor_that_is_not_the_one_that_was_announced_is_refused(made: Tensor
     announced = {"w": TensorToWrite((2,), torch.float32, lambda: made)}
     with pytest.raises(SaveError, match=r"w: expected torch\.float32 of shape \(2,\), as was said, found torch\."):
         write_safetensors(tmp_path / "file", announced, METADATA)
+
+
+def test_renamed_tensors_keep_their_bytes_and_the_length_of_the_file(tmp_path: Path) -> None:
+    tensors = {f"layer.{dtype}": random_tensor(3, 5, dtype=dtype) for dtype in DTYPES} | {"\u00e9": torch.ones(2)}
+    save_file(tensors, tmp_path / "file", METADATA)
+    size = (tmp_path / "file").stat().st_size
+    rename_tensors(tmp_path / "file", lambda name: name.removeprefix("layer."))
+    renamed = load_file(tmp_path / "file")
+    assert renamed.keys() == {name.removeprefix("layer.") for name in tensors}
+    for name, tensor in tensors.items():
+        assert torch.equal(renamed[name.removeprefix("layer.")].view(torch.uint8), tensor.view(torch.uint8))
+    assert (tmp_path / "file").stat().st_size == size
+    with safe_open(tmp_path / "file", framework="pt") as file:
+        assert file.metadata() == METADATA
+
+
+def test_a_file_without_names_to_change_is_not_written(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "file", METADATA)
+    before = (tmp_path / "file").stat().st_mtime_ns
+    rename_tensors(tmp_path / "file", lambda name: name)
+    assert (tmp_path / "file").stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(("new", "found"), [("a longer one", "longer"), ("b", "same new name")])
+def test_a_name_that_does_not_fit_is_refused_before_a_byte_is_written(new: str, found: str, tmp_path: Path) -> None:
+    save_file({"aa": torch.ones(2), "b": torch.ones(2)}, tmp_path / "file", METADATA)
+    before = (tmp_path / "file").read_bytes()
+    with pytest.raises(AssertionError, match=found):
+        rename_tensors(tmp_path / "file", lambda name: new if name == "aa" else name)
+    assert (tmp_path / "file").read_bytes() == before

@@ -17,6 +17,8 @@ from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.formats import FORMATS, get_format
 
 MODEL_CLASS = "Qwen3MoeForCausalLM"
+# Models with guards, as a save writes them, and models without.
+WRITTEN, WRITTEN_EARLIER = "guarded_models", "models"
 SERIALIZATIONS = {"safetensors": "model.safetensors", "bin": "pytorch_model.bin"}
 
 
@@ -63,19 +65,25 @@ def write(directory: Path, name: str) -> None:
         model.save_pretrained(directory / kind, safe_serialization=kind == "safetensors")
 
 
-def golden(name: str) -> Path:
+def golden(name: str, generation: str = WRITTEN) -> Path:
     return golden_directory(
-        f"models/{name}",
+        f"{generation}/{name}",
         lambda directory: write(directory, name),
         lambda directory: load_model(directory / "safetensors", MODEL_CLASS),
     )
 
 
+@pytest.mark.parametrize("generation", [WRITTEN, WRITTEN_EARLIER])
 @pytest.mark.parametrize("kind", SERIALIZATIONS)
 @pytest.mark.parametrize("name", FORMATS)
-def test_a_fresh_process_loads_what_is_recorded(name: str, kind: str, afresh: AFresh) -> None:
-    directory = golden(name)
+def test_a_fresh_process_loads_what_is_recorded(name: str, kind: str, generation: str, afresh: AFresh) -> None:
+    directory = golden(name, generation)
     assert afresh(load_model, directory / kind, MODEL_CLASS) == recorded(directory)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_guards_change_nothing_but_the_files(name: str) -> None:
+    assert recorded(golden(name)) == recorded(golden(name, WRITTEN_EARLIER))
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -690,3 +690,15 @@ def test_int8_activations_survive_saving(dtype: torch.dtype, tmp_path: Path) -> 
     reloaded = load(tmp_path / "quantized")
     assert {weight.format for weight in quantized_weights(reloaded)} == {config.default_format}
     assert computes(reloaded, outputs(model, LLAMA.make_inputs()))
+
+
+def test_what_is_quantized_is_told_by_the_files_not_by_the_order_of_overrides(tmp_path: Path) -> None:
+    """Transformers sorts the keys in config.json, and of expressions that match the first one wins."""
+    moe = ARCHITECTURES["qwen3_moe"]
+    moe.build().save_pretrained(tmp_path / "float")
+    config = TrainWeightsConfig("int8", overrides={r"re:.*experts\.down_proj": "int8", "re:.*experts.*": None})
+    model = load(tmp_path / "float", quantization_config=config)
+    assert isinstance(model.get_parameter("model.layers.0.mlp.experts.down_proj"), QuantizedTensor)
+    model.save_pretrained(tmp_path / "saved")
+    inputs = moe.inputs(model)
+    assert all(map(torch.equal, outputs(load(tmp_path / "saved"), inputs), outputs(model, inputs)))

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.weight_files import ENTRY_POINTS, is_weight_file
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.int4_tiles import Int4Tiles
+from hf_trainweights.tensor.guards import NOTICE_NAME, is_guard
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.stored_names import parse_stored_name
 
@@ -113,7 +114,8 @@ def test_files_hold_flat_plain_tensors_and_nothing_else(
             # A view would drag its whole storage into the file.
             assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in shard.values())
     assert {type(tensor) for tensor in tensors.values()} == {Tensor}
-    assert set(tensors) == {
+    assert guards_of(tensors) == {NOTICE_NAME, "model.layers.0.self_attn.q_proj.weight"}
+    assert set(tensors) - guards_of(tensors) == {
         stored
         for name, parameter in model.named_parameters()
         for stored in (
@@ -225,6 +227,11 @@ def test_no_float_config_ever_lies_beside_quantized_weights(
     after.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
     assert is_quantized(tmp_path) == (not dequantize)
     assert calls > 5
+
+
+def guards_of(tensors: Mapping[str, Tensor]) -> set[str]:
+    """Return the names of guards and notice."""
+    return {name for name, tensor in tensors.items() if is_guard(tensor)}
 
 
 def is_quantized(directory: Path) -> bool | None:
@@ -469,7 +476,7 @@ def test_a_class_with_a_save_pretrained_of_its_own_gets_the_stored_tensors(tmp_p
     tiled.__class__ = Own
     tiled.save_pretrained(tmp_path / "saved")
     written = load_file(tmp_path / "saved" / "own.safetensors")
-    assert written.keys() == expected.keys()
+    assert written.keys() - guards_of(written) == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,19 @@ def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> No
     if conversions is not None:
         kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
         model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+
+
+def expect_unused(model: PreTrainedModel, name: str) -> None:
+    """Keep Transformers from reporting a tensor of a checkpoint that no model has.
+
+    Args:
+        model: A model that is about to be loaded; where a version lacks the attribute, the report names the tensor.
+        name: The tensor's name, or the end of it.
+    """
+    model._keys_to_ignore_on_load_unexpected = {
+        *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
+        rf"(^|\.){re.escape(name)}$",
+    }
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
