@@ -216,6 +216,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return True
 
     @property
+    def is_qat_trainable(self) -> bool:
+        """True: else the Trainer would not even evaluate a model without adapters; `training.train` warns instead."""
+        return True
+
+    @property
     def is_compileable(self) -> bool:
         """True: torch.compile traces quantized weights without a graph break."""
         return True

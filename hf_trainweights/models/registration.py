@@ -6,10 +6,12 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.serialization import add_safe_globals
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.host.adapters import meet_adapters
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
@@ -26,6 +28,7 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
     with contextlib.suppress(ValueError):
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
         register_quantizer(QUANT_METHOD)(quantizer)
+        register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
     for function in callable_by_files:
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])

@@ -1,14 +1,15 @@
-"""resize_token_embeddings of a quantized model: as ever where the embeddings are float, else refused as a whole."""
+"""resize_token_embeddings of a quantized model: old rows keep their codes, new rows are quantized likewise."""
 
 from __future__ import annotations
 
-import math
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.requantizing import requantize
 
 
 def resize_token_embeddings(
@@ -17,10 +18,9 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Resize the embeddings and the output head of a quantized model whose own are float.
+    """Resize the embeddings and the output head of a quantized model.
 
-    Transformers would draw new rows and copy the old ones into them one table after the other; it would stop at the
-    first quantized one, with the others resized already.
+    Quantized ones are float while Transformers draws new rows and copies the old ones.
 
     Args:
         self: The model.
@@ -32,21 +32,29 @@ def resize_token_embeddings(
         The input embeddings.
 
     Raises:
-        UnsupportedError: The size changes, and embeddings or head are quantized; the model is unchanged.
+        Exception: What Transformers refuses; quantized weights are unchanged.
     """
-    for module in (self.get_input_embeddings(), self.get_output_embeddings()):
-        weight = getattr(module, "weight", None)
-        if isinstance(weight, QuantizedTensor):
-            present = weight.shape[0]
-            wanted = present if new_num_tokens is None else new_num_tokens
-            multiple = pad_to_multiple_of or 1
-            wanted = math.ceil(wanted / multiple) * multiple
-            if wanted != present:
-                raise UnsupportedError(
-                    "resize_token_embeddings",
-                    "embeddings and an output head in float",
-                    f"a quantized {type(module).__name__} of {present} tokens, to become {wanted}",
-                    "Resize the float model first and quantize it then; or call model.dequantize(), resize, and "
-                    "hf_trainweights.quantize_(model, config) again.",
-                )
-    return type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    places = parameter_places(self)
+    weights = [getattr(module, "weight", None) for module in _tables(self)]
+    quantized = {id(weight): weight for weight in weights if isinstance(weight, QuantizedTensor)}
+    for key, weight in quantized.items():
+        put_parameter(places[key], nn.Parameter(weight.dequantize(), requires_grad=False))
+    try:
+        result = type(self).resize_token_embeddings(self, new_num_tokens, pad_to_multiple_of, mean_resizing)
+    except BaseException:
+        for key, weight in quantized.items():
+            put_parameter(places[key], weight)  # type: ignore[arg-type]
+        raise
+    # Transformers may have made a new head. Tied tables come twice, and are quantized the first time.
+    resized = parameter_places(self)
+    for module, weight in zip(_tables(self), weights, strict=True):
+        values = getattr(module, "weight", None)
+        if isinstance(weight, QuantizedTensor) and isinstance(values, Tensor) and id(values) not in quantized:
+            new: Any = weight if values.shape == weight.shape else as_parameter(requantize(weight, values))
+            put_parameter(resized[id(values)], new)
+            quantized[id(new)] = new
+    return result
+
+
+def _tables(model: PreTrainedModel) -> list[nn.Module | None]:
+    return [model.get_input_embeddings(), model.get_output_embeddings()]

@@ -33,6 +33,7 @@ from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.resizing import resize_token_embeddings
 from hf_trainweights.models.saved_tensors import get_memory_footprint, is_same_weight
+from hf_trainweights.models.training import train
 from hf_trainweights.tensor.layouts import canonical_layouts
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
@@ -45,7 +46,7 @@ def attach_methods(model: PreTrainedModel) -> None:
     Args:
         model: A quantized model.
     """
-    for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings):
+    for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings, train):
         setattr(model, function.__name__, types.MethodType(function, model))
 
 

@@ -57,8 +57,8 @@ class QuantizedTensor(HeldTensor):
         # For another tensor `load_state_dict(assign=True)` passes True, to make it a parameter.
         if requires_grad and isinstance(self, nn.Parameter):
             warnings.warn(
-                "A quantized weight takes no gradient and stays frozen. To train it in full, as by modules_to_save of "
-                "PEFT, name its layer in modules_to_not_convert, or dequantize() the model first.",
+                "A quantized weight takes no gradient and stays frozen. To train it in full, name its layer in PEFT's "
+                "modules_to_save or in modules_to_not_convert, or dequantize() the model first.",
                 stacklevel=2,
             )
         return self

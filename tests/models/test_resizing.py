@@ -1,4 +1,4 @@
-"""New tokens for a quantized model: before it is quantized, with float embeddings, and after dequantizing."""
+"""New tokens for a model: before it is quantized, with float and with quantized embeddings, and after dequantizing."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats import FORMATS
 
 NAMES = ["llama", "llama_tied", "bert", "gpt2", "t5"]
 EMBEDDINGS = TrainWeightsConfig("int8", include_embeddings=True)
@@ -74,22 +75,48 @@ def test_float_embeddings_are_resized(name: str, size: int, how: str, tmp_path: 
 @pytest.mark.parametrize(
     ("name", "config"), [*((name, EMBEDDINGS) for name in NAMES), ("llama", HEAD_ALONE)], ids=[*NAMES, "head alone"]
 )
-def test_quantized_embeddings_are_not_resized_and_nothing_changes(
+def test_quantized_embeddings_are_resized_and_old_rows_keep_their_codes(
     name: str, config: TrainWeightsConfig, size: int, options: dict[str, Any], tmp_path: Path
 ) -> None:
     model = quantized(name, config, tmp_path, "before it was saved")
     before = {key: each.clone() for key, each in model.state_dict().items()}
-    with pytest.raises(UnsupportedError, match=r"Resize the float model first .*; or call model\.dequantize"):
-        model.resize_token_embeddings(size, **options)
-    after = model.state_dict()
-    assert model.config.vocab_size == PRESENT
-    assert after.keys() == before.keys()
+    inputs = shown(name, model)
+    model.resize_token_embeddings(size, **options)
+    wanted, after = 128 if "pad_to_multiple_of" in options else size, model.state_dict()
+    kept = min(wanted, PRESENT)
+    assert model.config.vocab_size == wanted
+    resized = [key for key, each in before.items() if after[key].shape != each.shape]
+    assert resized
+    assert {key: type(each) for key, each in after.items()} == {key: type(each) for key, each in before.items()}
     for key, each in before.items():
-        if isinstance(each, QuantizedTensor):
-            assert same_stored(after[key], each)
-        else:
-            assert torch.equal(after[key], each)
+        old, new = (t[:kept] if key in resized else t for t in (each, after[key]))
+        assert same_stored(new, old) if isinstance(each, QuantizedTensor) else torch.equal(new, old)
+    assert torch.equal(shown(name, model)[0][..., :kept], inputs[0][..., :kept])
     assert_saved_and_reloaded(name, model, tmp_path / "again")
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_new_rows_of_tied_embeddings_are_quantized_in_the_same_format(form: str, tmp_path: Path) -> None:
+    options = {"group_size": 32} if "group_size" in FORMATS[form].__dataclass_fields__ else {}
+    config = TrainWeightsConfig(form, include_embeddings=True, **options)
+    model = quantized("llama_tied", config, tmp_path, "in place")
+    weight = model.get_input_embeddings().weight
+    rows = weight.dequantize().mean(dim=0)
+    model.resize_token_embeddings(104, mean_resizing=True)
+    resized = model.get_input_embeddings().weight
+    assert (resized.format, resized.scale_dtype) == (weight.format, weight.scale_dtype)
+    assert model.get_output_embeddings().weight is resized
+    # Transformers draws new rows close around the mean of the old ones.
+    assert (resized.dequantize()[PRESENT:] - rows).abs().max() < 0.5 * rows.abs().max()
+
+
+def test_a_size_that_transformers_refuses_changes_nothing(tmp_path: Path) -> None:
+    model = quantized("llama_tied", EMBEDDINGS, tmp_path, "in place")
+    before = model.get_input_embeddings().weight
+    with pytest.raises((RuntimeError, ValueError, TypeError), match=r"negative|pad|integer"):
+        model.resize_token_embeddings(104, pad_to_multiple_of=2.5)  # type: ignore[arg-type]
+    assert model.get_input_embeddings().weight is before
+    assert model.get_output_embeddings().weight is before
 
 
 @pytest.mark.parametrize("options", [{}, {"new_num_tokens": PRESENT}, {"pad_to_multiple_of": 32}], ids=repr)

@@ -1,4 +1,4 @@
-"""Adapters train on a frozen quantized base, in Trainer and out of it; what would change the base raises."""
+"""Adapters train on a frozen quantized base, in Trainer and out of it; it is evaluated without them too."""
 
 from __future__ import annotations
 
@@ -12,11 +12,7 @@ import torch
 from architectures import ARCHITECTURES, outputs
 from helpers import assert_close_product
 from peft import (
-    HRAConfig,
-    IA3Config,
-    LoHaConfig,
     LoraConfig,
-    PeftConfig,
     PeftModel,
     get_peft_model,
     prepare_model_for_kbit_training,
@@ -28,7 +24,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 from transformers.trainer_utils import load_sharded_checkpoint
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
-from hf_trainweights.errors import CorruptFileError, TrainWeightsError, UnsupportedError
+from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 # PEFT, and here and there a test, uses names that Transformers is about to change.
@@ -125,17 +121,11 @@ def assert_same(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert [name for name, tensor in actual.items() if not torch.equal(tensor, expected[name])] == []
 
 
-def first_batch() -> dict[str, Tensor]:
-    return {name: value[None] for name, value in Counting()[0].items()}
+def first_batch(index: int = 0) -> dict[str, Tensor]:
+    return {name: value[None] for name, value in Counting()[index].items()}
 
 
 # ---- adapters
-
-
-def test_a_quantized_module_to_save_says_that_it_does_not_train(float_directory: Callable[..., Path]) -> None:
-    model = AutoModelForCausalLM.from_pretrained(float_directory("llama"), quantization_config=CONFIGS["int8"])
-    with pytest.warns(UserWarning, match=r"stays frozen.*modules_to_save.*modules_to_not_convert"):
-        get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["up_proj"]))
 
 
 @pytest.mark.parametrize("name", TARGETS)
@@ -274,58 +264,72 @@ def test_unloading_an_adapter_gives_the_base_back(quantized: Callable[..., PreTr
         assert torch.equal(outputs(each, ARCHITECTURES["llama"].make_inputs())[0], expected)
 
 
-# ---- what would change the base
+# ---- without adapters
 
 
-ADAPTERS = {
-    "lora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"]),
-    "dora": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], use_dora=True),
-    "ia3": IA3Config(target_modules=["q_proj", "down_proj"], feedforward_modules=["down_proj"]),
-    "loha": LoHaConfig(r=4, target_modules=["q_proj", "down_proj"]),
-    "hra": HRAConfig(r=4, target_modules=["q_proj", "down_proj"]),
-    "experts": LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
-}
-
-
-@pytest.mark.parametrize("safe_merge", [False, True])
-@pytest.mark.parametrize("config", ADAPTERS.values(), ids=ADAPTERS)
-def test_merging_an_adapter_raises_and_changes_nothing(
-    config: PeftConfig, safe_merge: bool, quantized: Callable[..., PreTrainedModel]
-) -> None:
-    name = "qwen3_moe" if getattr(config, "target_parameters", None) else "llama"
-    model = get_peft_model(quantized(name), copy.deepcopy(config)).eval()
-    disturb(model)
-    inputs = ARCHITECTURES[name].make_inputs()
-    expected, before = outputs(model, inputs)[0], frozen(model)
-    with pytest.raises(UnsupportedError, match=r"quantized weight|two quantized tensors"):
-        model.merge_and_unload(safe_merge=safe_merge)
-    assert_same(frozen(model), before)
-    assert torch.equal(outputs(model, inputs)[0], expected)
-
-
-@pytest.mark.parametrize("name", TARGETS)
-def test_an_adapter_is_merged_after_dequantizing(name: str, quantized: Callable[..., PreTrainedModel]) -> None:
-    model = with_lora(quantized(name), name)
-    disturb(model)
-    inputs = ARCHITECTURES[name].make_inputs()
-    expected = outputs(model, inputs)[0]
-    model.get_base_model().dequantize()
-    merged = model.merge_and_unload()
-    assert not any(isinstance(parameter, QuantizedTensor) for parameter in merged.parameters())
-    torch.testing.assert_close(outputs(merged, inputs)[0], expected, rtol=1e-4, atol=1e-4)
-
-
-def test_initialising_an_adapter_from_a_quantized_weight_raises(quantized: Callable[..., PreTrainedModel]) -> None:
-    for method in ("pissa", "olora"):
-        with pytest.raises(TrainWeightsError, match="quantized weight"):
-            get_peft_model(quantized(), LoraConfig(target_modules=["q_proj"], init_lora_weights=method))
-
-
-def test_a_quantized_model_without_adapters_is_refused(
+def test_a_trainer_evaluates_and_predicts_without_adapters(
     quantized: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match=r"purely quantized models\. Please attach trainable adapters"):
+    model = quantized()
+    with torch.no_grad():
+        expected = torch.stack([model(**first_batch(index)).loss for index in range(16)])
+    arguments = TrainingArguments(tmp_path, use_cpu=True, report_to=[], disable_tqdm=True, eval_strategy="no")
+    trainer = Trainer(model, arguments)
+    assert trainer.evaluate(Counting())["eval_loss"] == pytest.approx(expected.mean().item(), rel=1e-5)
+    predicted = trainer.predict(Counting())
+    assert predicted.predictions.shape == (16, 12, 96)
+    assert not model.training
+
+
+def test_to_train_without_adapters_is_warned_of_unless_someone_chose_what_trains(
+    quantized: Callable[..., PreTrainedModel], tmp_path: Path
+) -> None:
+    with pytest.warns(UserWarning, match=r"weights of this model stay frozen.*Attach adapters"):
         train(quantized(), tmp_path)
+    chosen = quantized()
+    chosen.model.requires_grad_(requires_grad=False)
+    before = {**frozen(chosen), "lm_head.weight": chosen.lm_head.weight.detach().clone()}
+    losses = train(chosen, tmp_path / "head")
+    assert sum(losses[-3:]) < sum(losses[:3])
+    after = {**frozen(chosen), "lm_head.weight": chosen.lm_head.weight}
+    assert [name for name, tensor in after.items() if not torch.equal(tensor, before[name])] == ["lm_head.weight"]
+
+
+def test_training_mode_of_adapters_or_of_a_float_model_is_not_warned_of(
+    quantized: Callable[..., PreTrainedModel],
+) -> None:
+    assert with_lora(quantized()).train().training
+    assert quantized().eval().train(mode=False).training is False
+    model = quantized()
+    model.dequantize()
+    assert model.train().training
+
+
+def test_the_best_adapter_is_loaded_at_the_end(quantized: Callable[..., PreTrainedModel], tmp_path: Path) -> None:
+    model = with_lora(quantized())
+    before = frozen(model)
+    arguments = TrainingArguments(
+        tmp_path,
+        max_steps=8,
+        eval_steps=2,
+        save_steps=2,
+        eval_strategy="steps",
+        load_best_model_at_end=True,
+        learning_rate=1e-2,
+        metric_for_best_model="loss",
+        greater_is_better=True,  # so that the last checkpoint is not the best one
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    trainer = Trainer(model, arguments, train_dataset=Counting(), eval_dataset=Counting())
+    trainer.train()
+    losses = {entry["step"]: entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry}
+    best = max(losses, key=losses.__getitem__)
+    assert best < 8
+    assert str(trainer.state.best_model_checkpoint).endswith(f"checkpoint-{best}")
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(losses[best], rel=1e-6)
+    assert_same(frozen(model), before)
 
 
 def test_an_optimizer_gets_no_quantized_weight(quantized: Callable[..., PreTrainedModel]) -> None:

@@ -1,0 +1,145 @@
+"""PEFT's layers over quantized weights: what initialises, merges or unmerges an adapter gets the weight in float.
+
+PEFT chooses its code for a quantized layer from a fixed list of methods, by layer class. This package quantizes the
+weight of a plain `nn.Linear`, so PEFT takes its layers for float weights, whose merging writes to the weight in place.
+So the methods of PEFT that do that are wrapped: within them the weight is a float one, and if they have changed it, it
+is quantized again. PyTorch tells when a PEFT layer takes in a module, so PEFT is neither imported here nor changed
+before it meets a quantized weight.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.requantizing import in_float, rounding_said_once
+
+# Methods of a PEFT layer that may write to the weight below it, or copy that into parameters of their own.
+_WRITING = ("update_layer", "merge", "unmerge")
+# Methods of PEFT's models that call those of many layers.
+_CALLING_MANY = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
+
+_Method = Callable[..., Any]
+
+
+def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Wrap methods of a PEFT class whose instance takes in a module with quantized weights.
+
+    PyTorch calls this whenever a module gets a submodule.
+
+    Args:
+        module: The module.
+        name: Name of the submodule there.
+        submodule: The submodule. One in which no weight is quantized is left alone, and so is PEFT.
+    """
+    kinds = {"model": "BaseTuner", "base_layer": "BaseTunerLayer", "original_module": "AuxiliaryTrainingWrapper"}
+    if name not in kinds or not _is_of_peft(module, kinds[name]) or submodule is None:
+        return
+    if not any(isinstance(parameter, QuantizedTensor) for parameter in submodule.parameters()):
+        return
+    if name == "model":
+        _wrap(type(module), _CALLING_MANY, _say_rounding_once)
+    elif name == "base_layer":
+        _wrap(type(module), _WRITING, _with_float_weight)
+        _wrap(type(module), ("get_base_weight",), _dequantized)
+    else:
+        _wrap(type(module), ("update",), _with_float_copy)
+
+
+def _is_of_peft(module: nn.Module, base: str) -> bool:
+    """Return whether a module is of a class of PEFT's, or of one derived from it."""
+    homes = ("peft.tuners.tuners_utils", "peft.utils.other")
+    classes = (getattr(sys.modules.get(home), base, None) for home in homes)
+    return any(isinstance(module, each) for each in classes if each is not None)
+
+
+def _wrap(cls: type, names: tuple[str, ...], wrapper: Callable[[_Method], _Method]) -> None:
+    """Wrap methods once wherever a class or its bases define them."""
+    for base in cls.__mro__:
+        for name in set(names) & vars(base).keys():
+            method = vars(base)[name]
+            if not hasattr(method, "_wrapped_for_quantized_weights"):
+                wrapped = functools.wraps(method)(wrapper(method))
+                wrapped._wrapped_for_quantized_weights = True  # type: ignore[attr-defined]
+                setattr(base, name, wrapped)
+
+
+def _say_rounding_once(method: _Method) -> _Method:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with rounding_said_once():
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+def _with_float_weight(method: _Method) -> _Method:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        base_layer = self.get_base_layer()
+        names = [] if _draws_adapter_alone(method, kwargs) else quantized_names(base_layer)
+        # A wrapper of one expert weight leaves the others alone.
+        names = [name for name in names if name == getattr(self, "parameter_name", name)]
+        if not names:
+            return method(self, *args, **kwargs)
+        merged = list(self.merged_adapters)
+        try:
+            with in_float(base_layer, names):
+                return method(self, *args, **kwargs)
+        except BaseException:
+            # The weight is as before, so what is merged into it is as well.
+            self.merged_adapters[:] = merged
+            raise
+
+    return call
+
+
+def _draws_adapter_alone(method: _Method, options: dict[str, Any]) -> bool:
+    """Return whether LoRA is about to initialise an adapter without regard to the weight, as it does by default.
+
+    To dequantize every weight for that would take longer than all the rest of `get_peft_model`.
+    """
+    config = options.get("config")
+    initial = getattr(config, "init_lora_weights", options.get("init_lora_weights"))
+    truncates = getattr(config, "kasa_config", None) is not None
+    return method.__name__ == "update_layer" and isinstance(initial, bool) and not truncates
+
+
+def quantized_names(module: nn.Module) -> list[str]:
+    """Return the names of a module's own weights that are quantized and have values.
+
+    Args:
+        module: The module; those below it do not count.
+    """
+    own = module.named_parameters(recurse=False)
+    return [name for name, weight in own if isinstance(weight, QuantizedTensor) and not weight.is_meta]
+
+
+def _dequantized(method: _Method) -> _Method:
+    def call(self: Any) -> Any:
+        weight: Tensor = method(self)
+        return weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
+
+    return call
+
+
+def _with_float_copy(method: _Method) -> _Method:
+    """Let a wrapper copy a layer that is to be trained in full as a float one."""
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        with _all_in_float(self.original_module):
+            return method(self, *args, **kwargs)
+
+    return call
+
+
+@contextlib.contextmanager
+def _all_in_float(module: nn.Module) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for each in list(module.modules()):
+            stack.enter_context(in_float(each, quantized_names(each)))
+        yield

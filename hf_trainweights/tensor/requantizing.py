@@ -1,0 +1,159 @@
+"""Quantized weights that are changed as float ones and quantized again in their format."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Sequence
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+
+@dataclass
+class Rounding:
+    """What quantizing again has cost, summed over weights.
+
+    Args:
+        count: How many weights were quantized again.
+        formats: Their formats.
+        error: Sum of the squared differences that rounding made.
+        change: Sum of the squared differences between the weights before and what they were to become.
+        size: Sum of the squares of what they were to become.
+    """
+
+    count: int = 0
+    formats: set[str] = field(default_factory=set)
+    error: float = 0.0
+    change: float = 0.0
+    size: float = 0.0
+
+    def add(self, before: QuantizedTensor, wanted: Tensor, after: QuantizedTensor) -> None:
+        """Count one weight.
+
+        Args:
+            before: The weight as it was.
+            wanted: Its new float values.
+            after: These, quantized.
+        """
+        values = wanted.detach().float()
+        self.count += 1
+        self.formats.add(str(after.format))
+        self.error += (after.dequantize(torch.float32) - values).square().sum().item()
+        self.change += (before.dequantize(torch.float32) - values).square().sum().item()
+        self.size += values.square().sum().item()
+
+    def __str__(self) -> str:
+        error, change = (self.error / max(other, 1e-38) for other in (self.size, self.change))
+        return (
+            f"{self.count} quantized weights were changed and rounded to {', '.join(sorted(self.formats))} again. "
+            f"The relative error of rounding is {error**0.5:.2g}, which is {change**0.5:.2g} times the change itself."
+        )
+
+
+_ROUNDING: ContextVar[Rounding | None] = ContextVar("_ROUNDING", default=None)
+
+
+@contextlib.contextmanager
+def rounding_said_once() -> Iterator[None]:
+    """Warn at the end of the outermost of these contexts of what quantizing again has cost within it."""
+    if _ROUNDING.get() is not None:
+        yield
+        return
+    rounding = Rounding()
+    token = _ROUNDING.set(rounding)
+    try:
+        yield
+    finally:
+        _ROUNDING.reset(token)
+    if rounding.count:
+        warnings.warn(
+            f"{rounding} To change weights without rounding, call hf_trainweights.dequantize_(model) first.",
+            stacklevel=2,
+        )
+
+
+def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
+    """Quantize new values of a weight as the weight is quantized.
+
+    Args:
+        weight: The weight; it is not changed.
+        values: Float values of its shape, or with another number of rows (of columns, where it is stored transposed).
+
+    Returns:
+        A new weight of the same format and dtypes. Rows whose values are those of `weight` keep their codes and scales
+        bit by bit.
+
+    Raises:
+        QuantizationError: The values hold NaN or Inf.
+    """
+    plain = values.detach().to(weight.scale_dtype)
+    quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed)
+    _keep_equal_rows_(quantized, weight, plain)
+    quantized = quantized.map(lambda stored: stored, weight.dtype)
+    if weight.kernel_layout is None:
+        return quantized
+    same = quantized.stored_shape == weight.stored_shape
+    return quantized.in_layout(weight.kernel_layout if same else quantized.best_layout())
+
+
+def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, values: Tensor) -> None:
+    """Give the rows of `quantized` whose values are those of `weight` the stored tensors that they have there."""
+    new, old = values, weight.dequantize(values.dtype)
+    if weight.transposed:
+        new, old = new.mT, old.mT
+    rows = min(new.shape[-2], old.shape[-2])
+    equal = (new[..., :rows, :] == old[..., :rows, :]).all(dim=-1, keepdim=True)
+    for name, stored in weight.tensors.items():
+        target, source = (_as_bytes(each)[..., :rows, :] for each in (quantized.held.tensors[name], stored))
+        target.copy_(torch.where(equal, source, target))
+
+
+def _as_bytes(stored: Tensor) -> Tensor:
+    # PyTorch 2.8 does not select among float8 on a CPU.
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+
+
+@contextlib.contextmanager
+def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
+    """Hold quantized weights of a module in float within the context; those that it changes are quantized again.
+
+    The parameters stay the same objects, so ties hold. After an error, theirs or the caller's, no weight is changed.
+
+    Args:
+        module: The module that owns the weights.
+        names: Their names there.
+
+    Raises:
+        QuantizationError: A changed weight holds NaN or Inf.
+    """
+    weights = {name: getattr(module, name) for name in names}
+    for name, weight in weights.items():
+        _put(module, name, nn.Parameter(weight.dequantize(), requires_grad=False))
+    try:
+        yield
+        wanted = {name: getattr(module, name) for name in names}
+    finally:
+        for name, weight in weights.items():
+            _put(module, name, weight)
+    changed = {name: values for name, values in wanted.items() if not _is_same(weights[name], values)}
+    quantized = {name: requantize(weights[name], values) for name, values in changed.items()}
+    with rounding_said_once():
+        for name, weight in quantized.items():
+            rounding = _ROUNDING.get()
+            assert rounding is not None
+            rounding.add(weights[name], changed[name], weight)
+            weights[name].data = weight
+
+
+def _put(module: nn.Module, name: str, parameter: Tensor) -> None:
+    # `setattr` would choose a layout anew, and a parametrized module keeps its parameters out of its own reach.
+    module._parameters[name] = parameter  # type: ignore[assignment]
+
+
+def _is_same(weight: QuantizedTensor, values: Tensor) -> bool:
+    return values.dtype == weight.dtype and torch.equal(weight.dequantize(), values)

@@ -1,0 +1,375 @@
+"""PEFT over quantized weights: adapters that start from the weight, merge into it, or train a copy of it."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, outputs
+from peft import HRAConfig, IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft.utils.hotswap import hotswap_adapter
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from weights import same_stored
+
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.errors import QuantizationError
+from hf_trainweights.models.host.adapters import meet_adapters
+
+# PEFT uses names that Transformers is about to change.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+
+FORMATS = {
+    "int8": TrainWeightsConfig("int8"),
+    "int8_activations": TrainWeightsConfig("int8", activations="int8"),
+    "int4": TrainWeightsConfig("int4", group_size=32),
+    "float8_e4m3": TrainWeightsConfig("float8_e4m3"),
+}
+TARGETS = ["q_proj", "down_proj"]
+ADAPTERS = {
+    "lora": LoraConfig(r=4, target_modules=TARGETS),
+    "dora": LoraConfig(r=4, target_modules=TARGETS, use_dora=True),
+    "ia3": IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"]),
+    "loha": LoHaConfig(r=4, target_modules=TARGETS),
+    "hra": HRAConfig(r=4, target_modules=TARGETS),
+    "experts": LoraConfig(r=4, target_modules=[], target_parameters=["mlp.experts.gate_up_proj"]),
+    "gpt2": LoraConfig(r=4, target_modules=["c_attn", "c_fc"], fan_in_fan_out=True),
+}
+ROUNDED = pytest.mark.filterwarnings("ignore:.*quantized weights were changed and rounded:UserWarning")
+
+
+def quantized(name: str = "llama", config: TrainWeightsConfig = FORMATS["int8"], **options: Any) -> PreTrainedModel:
+    model = ARCHITECTURES[name].build(**options).eval()
+    quantize_(model, copy.copy(config))
+    return model
+
+
+def with_adapter(model: nn.Module, config: PeftConfig, adapter: str = "default") -> PeftModel:
+    """Return a model with an adapter that has an effect; most start without one."""
+    torch.manual_seed(0)
+    adapted = get_peft_model(model, copy.deepcopy(config), adapter_name=adapter).eval()  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in adapted.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.05)
+    return adapted
+
+
+def with_float_base(model: PeftModel) -> PeftModel:
+    twin = copy.deepcopy(model)
+    dequantize_(twin)
+    return twin
+
+
+def weights(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """Return the quantized weights by the names that they have without adapters."""
+    return {
+        name.removeprefix("base_model.model.").replace("base_layer.", "").replace("original_module.", ""): weight
+        for name, weight in model.named_parameters()
+        if isinstance(weight, QuantizedTensor)
+    }
+
+
+def codes(model: nn.Module) -> dict[str, QuantizedTensor]:
+    return {name: weight.clone() for name, weight in weights(model).items()}  # type: ignore[misc]
+
+
+def assert_same(actual: dict[str, QuantizedTensor], expected: dict[str, QuantizedTensor]) -> None:
+    assert actual.keys() == expected.keys() != set()
+    assert [name for name, weight in actual.items() if not same_stored(weight, expected[name])] == []
+
+
+def inputs_of(model: nn.Module, name: str = "llama") -> Tensor:
+    return outputs(model, ARCHITECTURES[name].make_inputs())[0]  # type: ignore[arg-type]
+
+
+# ---- merging
+
+
+@ROUNDED
+@pytest.mark.parametrize("safe_merge", [False, True])
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+@pytest.mark.parametrize("adapter", ADAPTERS)
+def test_merging_gives_the_merged_float_weight_quantized_alike(
+    adapter: str, form: TrainWeightsConfig, safe_merge: bool
+) -> None:
+    name = {"experts": "qwen3_moe", "gpt2": "gpt2"}.get(adapter, "llama")
+    model = with_adapter(quantized(name, form), ADAPTERS[adapter])
+    before = codes(model)
+    wanted = dict(with_float_base(model).merge_and_unload(safe_merge=safe_merge).named_parameters())
+    merged = model.merge_and_unload(safe_merge=safe_merge)
+    changed = 0
+    for key, weight in weights(merged).items():
+        values = wanted[key].detach()
+        if torch.equal(values, before[key].dequantize()):
+            assert same_stored(weight, before[key])
+            continue
+        changed += 1
+        old = before[key]
+        fresh = QuantizedTensor.quantize(values, old.format, old.transposed)
+        # Rows that the adapter left alone keep their codes, which another rounding need not find again.
+        rows = (values == old.dequantize()).all(dim=-2 if old.transposed else -1, keepdim=True)
+        assert torch.equal(weight.dequantize(), torch.where(rows, values, fresh.dequantize()))
+        assert (weight.format, weight.transposed, weight.dtype) == (old.format, old.transposed, old.dtype)
+        assert weight.kernel_layout == old.kernel_layout
+    assert changed
+    assert changed < len(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_merged_model_computes_what_the_adapter_did_and_is_saved_like_any_other(
+    dtype: torch.dtype, tmp_path: Path
+) -> None:
+    base = quantized(dtype=dtype)
+    plain = inputs_of(base)
+    model = with_adapter(base, ADAPTERS["lora"])
+    expected = inputs_of(model)
+    with pytest.warns(UserWarning, match=r"4 quantized weights were changed and rounded to int8 again"):
+        merged = model.merge_and_unload()
+    assert (inputs_of(merged) - expected).norm() < 0.2 * (expected - plain).norm()
+    merged.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert_same(weights(again), weights(merged))
+    if dtype == torch.float32:  # the tests' 16-bit model has its rotary frequencies in 16 bits, a loaded one does not
+        assert torch.equal(inputs_of(again), inputs_of(merged))
+
+
+def test_rounding_is_said_once_for_each_call_and_dequantizing_first_avoids_it() -> None:
+    model = with_adapter(quantized(), ADAPTERS["lora"])
+    expected, twin = inputs_of(model), with_float_base(model)
+    calls = [model.merge_adapter, model.unmerge_adapter, lambda: model.merge_adapter(safe_merge=True)]
+    for call in (*calls, model.unmerge_adapter, model.merge_and_unload):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert len(caught) == 1
+        assert "The relative error of rounding is 0.00" in str(caught[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = twin.merge_and_unload()
+    torch.testing.assert_close(inputs_of(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+@ROUNDED
+def test_unmerging_takes_the_adapter_out_again_up_to_rounding() -> None:
+    base = quantized()
+    plain, before = inputs_of(base), {name: weight.dequantize() for name, weight in weights(base).items()}
+    steps = {name: weight.scale for name, weight in codes(base).items()}
+    model = with_adapter(base, ADAPTERS["lora"])
+    effect = (inputs_of(model) - plain).norm()
+    model.merge_adapter()
+    model.unmerge_adapter()
+    for name, weight in weights(model).items():
+        # Twice half a step, and the second scale is another one.
+        assert ((weight.dequantize() - before[name]).abs() <= 1.5 * steps[name] + 1e-6).all()
+    with model.disable_adapter():
+        assert (inputs_of(model) - plain).norm() < 0.1 * effect
+
+
+@ROUNDED
+@pytest.mark.filterwarnings("ignore:Already following adapters were merged:UserWarning")
+def test_several_adapters_are_merged_one_by_one_or_together() -> None:
+    model = with_adapter(quantized(), ADAPTERS["lora"], "first")
+    model.add_adapter("second", LoraConfig(r=2, target_modules=["up_proj"], init_lora_weights=False))
+    before = codes(model)
+    model.set_adapter("second")
+    expected = inputs_of(model)
+    model.merge_adapter(["second"])
+    changed = [name for name, weight in weights(model).items() if not same_stored(weight, before[name])]
+    assert changed == [name for name in before if "up_proj" in name]
+    assert (inputs_of(model) - expected).norm() < 0.02 * expected.norm()
+    model.merge_adapter(["first"])
+    assert all(layer.merged_adapters for layer in model.modules() if hasattr(layer, "merged_adapters"))
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_an_adapter_with_nan_is_not_merged_and_the_model_stays_as_it_was(safe_merge: bool) -> None:
+    model = with_adapter(quantized(), ADAPTERS["lora"])
+    before = codes(model)
+    with torch.no_grad():
+        next(p for name, p in model.named_parameters() if "lora_B" in name)[0] = torch.nan
+    with pytest.raises((ValueError, QuantizationError), match="NaN"):
+        model.merge_adapter(safe_merge=safe_merge)
+    assert_same(weights(model), before)
+    assert not any(layer.merged_adapters for layer in model.modules() if hasattr(layer, "merged_adapters"))
+
+
+@ROUNDED
+@pytest.mark.filterwarnings("ignore:Model .*`tie_word_embeddings=True`:UserWarning")
+def test_tied_embeddings_stay_tied_when_an_adapter_is_merged_into_them() -> None:
+    base = quantized("llama_tied", TrainWeightsConfig("int8", include_embeddings=True))
+    model = with_adapter(base, LoraConfig(r=4, target_modules=["embed_tokens"]))
+    before = codes(model)
+    merged = model.merge_and_unload()
+    assert merged.get_output_embeddings().weight is merged.get_input_embeddings().weight
+    assert not same_stored(merged.get_input_embeddings().weight, before["model.embed_tokens.weight"])
+
+
+@ROUNDED
+def test_plain_modules_are_adapted_and_merged_too() -> None:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    quantize_(module, TrainWeightsConfig("int8"))
+    model, inputs = with_adapter(module, LoraConfig(r=4, target_modules=["0", "2"])), torch.randn(2, 64)
+    expected = model(inputs)
+    merged = model.merge_and_unload()
+    assert all(isinstance(merged[index].weight, QuantizedTensor) for index in (0, 2))
+    torch.testing.assert_close(merged(inputs), expected, rtol=0, atol=0.02)
+
+
+# ---- adapters that start from the weight
+
+INITIAL = ["pissa", "pissa_niter_4", "olora", "orthogonal", "mica", "corda"]
+
+
+@ROUNDED
+@pytest.mark.filterwarnings("ignore:.*Using default CorDA config:UserWarning")
+@pytest.mark.parametrize("initial", INITIAL)
+def test_an_adapter_starts_from_the_dequantized_weight(initial: str) -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=initial)  # type: ignore[arg-type]
+    base, float_base = quantized(), quantized()
+    float_base.dequantize()
+    plain = inputs_of(base)
+    if initial == "corda":
+        # What `preprocess_corda` of PEFT leaves on each layer; for that it needs a package that is not installed.
+        for each in (base, float_base):
+            for layer in (block.self_attn.q_proj for block in each.model.layers):
+                U, S, Vh = torch.linalg.svd(layer.weight.dequantize())
+                layer.eigens = SimpleNamespace(U_WC=U[:, :4], S_WC=S[:4], V_WC=Vh[:4].T)
+    torch.manual_seed(0)
+    expected = dict(get_peft_model(float_base, copy.deepcopy(config)).named_parameters())
+    torch.manual_seed(0)
+    model = get_peft_model(base, copy.deepcopy(config)).eval()
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.testing.assert_close(parameter, expected[name], msg=lambda text, name=name: f"{name}: {text}")
+        elif "q_proj" in name:
+            step = parameter.scale  # type: ignore[attr-defined]
+            error = (parameter.dequantize() - expected[name]).abs()  # type: ignore[attr-defined]
+            assert (error <= 0.51 * step + 1e-6).all()
+    assert (inputs_of(model) - plain).norm() < 0.02 * plain.norm()
+
+
+def test_an_adapter_that_starts_from_the_weight_is_saved_and_loaded_onto_the_same_base(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="2 quantized weights were changed") as caught:
+        model = get_peft_model(quantized(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"))
+    assert len([each for each in caught if each.category is UserWarning]) == 1
+    model.eval().save_pretrained(tmp_path)
+    with pytest.warns(UserWarning, match="2 quantized weights were changed"):
+        again = PeftModel.from_pretrained(quantized(), tmp_path).eval()
+    assert torch.equal(inputs_of(again), inputs_of(model))
+
+
+def test_an_adapter_of_random_values_reads_no_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("dequantized")
+
+    base = quantized()
+    monkeypatch.setattr(QuantizedTensor, "dequantize", refuse)
+    get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS))
+
+
+# ---- parts of the base that are trained in full
+
+
+@pytest.mark.parametrize("part", ["lm_head", "up_proj", "mlp", "embed_tokens"])
+def test_a_quantized_module_to_save_trains_as_a_float_copy(part: str, tmp_path: Path) -> None:
+    everything = TrainWeightsConfig("int8", include_embeddings=True)
+    base = quantized(config=everything)
+    before, plain = codes(base), inputs_of(base)
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[part]))
+    copies = {name: p for name, p in model.named_parameters() if "modules_to_save" in name}
+    assert copies
+    assert all(type(p) is nn.Parameter and p.requires_grad for p in copies.values())
+    assert (inputs_of(model.eval()) - plain).norm() < 1e-2 * plain.norm()
+    with torch.no_grad():
+        for parameter in copies.values():
+            parameter.mul_(1.5)
+    assert_same(weights(model), before)
+    expected = inputs_of(model)
+    model.save_pretrained(tmp_path / "adapter")
+    again = PeftModel.from_pretrained(quantized(config=everything), tmp_path / "adapter").eval()
+    assert torch.equal(inputs_of(again), expected)
+    merged = again.merge_and_unload()
+    torch.testing.assert_close(inputs_of(merged), expected)
+    merged.save_pretrained(tmp_path / "merged")
+    assert torch.equal(inputs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), inputs_of(merged))
+
+
+@ROUNDED
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_trained_tokens_change_their_rows_alone(name: str) -> None:
+    base = quantized(name, TrainWeightsConfig("int8", include_embeddings=True))
+    before = codes(base)["model.embed_tokens.weight"]
+    model = with_adapter(base, LoraConfig(r=4, target_modules=["up_proj"], trainable_token_indices=[3, 5]))
+    inputs = ARCHITECTURES[name].make_inputs()
+    model(**{**inputs, "input_ids": inputs["input_ids"] * 0 + 3}, labels=inputs["input_ids"]).loss.backward()
+    [delta] = [p for key, p in model.named_parameters() if "trainable_tokens_delta" in key][:1]
+    assert delta.grad is not None
+    assert delta.grad.abs().sum() > 0
+    merged = model.merge_and_unload().get_input_embeddings().weight
+    kept = [row for row in range(before.shape[0]) if row not in (3, 5)]
+    assert same_stored(merged[kept], before[kept])
+    assert not same_stored(merged[[3, 5]], before[[3, 5]])
+
+
+# ---- other things that are done with adapters
+
+
+def test_an_adapter_is_swapped_for_another_in_place(tmp_path: Path) -> None:
+    base = quantized()
+    expected = {}
+    for seed in (1, 2):
+        model = with_adapter(quantized(), ADAPTERS["lora"])
+        with torch.no_grad():
+            [p.mul_(seed) for p in model.parameters() if p.requires_grad]
+        model.save_pretrained(tmp_path / str(seed))
+        expected[seed] = inputs_of(model)
+    model, before = PeftModel.from_pretrained(base, tmp_path / "1").eval(), codes(base)
+    assert torch.equal(inputs_of(model), expected[1])
+    hotswap_adapter(model, tmp_path / "2", adapter_name="default")
+    assert torch.equal(inputs_of(model), expected[2])
+    assert_same(weights(model), before)
+
+
+def test_peft_stays_as_it_is_without_quantized_weights() -> None:
+    script = """
+import hf_trainweights, peft, torch
+from peft.tuners import lora
+update, merge = lora.LoraLayer.update_layer, lora.Linear.merge
+module = torch.nn.Sequential(torch.nn.Linear(64, 64))
+peft.get_peft_model(module, peft.LoraConfig(target_modules=["0"])).merge_and_unload()
+assert (lora.LoraLayer.update_layer, lora.Linear.merge) == (update, merge)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_modules_of_the_same_names_that_are_not_of_peft_are_left_alone() -> None:
+    layer = nn.Linear(64, 64)
+    quantize_(layer, TrainWeightsConfig("int8"))
+    for name in ("model", "base_layer", "original_module"):
+        owner = nn.Module()
+        methods = dict(vars(type(owner)))
+        meet_adapters(owner, name, layer)
+        assert dict(vars(type(owner))) == methods
+
+
+def test_peft_has_every_name_that_is_wrapped() -> None:
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    assert all(hasattr(Linear, name) for name in ("update_layer", "merge", "unmerge"))
+    assert issubclass(Linear, BaseTunerLayer)
+    names = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
+    assert all(hasattr(BaseTuner, name) for name in names)
+    assert hasattr(AuxiliaryTrainingWrapper, "update")
