@@ -29,6 +29,7 @@ bench:
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
 	PYTHONPATH=tests python -m benchmarks.exports
+	python -m benchmarks.at_a_glance
 	python -m benchmarks.tables
 
 fuzz:

@@ -24,6 +24,7 @@ ROOMS = (
     "exports",  # layouts that others read
     "checkpoint",  # training state
     "inspection",  # what lies on disk
+    "report",  # pictures of a model or a run
     "demo",
 )
 MAY_IMPORT_TRANSFORMERS = {"models", "exports", "demo", "checkpoint.callback"}
