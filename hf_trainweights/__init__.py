@@ -33,6 +33,8 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.inspection.model_difference import compare_models
     from hf_trainweights.models.directory import quantize_directory
+    from hf_trainweights.models.summary import summary
+    from hf_trainweights.report.write import write_report
 
 __version__ = _version("hf_trainweights")
 
@@ -57,8 +59,10 @@ __all__ = [
     "latest",
     "quantize_",
     "quantize_directory",
+    "summary",
     "verify_model",
     "verify_onnx_model",
+    "write_report",
 ]
 
 # Tools that work on files: imported when they are first asked for.
@@ -74,7 +78,9 @@ _LAZY = {
     "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
     "quantize_directory": "models.directory",
+    "summary": "models.summary",
     "verify_onnx_model": "exports.onnx.verification",
+    "write_report": "report.write",
 }
 
 _register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, import_, models
+from hf_trainweights_cli import checkpoint, demo, import_, models, report
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, demo.demo):
+for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, report.report, demo.demo):
     app.command()(command)
 app.command("import")(import_.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")

@@ -25,6 +25,7 @@ ROOMS = (
     "imports",  # layouts that others wrote
     "checkpoint",  # training state
     "inspection",  # what lies on disk
+    "report",  # pictures of a model or a run
     "demo",
 )
 MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.callback"}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
+from hf_trainweights.models.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22
@@ -86,6 +87,14 @@ class Comparison:
         tensors, totals = ([each.to_dict() for each in part] for part in (self.tensors, self.totals))
         return {"tensors": tensors, "totals": totals, "problems": list(self.problems)}
 
+    def _repr_html_(self) -> str:
+        head = ("tensor", "|a - b| / |a|", "largest |a - b|", "bytes of a", "bytes of b")
+        tables = [
+            html_table(f"{len(rows)} {what}", head, map(_cells, rows), folded=what == "tensors")
+            for rows, what in ((self.totals, "totals"), (self.tensors, "tensors"))
+        ]
+        return "".join([*tables, html_table("problems", (), ([each] for each in self.problems)) * bool(self.problems)])
+
 
 def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
     """Compare the weights and the optimizer's states of two checkpoints, each plain or encoded.
@@ -141,6 +150,11 @@ def compare_tensors(
         tensors += found
         totals.append(sum(found, Difference(f"all of {part}")))
     return Comparison(tuple(tensors), tuple(totals), tuple(problems))
+
+
+def _cells(each: Difference) -> tuple[object, ...]:
+    errors = (f"{each.relative_l2:.2g}", f"{each.largest:.2g}") if each.comparable else ("", "")
+    return each.key, *errors, each.bytes_a, each.bytes_b
 
 
 def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.notebook import html_table
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
@@ -56,6 +57,10 @@ class Inspection:
     entries: tuple[Entry, ...]
     unsafe: dict[str, tuple[str, ...]]
 
+    def _repr_html_(self) -> str:
+        head = ("tensor", "format", "shape", "bytes", "file")
+        return html_table(f"{len(self.entries)} tensors", head, (astuple(entry) for entry in self.entries), folded=True)
+
 
 def inspect_weights(path: str | Path) -> Inspection:
     """List the tensors of a model, a checkpoint, or one file.
@@ -82,7 +87,7 @@ def inspect_weights(path: str | Path) -> Inspection:
         (Entry(name='weight', format='float32', shape=(2, 3), stored_bytes=24, file='model.safetensors'),)
     """
     path = Path(path)
-    default = _configured_format(path if path.is_dir() else path.parent)
+    default = configured_format(path if path.is_dir() else path.parent)
     tensors: dict[str, StoredTensor] = {}
     members: list[Entry] = []
     unsafe: dict[str, tuple[str, ...]] = {}
@@ -94,7 +99,7 @@ def inspect_weights(path: str | Path) -> Inspection:
                 members += _members(file)
             else:
                 tensors |= _read(file, part)
-    entries = [_entry(stored) for stored in _fold(tensors, default)]
+    entries = [_entry(stored) for stored in fold_weights(tensors, default)]
     return Inspection((*entries, *members), unsafe)
 
 
@@ -107,8 +112,15 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     return tensors
 
 
-def _configured_format(directory: Path) -> Format | None:
-    """Return the format that the config.json of a directory names for the weights beside it; None without one."""
+def configured_format(directory: Path) -> Format | None:
+    """Return the format that the config.json of a directory names for the weights beside it; None without one.
+
+    Args:
+        directory: A model or a checkpoint.
+
+    Raises:
+        CorruptFileError: The file holds no configuration, or one of a newer version.
+    """
     file = directory / "config.json"
     try:
         with open_regular_file(file) as stream:
@@ -142,8 +154,16 @@ def _members(file: Path) -> list[Entry]:
         ]
 
 
-def _fold(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
-    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first."""
+def fold_weights(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
+    """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them.
+
+    Args:
+        tensors: What lies in the files, by name.
+        default: The format that the configuration names; None to leave stored tensors as they are.
+
+    Raises:
+        CorruptFileError: A stored tensor is missing or does not fit its format.
+    """
     groups = group_stored(tensors) if default else {}
     weights = set(groups)
     for key, stored in tensors.items():

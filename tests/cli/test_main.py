@@ -11,7 +11,7 @@ import pytest
 
 from hf_trainweights_cli.main import main
 
-COMMANDS = ("quantize", "inspect", "verify", "diff", "export", "demo", "checkpoint")
+COMMANDS = ("quantize", "inspect", "verify", "diff", "export", "report", "demo", "checkpoint")
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:

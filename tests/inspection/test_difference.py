@@ -101,3 +101,13 @@ def test_a_damaged_file_is_an_error_that_names_it(tmp_path, name):
     (tmp_path / name).write_bytes(b"{}")
     with pytest.raises(CorruptFileError, match=name):
         compare_checkpoints(tmp_path, tmp_path)
+
+
+def test_a_notebook_shows_totals_first_and_escapes_names(tmp_path: Path) -> None:
+    for name, value in (("a", 1.0), ("b", 1.5)):
+        save_file({"<script>": torch.full((2,), value), name: torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    html = compare_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors")._repr_html_()
+    assert html.startswith("<p>1 totals</p>")
+    assert "<script>" not in html
+    assert "<td>&lt;script&gt;</td><td>0.5</td><td>0.5</td><td>8</td><td>8</td>" in html
+    assert "a is only in" in html.partition("<p>problems</p>")[2]

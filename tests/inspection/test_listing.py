@@ -196,3 +196,10 @@ def test_a_directory_without_weights_is_an_error(tmp_path: Path) -> None:
 
 def test_a_sum_with_an_unknown_size_is_unknown() -> None:
     assert (total_bytes([1, 2]), total_bytes([1, None]), total_bytes([])) == (3, None, 0)
+
+
+def test_a_notebook_shows_a_listing_folded_and_escaped(tmp_path: Path) -> None:
+    save_file({"<script>": torch.zeros(2)}, tmp_path / "model.safetensors")
+    html = inspect_weights(tmp_path)._repr_html_()
+    assert html.startswith("<details><summary>1 tensors</summary><table>")
+    assert "<td>&lt;script&gt;</td><td>float32</td><td>(2,)</td><td>8</td>" in html

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from architectures import make_llama
 from torch import nn
 
-from hf_trainweights import TrainWeightsConfig
+from hf_trainweights import TrainWeightsConfig, quantize_, summary
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.notebook import html_table
 from hf_trainweights.models.selection import choose
 from hf_trainweights.models.summary import Summary, check_not_empty
 
@@ -35,3 +37,47 @@ def test_a_summary_without_a_quantized_weight_is_refused() -> None:
     check_not_empty(choose(nn.Linear(64, 8), INT4), INT4)
     with pytest.raises(ConfigError, match="at least one weight to quantize to int4 g32, found quantized: none"):
         check_not_empty(choose(nn.LayerNorm(8), INT4), INT4)
+
+
+def test_a_transformers_model_shows_the_summary_of_its_quantizer() -> None:
+    model = make_llama()
+    quantize_(model, INT4)
+    assert summary(model) is model.hf_quantizer.summary()
+
+
+def test_any_module_shows_what_its_parameters_are() -> None:
+    module = nn.Sequential(nn.Linear(64, 8), nn.LayerNorm(8))
+    assert [choice.reason for choice in summary(module)] == ["float32"] * 4
+    quantize_(module, INT4)
+    found = summary(module)
+    assert [(choice.name, str(choice.format)) for choice in found.quantized] == [("0.weight", "int4 g32")]
+    assert (len(found), found.bytes_before) == (4, 4 * (64 * 8 + 3 * 8))
+    assert found.bytes_after == sum(choice.bytes_after for choice in found)
+    assert found.bits_per_weight == 8 * found.bytes_after / (64 * 8 + 3 * 8)
+
+
+def test_the_text_of_a_large_model_is_short_and_its_table_has_every_parameter() -> None:
+    layers = nn.ModuleDict({f"layer{i}": nn.Linear(64, 64) for i in range(200)})
+    found = choose(layers, INT4)
+    for text in (str(found), repr(found)):
+        assert len(text) < 1000
+    assert "400 parameters, 3.3 MB -> " in repr(found)
+    assert "200  int4 g32" in repr(found)
+    table = found.table().splitlines()
+    assert len(table) == 401
+    assert table[1].split()[:3] == ["layer0.weight", "int4", "g32"]
+    assert repr(found.tensors[0]).startswith("Choice(name='layer0.weight', format=")
+
+
+def test_a_notebook_shows_totals_and_folds_the_parameters() -> None:
+    hostile = nn.ModuleDict({"<script>": nn.Linear(64, 8)})
+    html = choose(hostile, INT4)._repr_html_()
+    assert "<script>" not in html
+    assert "&lt;script&gt;.weight" in html.partition("<details>")[2]
+    assert "int4 g32" in html.partition("<details>")[0]
+
+
+def test_a_notebook_gets_the_first_thousand_rows() -> None:
+    html = html_table("all", ["name"], ([index] for index in range(1500)))
+    assert html.count("<tr>") == 1002
+    assert "<td>999</td></tr><tr><td>and 500 more</td></tr>" in html

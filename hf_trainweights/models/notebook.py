@@ -1,0 +1,37 @@
+"""Tables as a notebook shows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from markupsafe import Markup, escape
+
+_MOST_ROWS = 1000
+
+
+def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, folded: bool = False) -> str:
+    """Return a table as HTML; whatever text comes in is escaped.
+
+    Args:
+        caption: What it shows.
+        head: Names of the columns.
+        rows: The cells; after the first thousand rows, the number of the others.
+        folded: Whether it shows only its caption until someone opens it.
+
+    Example:
+        >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])
+        '<p>sizes</p><table><tr><th>name</th><th>bytes</th></tr><tr><td>&lt;w&gt;</td><td>4</td></tr></table>'
+    """
+    rows = list(rows)
+    shown = [_row("td", row) for row in rows[:_MOST_ROWS]]
+    if len(rows) > _MOST_ROWS:
+        shown.append(_row("td", [f"and {len(rows) - _MOST_ROWS} more"]))
+    table = Markup("<table>{}{}</table>").format(_row("th", head), Markup("").join(shown))
+    form = "<details><summary>{}</summary>{}</details>" if folded else "<p>{}</p>{}"
+    return str(Markup(form).format(caption, table))
+
+
+def _row(tag: str, cells: Iterable[object]) -> Markup:
+    return Markup("<tr>{}</tr>").format(
+        Markup("").join(Markup(f"<{tag}>{{}}</{tag}>").format(escape(cell)) for cell in cells)
+    )

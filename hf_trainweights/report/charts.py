@@ -1,0 +1,270 @@
+"""Charts: bars in parts, dots in rows, curves and histograms, each with its unit, and a legend that covers nothing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hf_trainweights.report.axes import Axis, axis_of, number
+from hf_trainweights.report.drawing import FONT_SIZE, Drawing, shortened, text_width
+
+WIDTH = 760
+_ROW, _BAR = 20, 13
+_MARGIN = 8
+_LEGEND_CHARACTERS = 32
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A row of a bar chart.
+
+    Args:
+        label: What the row is.
+        parts: A value for each entry of the legend, drawn one after the other; at least 0.
+        shown: The number at the row's end.
+        spread: The smallest and the largest measurement, drawn as a line.
+        hint: Shown where the pointer rests; the label if empty.
+    """
+
+    label: str
+    parts: tuple[float, ...]
+    shown: str
+    spread: tuple[float, float] | None = None
+    hint: str = ""
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A row of a chart of dots.
+
+    Args:
+        label: What the row is.
+        points: Value, and what is shown where the pointer rests.
+        shown: The number at the row's end.
+    """
+
+    label: str
+    points: tuple[tuple[float, str], ...]
+    shown: str
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A curve of a line chart.
+
+    Args:
+        label: Its name in the legend.
+        points: x and y.
+        color: Number of its color.
+        dashed: Whether its line is interrupted.
+    """
+
+    label: str
+    points: tuple[tuple[float, float], ...]
+    color: int
+    dashed: bool = False
+
+
+def bar_chart(
+    title: str,
+    rows: Sequence[Bar],
+    unit: str,
+    legend: Sequence[str] = (),
+    *,
+    width: float = WIDTH,
+    reference: float | None = None,
+) -> Drawing:
+    """Return horizontal bars, a row each.
+
+    Args:
+        title: What they show.
+        rows: The bars, from top to bottom.
+        unit: What the axis measures, with its unit.
+        legend: What the parts of the bars are; an empty name is a color that is left out.
+        width: In pixels.
+        reference: A value to mark by a dashed line.
+    """
+    values = [end for row in rows for end in (sum(row.parts), *(row.spread or ()))]
+    drawing, top, left, right = _frame(title, [(row.label, row.shown) for row in rows], legend, width)
+    axis = axis_of([*values, reference or 0], left, right, zero=True)
+    _vertical_grid(drawing, axis, top, len(rows), unit)
+    for index, row in enumerate(rows):
+        y, x = top + index * _ROW, axis.place(0)
+        for color, part in enumerate(row.parts):
+            if part > 0:
+                name = f", {legend[color]}" if legend else ""
+                hint = f"{row.hint or row.label}{name}: {number(part)} of {row.shown}"
+                part_width = axis.place(part) - axis.place(0)
+                drawing.rectangle(x, y + (_ROW - _BAR) / 2, part_width, _BAR, color, hint)
+                x += part_width
+        if row.spread:
+            low, high = map(axis.place, row.spread)
+            drawing.line((low, y + _ROW / 2), (high, y + _ROW / 2), "mark")
+        _label_row(drawing, row.label, y, left)
+        drawing.text(width - _MARGIN, y + _ROW / 2 + 4, row.shown, "value", "end")
+    if reference is not None:
+        x = axis.place(reference)
+        drawing.line((x, top), (x, top + len(rows) * _ROW), "mark dashed")
+    return drawing
+
+
+def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WIDTH) -> Drawing:
+    """Return rows of dots, for several values of a kind in each row.
+
+    Args:
+        title: What they show.
+        rows: The rows, from top to bottom.
+        unit: What the axis measures, with its unit.
+        width: In pixels.
+    """
+    drawing, top, left, right = _frame(title, [(row.label, row.shown) for row in rows], (), width)
+    axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
+    _vertical_grid(drawing, axis, top, len(rows), unit)
+    for index, row in enumerate(rows):
+        y = top + (index + 0.5) * _ROW
+        drawing.line((left, y), (right, y))
+        for value, hint in row.points:
+            drawing.circle(axis.place(value), y, 4, 0, hint)
+        _label_row(drawing, row.label, top + index * _ROW, left)
+        drawing.text(width - _MARGIN, y + 4, row.shown, "value", "end")
+    return drawing
+
+
+def line_chart(
+    title: str,
+    curves: Sequence[Curve],
+    x_unit: str,
+    y_unit: str,
+    *,
+    width: float = WIDTH,
+    height: float = 220,
+    log: bool = False,
+) -> Drawing:
+    """Return curves over a common axis.
+
+    Args:
+        title: What they show.
+        curves: The curves; on a logarithmic axis, points that are not above 0 are left out.
+        x_unit: What the horizontal axis measures.
+        y_unit: What the vertical axis measures, with its unit; it stands above the axis.
+        width: In pixels.
+        height: Of the plot itself, in pixels.
+        log: Whether the vertical axis is logarithmic.
+    """
+    drawing = Drawing(width, 0, title)
+    top = _legend(drawing, title, [(curve.label, curve.color) for curve in curves]) + 22
+    drawing.text(_MARGIN, top - 10, y_unit)
+    shown = [[point for point in curve.points if _is_drawn(point, log)] for curve in curves]
+    vertical = axis_of([y for points in shown for _, y in points], top + height, top, log=log, zero=True)
+    left = 16 + max((text_width(number(tick)) for tick in vertical.ticks()), default=0)
+    ends = [number(points[-1][1]) for points in shown if points]
+    right = width - _MARGIN - max((text_width(end) for end in ends), default=0) - 8
+    horizontal = axis_of([x for points in shown for x, _ in points], left, right)
+    for tick in vertical.ticks():
+        y = vertical.place(tick)
+        drawing.line((left, y), (horizontal.end, y))
+        drawing.text(left - 6, y + 4, number(tick), anchor="end")
+    for tick in horizontal.ticks():
+        drawing.text(horizontal.place(tick), top + height + 16, number(tick), anchor="middle")
+    drawing.text((left + horizontal.end) / 2, top + height + 34, x_unit, anchor="middle")
+    for curve, points in zip(curves, shown, strict=True):
+        places = [(horizontal.place(x), vertical.place(y)) for x, y in points]
+        drawing.curve(places, curve.color, dashed=curve.dashed)
+        # A curve of many points is a line; its points would hide it.
+        for (x, y), (step, value) in zip(places, points, strict=True) if len(points) <= 40 else ():
+            drawing.circle(x, y, 3, curve.color, f"{curve.label}: {number(value)} at {number(step)}")
+    _number_the_ends(drawing, [vertical.place(points[-1][1]) for points in shown if points], ends)
+    drawing.height = top + height + 44
+    return drawing
+
+
+def histogram(
+    title: str, counts: Sequence[int], low: float, high: float, unit: str, *, width: float = 220, log: bool = False
+) -> Drawing:
+    """Return a histogram without a scale of counts: its shape is what it shows.
+
+    Args:
+        title: What it shows.
+        counts: How many values lie in each of the equally wide bins.
+        low: What stands below the first bin.
+        high: What stands below the last one.
+        unit: What the axis measures.
+        width: In pixels.
+        log: Whether a bin is as high as the logarithm of its count, so that rare values are seen.
+    """
+    height, left, right = 70, _MARGIN, width - _MARGIN
+    drawing = Drawing(width, height + 42, f"{title}: {sum(counts)} values from {number(low)} to {number(high)}")
+    step = (right - left) / max(1, len(counts))
+    heights = [math.log1p(count) if log else count for count in counts]
+    for index, each in enumerate(heights):
+        bar = height * each / max(1, *heights)
+        # Bins that touch would be divided by hairlines on some screens.
+        drawing.rectangle(left + index * step, 4 + height - bar, max(1.0, step * 0.92), bar, 0)
+    drawing.line((left, 4 + height), (right, 4 + height))
+    drawing.text(left, height + 18, number(low))
+    drawing.text(right, height + 18, number(high), anchor="end")
+    drawing.text(width / 2, height + 36, unit, anchor="middle")
+    return drawing
+
+
+def _number_the_ends(drawing: Drawing, places: Sequence[float], numbers: Sequence[str]) -> None:
+    """Write the last value of each curve beside it, further down where another one stands there."""
+    free = -math.inf
+    for y, shown in sorted(zip(places, numbers, strict=True)):
+        free = max(y, free + FONT_SIZE + 2)
+        drawing.text(drawing.width - _MARGIN, free + 4, shown, "value", "end")
+
+
+def _frame(
+    title: str, rows: Sequence[tuple[str, str]], legend: Sequence[str], width: float
+) -> tuple[Drawing, float, float, float]:
+    """Return an empty drawing for rows, its first row's upper edge, and the left and right ends of the axis."""
+    drawing = Drawing(width, 0, title)
+    top = _legend(drawing, title, [(name, color) for color, name in enumerate(legend) if name])
+    labels = max((text_width(shortened(label, _most_characters(width))) for label, _ in rows), default=0)
+    numbers = max((text_width(shown) for _, shown in rows), default=0)
+    drawing.height = top + len(rows) * _ROW + 44
+    return drawing, top, _MARGIN + labels + 8, width - _MARGIN - numbers - 14
+
+
+def _most_characters(width: float) -> int:
+    return int(0.45 * width / text_width("m"))
+
+
+def _label_row(drawing: Drawing, label: str, y: float, left: float) -> None:
+    drawing.text(left - 8, y + _ROW / 2 + 4, shortened(label, _most_characters(drawing.width)), "name", "end")
+
+
+def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int]]) -> float:
+    """Draw the title and the legend; return where the chart may begin."""
+    y = 20.0
+    # Its letters are larger and bold.
+    drawing.text(_MARGIN, y, shortened(title, int(drawing.width / (1.3 * text_width("m")))), "head")
+    if len(entries) > 1:
+        x, y = float(_MARGIN), y + 20
+        for name, color in entries:
+            name = shortened(name, _LEGEND_CHARACTERS)
+            step = 18 + text_width(name) + 14
+            if x > _MARGIN and x + step > drawing.width:
+                x, y = float(_MARGIN), y + 18
+            drawing.rectangle(x, y - 10, 12, 11, color)
+            drawing.text(x + 18, y, name)
+            x += step
+    return y + 12
+
+
+def _vertical_grid(drawing: Drawing, axis: Axis, top: float, rows: int, unit: str) -> None:
+    bottom = top + rows * _ROW
+    for tick in axis.ticks(6 if axis.end - axis.start > 240 else 4):
+        x = axis.place(tick)
+        drawing.line((x, top), (x, bottom))
+        drawing.text(x, bottom + 14, number(tick), anchor="middle")
+    # The unit may be longer than the axis: it ends where the drawing ends, at the latest.
+    half = text_width(unit) / 2
+    middle = max(_MARGIN + half, min((axis.start + axis.end) / 2, drawing.width - _MARGIN - half))
+    drawing.text(middle, bottom + 32, unit, anchor="middle")
+
+
+def _is_drawn(point: tuple[float, float], log: bool) -> bool:
+    return all(map(math.isfinite, point)) and (point[1] > 0 or not log)

@@ -1,0 +1,188 @@
+"""SVG drawings: escaped text, rectangles, lines and circles, in the colors of `style.css`."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Sequence
+from functools import cache
+from importlib.resources import files
+
+from markupsafe import Markup
+
+# The widest of the fonts that `style.css` names needs 0.6 of its size for a character on average.
+_CHARACTER = 0.62
+FONT_SIZE = 12
+COLORS = 8
+
+
+def printable(text: object) -> str:
+    """Return a text whose control characters are escaped: a name may hold any, and XML allows few of them.
+
+    Args:
+        text: What to show.
+    """
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
+
+
+def shortened(text: object, characters: int) -> str:
+    """Return a text of at most this many characters; of a longer one, the middle is left out.
+
+    Args:
+        text: What to show.
+        characters: At least 3.
+
+    Example:
+        >>> shortened("model.layers.0.mlp.up_proj", 15)
+        'model.l…up_proj'
+    """
+    shown = printable(text)
+    head = (characters - 1) // 2
+    return shown if len(shown) <= characters else f"{shown[:head]}…{shown[len(shown) - (characters - 1 - head) :]}"
+
+
+def text_width(text: str, size: float = FONT_SIZE) -> float:
+    """Return the width in pixels that a text takes at most, as a rule: SVG cannot measure fonts.
+
+    Args:
+        text: The text.
+        size: Of the font, in pixels.
+    """
+    return _CHARACTER * size * len(text)
+
+
+@cache
+def style() -> str:
+    """Return the style sheet of all drawings."""
+    return (files("hf_trainweights.report") / "style.css").read_text(encoding="utf-8")
+
+
+class Drawing:
+    """An SVG drawing; whatever text comes in is escaped.
+
+    Args:
+        width: In pixels.
+        height: In pixels; may be changed until the drawing is taken out.
+        title: What it shows, for people who do not see it.
+    """
+
+    def __init__(self, width: float, height: float, title: str):
+        self.width = width
+        self.height = height
+        self.title = title
+        self._elements: list[Markup] = []
+
+    def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
+        """Add a line of text.
+
+        Args:
+            x: Where it begins, or ends for the anchor `end`, or has its middle for `middle`.
+            y: Its base line.
+            text: The text.
+            kind: A class of `style.css`: `name`, `value` or `head`.
+            anchor: `start`, `middle` or `end`.
+        """
+        form = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
+        self._add(form, x, y, kind, anchor, printable(text))
+
+    def rectangle(self, x: float, y: float, width: float, height: float, color: int, title: str = "") -> None:
+        """Add a filled rectangle.
+
+        Args:
+            x: Left edge.
+            y: Upper edge.
+            width: At least 0.
+            height: At least 0.
+            color: Number of the series.
+            title: Shown where the pointer rests.
+        """
+        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="s{}">{}</rect>'
+        self._add(form, x, y, width, height, color % COLORS, _hint(title))
+
+    def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
+        """Add a filled circle.
+
+        Args:
+            x: Its middle.
+            y: Its middle.
+            radius: In pixels.
+            color: Number of the series.
+            title: Shown where the pointer rests.
+        """
+        form = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="s{}" fill-opacity="0.8">{}</circle>'
+        self._add(form, x, y, radius, color % COLORS, _hint(title))
+
+    def line(self, start: tuple[float, float], end: tuple[float, float], kind: str = "grid") -> None:
+        """Add a straight line.
+
+        Args:
+            start: One end.
+            end: The other one.
+            kind: Classes of `style.css`: `grid` or `mark`, and `dashed`.
+        """
+        self._add('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>', *start, *end, kind)
+
+    def curve(self, points: Iterable[tuple[float, float]], color: int, *, dashed: bool = False) -> None:
+        """Add a line through points.
+
+        Args:
+            points: Where it goes.
+            color: Number of the series.
+            dashed: Whether to interrupt it.
+        """
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._add('<polyline points="{}" class="curve s{}{}"/>', path, color % COLORS, " dashed" * dashed)
+
+    def place(self, other: Drawing, x: float, y: float) -> None:
+        """Add a copy of another drawing.
+
+        Args:
+            other: The drawing.
+            x: Its left edge here.
+            y: Its upper edge here.
+        """
+        self._elements.append(Markup('<g transform="translate({:.1f} {:.1f})">').format(x, y))
+        self._elements += [*other._elements, Markup("</g>")]
+
+    def inline(self) -> Markup:
+        """Return the drawing as an element of an HTML page that holds `style()`."""
+        return self._svg(Markup('class="chart"'), Markup(""))
+
+    def standalone(self) -> str:
+        """Return the text of an SVG file, with its own style."""
+        sheet = Markup("<style>\n{}</style>\n").format(Markup(style()))
+        return self._svg(Markup('xmlns="http://www.w3.org/2000/svg"'), sheet) + "\n"
+
+    def _svg(self, attributes: Markup, sheet: Markup) -> Markup:
+        form = Markup('<svg {} viewBox="0 0 {:.0f} {:.0f}" width="{:.0f}" height="{:.0f}" role="img">\n{}{}{}\n</svg>')
+        elements = Markup("\n").join(self._elements)
+        size = (self.width, self.height) * 2
+        return form.format(attributes, *size, _hint(self.title), sheet, elements)
+
+    def _add(self, form: str, *values: object) -> None:
+        self._elements.append(Markup(form).format(*values))
+
+
+def _hint(title: str) -> Markup:
+    return Markup("<title>{}</title>").format(printable(title)) if title else Markup("")
+
+
+def stack(title: str, rows: Sequence[Sequence[Drawing]], caption: str = "") -> Drawing:
+    """Return one drawing of several: rows of drawings beside each other, and a text below.
+
+    Args:
+        title: What all of them show.
+        rows: The drawings.
+        caption: The text; it is broken into lines.
+    """
+    whole = Drawing(max(sum(each.width for each in row) for row in rows), 0, title)
+    for row in rows:
+        x = 0.0
+        for drawing in row:
+            whole.place(drawing, x, whole.height)
+            x += drawing.width
+        whole.height += max(drawing.height for drawing in row)
+    for line in textwrap.wrap(printable(caption), int((whole.width - 16) / text_width("m"))):
+        whole.text(8, whole.height + FONT_SIZE, line)
+        whole.height += 1.5 * FONT_SIZE
+    whole.height += 8 if caption else 0
+    return whole

@@ -1,0 +1,157 @@
+"""What a report measures of a weight: its error against another one, and how its values and codes are spread.
+
+A weight is read in blocks of rows, so no float copy of it is made. N, K and G are as in `formats/base.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_INPUTS = 32
+_SEED = 0
+_BINS = 64
+
+
+@dataclass(frozen=True)
+class Error:
+    """How far a weight is from another one.
+
+    Args:
+        snr_db: Signal to noise, 10 log10(|b|² / |a - b|²) in dB; infinite if both are equal.
+        output_error: |x a - x b| / |x b| of the dequantized weights for 32 rows x of Gaussian noise, always the same;
+            None for a tensor of one dimension.
+    """
+
+    snr_db: float
+    output_error: float | None
+
+
+@dataclass(frozen=True)
+class Histogram:
+    """How values are spread.
+
+    Args:
+        counts: How many lie in each of equally wide bins.
+        low: Lower edge of the first.
+        high: Upper edge of the last.
+    """
+
+    counts: tuple[int, ...]
+    low: float
+    high: float
+
+
+def measure_error(weight: Tensor, reference: Tensor) -> Error | None:
+    """Measure how far a weight is from another one.
+
+    Args:
+        weight: Quantized or float, any shape.
+        reference: The weight it stands for, usually a float one.
+
+    Returns:
+        The error; None if shapes differ, or if one holds no floats.
+    """
+    if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
+        return None
+    turned = isinstance(weight, QuantizedTensor) and weight.transposed
+    signal = noise = output = difference = 0.0
+    x = torch.randn(_INPUTS, _rows_last(weight, turned).shape[-1], generator=torch.Generator().manual_seed(_SEED))
+    for a, b in zip(_float_blocks(weight, turned), _float_blocks(reference, turned), strict=True):
+        signal, noise = signal + _squares(b), noise + _squares(a - b)
+        output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
+    ratio = math.sqrt(difference / output) if output else math.inf if difference else 0.0
+    return Error(_decibels(signal, noise), ratio if weight.dim() > 1 else None)
+
+
+def weight_histogram(weight: Tensor) -> Histogram | None:
+    """Return how the values of a weight are spread, dequantized if it is quantized.
+
+    Args:
+        weight: Quantized or float, any shape.
+
+    Returns:
+        64 bins from the smallest value to the largest; None if it is empty or holds NaN or Inf.
+    """
+    return _histogram(lambda: _float_blocks(weight, turned=False), _BINS)
+
+
+def code_histogram(weight: Tensor) -> Histogram | None:
+    """Return how the codes of a quantized weight are spread: its values in units of their scales.
+
+    Args:
+        weight: A weight.
+
+    Returns:
+        A bin for each integer, or 64 bins where there would be more; None for a weight without scales along K.
+    """
+    if not isinstance(weight, QuantizedTensor) or "scale" not in weight.tensors:
+        return None
+    return _histogram(lambda: _code_blocks(weight), _BINS, whole=True)
+
+
+def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
+    for block in _blocks(_rows_last(weight, weight.transposed)):
+        assert isinstance(block, QuantizedTensor)
+        K, scale = block.shape[-1], block.tensors["scale"].float()
+        if scale.dim() != 2 or not scale.shape[-1] or K % scale.shape[-1]:
+            return
+        codes = block.dequantize(torch.float32) / scale.repeat_interleave(K // scale.shape[-1], dim=-1)
+        # A scale of 0 belongs to a group of zeros.
+        yield codes.nan_to_num_(0.0)
+
+
+def _histogram(blocks: Callable[[], Iterator[Tensor]], bins: int, *, whole: bool = False) -> Histogram | None:
+    ranges = [block.aminmax() for block in blocks() if block.numel()]
+    if not ranges:
+        return None
+    low, high = min(each.min.item() for each in ranges), max(each.max.item() for each in ranges)
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return None
+    if whole:
+        low, high = round(low) - 0.5, round(high) + 0.5
+        bins = int(min(bins, high - low))
+    elif low == high:
+        low, high = low - 0.5, high + 0.5
+    counts = sum(torch.histc(block.double(), bins, low, high) for block in blocks())
+    assert isinstance(counts, Tensor)
+    return Histogram(tuple(int(count) for count in counts), low, high)
+
+
+def _rows_last(weight: Tensor, turned: bool) -> Tensor:
+    """Return a weight whose last dimension is K, as `[*, N, K]`."""
+    weight = weight.transpose(-1, -2) if turned else weight
+    return weight if weight.dim() > 1 else weight.reshape(1, -1)
+
+
+def _float_blocks(weight: Tensor, turned: bool) -> Iterator[Tensor]:
+    for block in _blocks(_rows_last(weight, turned)):
+        yield (block.dequantize(torch.float32) if isinstance(block, QuantizedTensor) else block).detach().float()
+
+
+def _blocks(weight: Tensor) -> Iterator[Tensor]:
+    """Yield the rows of a weight `[*, N, K]` in order, some `[n, K]` at a time."""
+    if weight.dim() > 2:
+        for index in range(weight.shape[0]):
+            yield from _blocks(weight[index])
+        return
+    rows = max(1, BLOCK_ELEMENTS // max(1, weight.shape[-1]))
+    for start in range(0, weight.shape[0], rows):
+        yield weight[start : start + rows]
+
+
+def _squares(block: Tensor) -> float:
+    return block.double().square().sum().item()
+
+
+def _decibels(signal: float, noise: float) -> float:
+    if not noise:
+        return math.inf
+    return 10 * math.log10(signal / noise) if signal else -math.inf

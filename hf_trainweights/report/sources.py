@@ -1,0 +1,126 @@
+"""The weights of a model in memory or on disk, and those of another one that are their counterparts.
+
+Weights on disk are views of the mapped files, so none is in memory before it is looked at. Only a file that is encoded
+is decoded as a whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.inspection.listing import configured_format, fold_weights
+from hf_trainweights.inspection.stored_tensors import find_parts, read_tensors
+from hf_trainweights.models.directory import load_saved
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+Source = nn.Module | str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight of a model.
+
+    Args:
+        name: Its full name.
+        tensor: Its values; of a file, mapped and not read.
+        stored_bytes: What it takes, scales included; None if it is encoded and no manifest lists it.
+    """
+
+    name: str
+    tensor: Tensor
+    stored_bytes: int | None
+
+    @property
+    def format(self) -> str:
+        """Its quantized format, or its dtype."""
+        if isinstance(self.tensor, QuantizedTensor):
+            return str(self.tensor.format)
+        return str(self.tensor.dtype).removeprefix("torch.")
+
+    @property
+    def bits(self) -> float | None:
+        """Bits of one of its elements, scales included."""
+        if self.stored_bytes is None or not self.tensor.numel():
+            return None
+        return 8 * self.stored_bytes / self.tensor.numel()
+
+
+def read_weights(source: Source) -> dict[str, Weight]:
+    """Return the weights of a model by name, a tied weight once.
+
+    Args:
+        source: A module, a directory of a model or of one checkpoint, or a weight file.
+
+    Raises:
+        ConfigError: There is nothing, or no weights.
+        CorruptFileError: A file is damaged, or holds more than data.
+        OSError: A file cannot be read.
+    """
+    if isinstance(source, nn.Module):
+        return {name: _weight_of(name, parameter) for name, parameter in source.named_parameters()}
+    path = existing(source)
+    files = find_parts(path).get("weights", [])
+    stored = {each.key: each for file in files for each in read_tensors(file, "weights")}
+    default = configured_format(path if path.is_dir() else path.parent)
+    return {each.key: Weight(each.key, each.tensor, each.stored_bytes) for each in fold_weights(stored, default)}
+
+
+def read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Weight]:
+    """Return the weights of another model that may be compared with weights of these names.
+
+    Args:
+        source: As for `read_weights`.
+        names: Names of weights. If the source's files have other names, it is loaded as Transformers does, which
+            merges experts and renames what a quantized model was saved with.
+
+    Returns:
+        The weights by name; others may be among them.
+
+    Raises:
+        ConfigError: There is nothing, or no weights.
+        CorruptFileError: A file is damaged, or holds more than data.
+        OSError: A file cannot be read.
+    """
+    weights = read_weights(source)
+    if isinstance(source, nn.Module) or set(names) <= weights.keys() or not (Path(source) / "config.json").is_file():
+        return weights
+    return read_weights(load_saved(source)) | weights
+
+
+def existing(source: str | os.PathLike[str]) -> Path:
+    """Return the path of a source on disk.
+
+    Args:
+        source: A directory or a file.
+
+    Raises:
+        ConfigError: There is nothing.
+    """
+    path = Path(source)
+    if not path.exists():
+        next_step = "Give a directory; huggingface_hub.snapshot_download(...) returns that of a model on the Hub."
+        raise ConfigError(str(path), "a model, a checkpoint, a run or a weight file", "nothing", next_step)
+    return path
+
+
+def is_run(source: Source) -> bool:
+    """Return whether a source is a directory of checkpoints.
+
+    Args:
+        source: As for `read_weights`.
+
+    Raises:
+        OSError: The directory cannot be read.
+    """
+    return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
+
+
+def _weight_of(name: str, tensor: Tensor) -> Weight:
+    return Weight(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes)

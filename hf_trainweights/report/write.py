@@ -1,0 +1,141 @@
+"""`write_report`: a model, a saved directory or a training run as one HTML file of tables and pictures."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import nn
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.report.models import (
+    WORST,
+    Measured,
+    formats_of,
+    measure_weights,
+    model_sections,
+    show_bits,
+    show_size,
+    stored_bytes,
+)
+from hf_trainweights.report.page import Page, Section, default_caption
+from hf_trainweights.report.run_sections import describe_run, run_sections
+from hf_trainweights.report.runs import read_losses, read_run
+from hf_trainweights.report.sources import Source, Weight, existing, is_run, read_counterparts, read_weights
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written; `str()` of it is a few lines.
+
+    Args:
+        title: What it is about.
+        file: Where it is.
+        lines: What it says, in short.
+    """
+
+    title: str
+    file: Path
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([self.title, *self.lines, f"report: {self.file}"])
+
+
+def write_report(source: Source, out: str | os.PathLike[str], against: Source | None = None) -> Report:
+    """Write what lies in a model or a training run into one HTML file that needs nothing else to be read.
+
+    Of a model: sizes by format, bits and bytes of each layer, the error of each weight if `against` is given, and
+    histograms of the worst ten. Of a run: what each checkpoint takes, and the loss. Weights on disk are mapped and read
+    one after the other.
+
+    Args:
+        source: A module, a directory of a model, a run or one checkpoint, or a weight file.
+        out: The file to write, `.html`; one that is there is replaced.
+        against: The model that errors are measured against, usually the float one; not for a run.
+
+    Returns:
+        Where the report is, and what it says in short.
+
+    Raises:
+        ConfigError: There is nothing to report on, `against` is given for a run, or `out` is called otherwise.
+        CorruptFileError: A file is damaged, or holds more than data.
+        MissingAnchorError: A checkpoint was moved without the anchor it needs.
+        SaveError: `out` cannot be written.
+
+    Example:
+        >>> write_report("models/llama-int4", "report.html", against="models/llama")  # doctest: +SKIP
+    """
+    out = Path(out)
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(str(out), "a file name that ends in .html", out.name, "Choose another name.")
+    title, lines, sections = (_of_run if is_run(source) else _of_model)(source, against)
+    page = Page(title, default_caption(), sections)
+    write_page(page, out)
+    return Report(title, out, tuple(lines))
+
+
+def write_page(page: Page, out: Path) -> None:
+    """Write a page to a file, which is replaced as a whole or not at all.
+
+    Args:
+        page: The page.
+        out: The file.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
+    with save_errors(out, "No report was written."), replace_file(out) as file:
+        file.write(page.html().encode())
+
+
+def _of_run(source: Source, against: Source | None) -> tuple[str, list[str], Sequence[Section]]:
+    assert not isinstance(source, nn.Module)
+    if against is not None:
+        next_step = "Give one checkpoint of the run to compare its weights."
+        raise ConfigError("against", "nothing for a run", str(against), next_step)
+    root = Path(source)
+    checkpoints = read_run(root)
+    return _name(source), [describe_run(checkpoints)], run_sections(checkpoints, read_losses(root, checkpoints))
+
+
+def _of_model(source: Source, against: Source | None) -> tuple[str, list[str], Sequence[Section]]:
+    if not isinstance(source, nn.Module):
+        existing(source)
+    weights = read_weights(source)
+    others = {} if against is None else read_counterparts(against, weights)
+    if not weights:
+        raise ConfigError(_name(source), "weights", "none", "Give a model, a run or a weight file.")
+    measured = measure_weights(weights, others)
+    title = _name(source) if against is None else f"{_name(source)}, compared with {_name(against)}"
+    return title, _lines(measured, others), model_sections(measured, others)
+
+
+def _lines(measured: Sequence[Measured], others: Mapping[str, Weight]) -> list[str]:
+    weights = [each.weight for each in measured]
+    before = f"{show_size(stored_bytes(list(others.values())))} -> " if others else ""
+    lines = [
+        f"{len(weights)} weights, {before}{show_size(stored_bytes(weights))}, {show_bits(weights)} bits per weight"
+    ]
+    for name in formats_of(measured):
+        members = [weight for weight in weights if weight.format == name]
+        lines.append(f"  {name}: {len(members)}, {show_size(stored_bytes(members))}")
+    rounded = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.is_rounded)
+    if rounded:
+        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in rounded[: WORST // 2])]
+    if others:
+        equal = sum(each.error is not None and each.error.snr_db == math.inf for each in measured)
+        alone = sum(each.error is None for each in measured)
+        lines.append(f"{equal} equal, {alone} without a counterpart")
+    return lines
+
+
+def _name(source: Source) -> str:
+    if isinstance(source, nn.Module):
+        return type(source).__name__
+    return Path(source).absolute().name

@@ -1,0 +1,42 @@
+"""`trainweights report`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, status
+
+
+def report(
+    source: Annotated[
+        Path, typer.Argument(metavar="A", exists=True, help="A model, a run, one checkpoint, or one weight file.")
+    ],
+    against: Annotated[
+        Path | None,
+        typer.Argument(metavar="[B]", exists=True, help="The model that errors are measured against: the float one."),
+    ] = None,
+    html: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write; <name of A>-report.html if not given.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Draw what lies in a model or a training run into one HTML file, and print the main figures.
+
+    Of a model: sizes, bits and errors layer by layer, and histograms of the worst weights. Of a run: what each
+    checkpoint takes, and the loss. The file needs nothing else to be read.
+    """
+    # Imported here, so that `--help` does not wait for torch.
+    from hf_trainweights.report.write import write_report
+
+    out = html or Path(f"{source.absolute().name}-report.html")
+    with errors_in_one_line(debug), status("reading"):
+        written = write_report(source, out, against)
+    if as_json:
+        print_json({"title": written.title, "file": str(written.file), "lines": list(written.lines)})
+        return
+    for line in str(written).splitlines():
+        say(line)
