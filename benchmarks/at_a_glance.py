@@ -33,7 +33,7 @@ def draw(speed: dict[str, Any], checkpoints: dict[str, Any], out: Path) -> None:
     caption = (
         "Model: a Llama of 415M random weights, embeddings and lm_head in bfloat16, on "
         f"{speed['machine']}, torch {speed['versions']['torch']}, {speed['date']}. Checkpoints: weights and both "
-        "moments of AdamW, the mean of six saves; lossless resumes bit by bit, near-lossless and compact round."
+        "moments of AdamW, the mean of six saves; lossless resumes bit for bit, near-lossless and compact round."
     )
     out.write_text(stack("hf_trainweights at a glance", rows, caption).standalone(), encoding="utf-8")
 
