@@ -10,9 +10,10 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from architectures import ARCHITECTURES
+from architectures import ARCHITECTURES, TEXT, randomize
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from transformers import BartConfig, BartForConditionalGeneration
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
 
@@ -59,6 +60,18 @@ class Branching(nn.Module):
     @torch.jit.export
     def embed(self, ids: Tensor) -> Tensor:
         return self.table(ids)
+
+
+def bart() -> BartForConditionalGeneration:
+    """Return a tiny BART, which is none of the architectures that everything is tried on."""
+    sizes = {name: TEXT[name] for name in ("vocab_size", "max_position_embeddings")}
+    layers = {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4}
+    widths = {"d_model": 64, "encoder_ffn_dim": 128, "decoder_ffn_dim": 128}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": None, "decoder_start_token_id": 2}
+    torch.manual_seed(0)
+    model = BartForConditionalGeneration(BartConfig(**sizes, **layers, **widths, **tokens, forced_eos_token_id=None))
+    randomize(model)
+    return model.eval()
 
 
 def images(batch: int) -> Tensor:

@@ -119,6 +119,18 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
         export_program(model, tmp_path / "model.pt2", images(2))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+    export_program(model, tmp_path / "model.pt2", images(2))
+    assert [path.read_bytes() != b"old" for path in tmp_path.iterdir()] == [True]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "float"])
+def test_a_directory_without_a_quantized_model_is_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "empty").mkdir()
+    ARCHITECTURES["vit"].build().save_pretrained(tmp_path / "float")
+    expected = "quantized weights, found none" if source == "float" else "a model that Transformers loads"
+    with pytest.raises(ConfigError, match=f"expected {expected}"):
+        export_program(tmp_path / source, tmp_path / "model.pt2")
+    assert not (tmp_path / "model.pt2").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

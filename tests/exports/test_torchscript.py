@@ -68,6 +68,47 @@ def test_a_traced_module_may_have_scripted_methods(tmp_path: Path) -> None:
     assert torch.equal(script.embed(IDS + 3), model.embed(IDS + 3))
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_trace_keeps_the_control_flow_of_functions_that_are_scripted(tmp_path: Path) -> None:
+    @torch.jit.script
+    def rectified_if_even(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        if int(ids.sum()) % 2 == 0:
+            values = torch.relu(values)
+        return values
+
+    class Hybrid(Branching):
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            return self.down(rectified_if_even(self.up(self.table(ids)), ids))
+
+    model = quantized(Hybrid(), "int8")
+    export_torchscript(model, tmp_path / "model.pt", IDS)
+    script = load(tmp_path / "model.pt")
+    for ids in (IDS, IDS[:1, :3]):
+        torch.testing.assert_close(script(ids), dequantized_outputs(model, ids)[0], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_a_scripted_model_may_have_a_part_that_was_exported_as_a_trace(tmp_path: Path) -> None:
+    class Sum(nn.Module):
+        def __init__(self, part: nn.Module) -> None:
+            super().__init__()
+            self.part = part
+            self.scores = nn.Linear(8, 64)
+
+        def forward(self, image: torch.Tensor) -> torch.Tensor:
+            scores = self.scores(self.part(image))
+            for _ in range(image.size(0)):
+                scores = scores * 0.5
+            return scores
+
+    part = quantized(Convolutional(), "int4 g32").eval()
+    export_torchscript(part, tmp_path / "part.pt", images(2))
+    model = Sum(load(tmp_path / "part.pt")).eval()
+    script = torch.jit.script(model)
+    wanted = model.scores(dequantized_outputs(part, images(3))[0]) * 0.125
+    torch.testing.assert_close(script(images(3)), wanted, rtol=1e-6, atol=1e-6)
+
+
 def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return other values of the same shapes; what a trace took for a constant, they show."""
     return {name: value if name == "attention_mask" else value.flip(-1, 0) for name, value in inputs.items()}
@@ -175,6 +216,18 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
     with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
         export_torchscript(model, tmp_path / "model.pt", images(2))
     assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
+    export_torchscript(model, tmp_path / "model.pt", images(2))
+    assert [path.read_bytes() != b"old" for path in tmp_path.iterdir()] == [True]
+
+
+@pytest.mark.parametrize("source", ["nowhere", "empty", "float"])
+def test_a_directory_without_a_quantized_model_is_refused(tmp_path: Path, source: str) -> None:
+    (tmp_path / "empty").mkdir()
+    ARCHITECTURES["vit"].build().save_pretrained(tmp_path / "float")
+    expected = "quantized weights, found none" if source == "float" else "a model that Transformers loads"
+    with pytest.raises(ConfigError, match=f"expected {expected}"):
+        export_torchscript(tmp_path / source, tmp_path / "model.pt")
+    assert not (tmp_path / "model.pt").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

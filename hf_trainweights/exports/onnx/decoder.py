@@ -18,7 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, trace
+from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, name_dimensions, trace
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
 from hf_trainweights.exports.targets.aten import Aten
@@ -54,6 +54,7 @@ def check_decoder(model: nn.Module) -> PreTrainedModel:
         found = type(model).__name__
     elif model.config.is_encoder_decoder:
         found = f"{type(model).__name__}, an encoder with a decoder"
+        next_step = 'Use task="text2text-generation", or "automatic-speech-recognition".'
     elif not {"input_ids", _PAST} <= _arguments(model):
         found = f"{type(model).__name__}, which takes {', '.join(sorted(_arguments(model)))}"
     else:
@@ -154,29 +155,11 @@ def _name(graph: Any, model: PreTrainedModel) -> None:
         found = f"{', '.join(sorted(inputs))} -> {', '.join(sorted(outputs))}"
         next_step = "Leave task out: then the file holds one call of forward, without a past."
         raise UnsupportedError(type(model).__name__, expected, found, next_step)
-    _name_dimensions(graph)
+    name_dimensions(graph, {name: _DIMENSIONS[name if name in _DIMENSIONS else _PAST] for name in inputs})
 
 
 def _layers(model: PreTrainedModel) -> int:
     return model.config.get_text_config().num_hidden_layers
-
-
-def _name_dimensions(graph: Any) -> None:
-    """Exchange the tracer's symbols, such as `s36 + s70`, for names, in the shapes of all values."""
-    names = {}
-    for value in graph.graph.inputs:
-        for axis, name in _DIMENSIONS[value.name if value.name in _DIMENSIONS else _PAST].items():
-            names[str(value.shape[axis])] = name
-    symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
-    values = [*graph.graph.inputs, *(output for node in graph.graph.all_nodes() for output in node.outputs)]
-    for value in values:
-        for axis, size in enumerate(value.shape or ()):
-            # Sizes that are not known have no name: equal names would make them equal sizes.
-            if getattr(size, "value", size) is None:
-                continue
-            text = symbol.sub(lambda match: names[match[0]], str(size))
-            # A size that the tracer takes for an expression may be a number.
-            value.shape[axis] = int(text) if text.isdigit() else text
 
 
 def _empty_past(session: OnnxModel, batch: int) -> dict[str, Tensor]:

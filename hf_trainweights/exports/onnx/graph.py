@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -47,6 +48,18 @@ class GraphOptions:
     output_names: Sequence[str] | None = None
 
 
+class Part(nn.Module):
+    """A part of a model of Transformers, which Transformers' exporter traces as it does a whole one.
+
+    Args:
+        model: The whole model.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model: Any = model
+
+
 def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOptions) -> Any:
     """Return one call of a quantized model as a graph that holds its codes and scales.
 
@@ -87,10 +100,32 @@ def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
     require("onnx_ir", "onnx").save(graph, path, external_data=f"{path.name}.data" if external else None)
 
 
+def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]]) -> None:
+    """Exchange the tracer's symbols, such as `s36 + s70`, for names, in the shapes of all values.
+
+    Args:
+        graph: An `onnx_ir.Model`; changed in place.
+        dimensions: What the free dimensions of each input are called, or a size that the tracer left free.
+    """
+    free = ((value.shape[axis], name) for value in graph.graph.inputs for axis, name in dimensions[value.name].items())
+    names = {str(size): str(name) for size, name in free if not isinstance(size, int)}
+    symbol = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")
+    values = [*graph.graph.inputs, *(output for node in graph.graph.all_nodes() for output in node.outputs)]
+    for value in values:
+        for axis, size in enumerate(value.shape or ()):
+            # Sizes that are not known have no name: equal names would make them equal sizes.
+            if getattr(size, "value", size) is None:
+                continue
+            text = symbol.sub(lambda match: names[match[0]], str(size))
+            # A size that the tracer takes for an expression may be a number.
+            value.shape[axis] = int(text) if text.isdigit() else text
+
+
 def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
     own = options.dynamic_axes or options.input_names or options.output_names
-    with torch.no_grad(), _quiet(), tracer_errors(model, "torch.onnx", NEXT_STEP):
-        if isinstance(model, PreTrainedModel) and not own:
+    whole = model.model if isinstance(model, Part) else model
+    with torch.no_grad(), _quiet(), tracer_errors(whole, "torch.onnx", NEXT_STEP):
+        if isinstance(model, PreTrainedModel | Part) and not own:
             return onnx_graph(model, inputs.by_name(model), options.opset, options.dynamic_shapes)
         program = torch.onnx.export(
             model,

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.onnx.decoder import check_decoder, trace_decoder, verify_decoder
 from hf_trainweights.exports.onnx.graph import GraphOptions, save_graph, trace
+from hf_trainweights.exports.onnx.tasks import FILE, TASKS, Task, TaskName
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.plain_calls import in_eval_mode
@@ -28,15 +28,13 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS
 from hf_trainweights.models.directory import copy_companions
 
 _TARGETS = {"portable": Onnx, "onnxruntime": OnnxRuntime}
-_TASKS = ("text-generation",)
-_FILE = "model.onnx"
 
 
 def export_onnx(
     model_or_directory: nn.Module | str | os.PathLike[str],
     out: str | os.PathLike[str],
     *,
-    task: Literal["text-generation"] | None = None,
+    task: TaskName | None = None,
     example_inputs: ExampleInputs | None = None,
     runtime: Literal["portable", "onnxruntime"] = "portable",
     opset: int = BLOCKS_OPSET,
@@ -49,14 +47,17 @@ def export_onnx(
 ) -> None:
     """Write a quantized model as an ONNX file that holds the same codes and scales.
 
-    By default the file holds one call of `forward`. With `task="text-generation"` it holds a decoder with past, which
-    generates text: `out` is then a directory, of `model.onnx`, `config.json`, `generation_config.json` and the files
-    of the tokenizer where the model comes from a directory.
+    By default the file holds one call of `forward`. With a task, `out` is a directory of what generates text:
+    `config.json`, `generation_config.json`, the files of the tokenizer where the model comes from a directory, and
+
+    - with `"text-generation"`, `model.onnx`: a decoder with past;
+    - with `"text2text-generation"` (T5, BART) or `"automatic-speech-recognition"` (Whisper), `encoder_model.onnx`,
+      `decoder_model.onnx` for the first call, and `decoder_with_past_model.onnx` for the others.
 
     Args:
         model_or_directory: A module with quantized float32 weights, or the directory of a quantized model.
         out: The file, which ends in `.onnx`; a file of that name is replaced. With a task, a directory.
-        task: None for one call of `forward`, or `"text-generation"`.
+        task: None for one call of `forward`, or one of the tasks above.
         example_inputs: A tensor, a tuple or a dict of arguments; None for text and image models of Transformers, and
             with a task.
         runtime: `"portable"` for ops of ONNX alone; `"onnxruntime"` for ONNX Runtime's own products of codes.
@@ -86,7 +87,7 @@ def export_onnx(
             _export_call(model, out, Inputs.of(model, example_inputs), target, options, external_data, verify)
         else:
             source = None if isinstance(model_or_directory, nn.Module) else model_or_directory
-            _export_decoder(check_decoder(model), out, source, target, opset, external_data, verify)
+            _export_task(TASKS[task], model, out, source, target, opset, external_data, verify)
 
 
 def _export_call(
@@ -103,11 +104,12 @@ def _export_call(
         path = staged.path / out.name
         save_graph(graph, path, external_data)
         if verify:
-            _check_report(path, verify_onnx_model(path, model, inputs.by_name(model)))
+            _check_report(out, verify_onnx_model(path, model, inputs.by_name(model)))
 
 
-def _export_decoder(
-    model: PreTrainedModel,
+def _export_task(
+    task: Task,
+    module: nn.Module,
     out: Path,
     source: str | os.PathLike[str] | None,
     target: Target,
@@ -115,15 +117,16 @@ def _export_decoder(
     external_data: bool | None,
     verify: bool,
 ) -> None:
-    graph = trace_decoder(model, target, opset)
-    with staged_files(out, lambda name: name in {_FILE, f"{_FILE}.data"}) as staged:
+    model = task.check(module)
+    graphs = task.trace(model, target, opset)
+    with staged_files(out, lambda name: name.removesuffix(".data") in graphs) as staged:
         if source is not None:
             copy_companions(source, staged.path)
         _write_configs(model, staged.path)
-        path = staged.path / _FILE
-        save_graph(graph, path, external_data)
+        for name, graph in graphs.items():
+            save_graph(graph, staged.path / name, external_data)
         if verify:
-            _check_report(path, verify_decoder(path, model))
+            _check_report(out, task.verify(staged.path, model))
 
 
 def _write_configs(model: PreTrainedModel, directory: Path) -> None:
@@ -149,12 +152,12 @@ def _check(
     if task is not None:
         _check_task(task, out, example_inputs, options)
     elif out.suffix != ".onnx" or out.is_dir():
-        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / _FILE}, for example.")
+        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / FILE}, for example.")
 
 
 def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, options: GraphOptions) -> None:
-    if task not in _TASKS:
-        raise ConfigError("task", f"None or one of {', '.join(_TASKS)}", repr(task), "Choose one of these.")
+    if task not in TASKS:
+        raise ConfigError("task", f"None or one of {', '.join(TASKS)}", repr(task), "Choose one of these.")
     own = {
         "example_inputs": example_inputs,
         "dynamic_axes": options.dynamic_axes,
@@ -178,10 +181,10 @@ def _model(model_or_directory: nn.Module | str | os.PathLike[str]) -> nn.Module:
     return model if model is model_or_directory else model.to(torch.float32)
 
 
-def _check_report(path: Path, report: VerificationReport) -> None:
+def _check_report(out: Path, report: VerificationReport) -> None:
     if not report:
         raise UnsupportedError(
-            path.name,
+            out.name,
             "a graph that computes what the model computes",
             str(report),
             "Pass verify=False to look at the file; nothing was written.",

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_trainweights.models.host.versions import private
 
 
-def onnx_graph(model: PreTrainedModel, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
+def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
     """Trace a model to an ONNX graph whose dimensions are free wherever the model leaves them free.
 
     Args:
-        model: A model of plain modules.
+        model: A model of Transformers, or a part of one, of plain modules.
         inputs: Arguments of its `forward`.
         opset: Version of ONNX's ops.
         dynamic_shapes: As for `torch.export.export`; None for all.

@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
+from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
 from hf_trainweights import QuantizedTensor
@@ -109,6 +109,16 @@ def test_large_weights_go_to_a_second_file(tmp_path: Path, monkeypatch: pytest.M
         assert verify_onnx_model(tmp_path / "model.onnx", model.eval(), images(2))
     export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), external_data=False)
     assert os.listdir(tmp_path) == ["model.onnx"]
+
+
+@pytest.mark.parametrize("external_data", [False, True])
+def test_a_full_disk_leaves_the_old_files(tmp_path: Path, external_data: bool) -> None:
+    model, names = quantized(Convolutional(), "int8"), ["model.onnx", "model.onnx.data"]
+    for name in names:
+        (tmp_path / name).write_bytes(b"old")
+    with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
+        export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), external_data=external_data)
+    assert {name: (tmp_path / name).read_bytes() for name in os.listdir(tmp_path)} == dict.fromkeys(names, b"old")
 
 
 def test_a_model_in_bfloat16_is_refused_with_the_way_out(tmp_path: Path) -> None:

@@ -1,0 +1,196 @@
+"""An encoder-decoder as three ONNX graphs: the encoder, the decoder's first call, and its calls with a past.
+
+Files and names are those that optimum and transformers.js look for. The first call of the decoder computes the keys and
+values of what the encoder returned; later calls take them from the past.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, PreTrainedModel
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.exports.example_inputs import Inputs
+from hf_trainweights.exports.lowering import lowered
+from hf_trainweights.exports.onnx.graph import GraphOptions, Part, name_dimensions, trace
+from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
+from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
+
+ENCODER, DECODER, DECODER_WITH_PAST = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"
+_PAST, _PRESENT, _HIDDEN, _MASK = "past_key_values", "present", "encoder_hidden_states", "encoder_attention_mask"
+
+# None of them may be 0 or 1, which the exporter would take for constants, nor another's, nor a size of a model.
+_BATCH, _LENGTH, _STEP = 2, 7, 3
+
+# What the dimensions of each input are called.
+_SOURCE: dict[int, str | int] = {0: "batch_size", 1: "encoder_sequence_length"}
+_DIMENSIONS: dict[str, dict[int, str | int]] = {
+    "attention_mask": _SOURCE,
+    _MASK: _SOURCE,
+    "decoder": {0: "batch_size", 2: "past_decoder_sequence_length"},
+    "encoder": {0: "batch_size", 2: "encoder_sequence_length"},
+}
+
+
+class _Encoder(Part):
+    """The encoder, which returns its last hidden states alone."""
+
+    def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
+        """Encode a text or sounds."""
+        return {"last_hidden_state": self.model.get_encoder()(**inputs).last_hidden_state}
+
+
+class _Decoder(Part):
+    """The decoder and its head, with its past as tensors by name."""
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        encoder_hidden_states: Tensor,
+        encoder_attention_mask: Tensor | None = None,
+        past_key_values: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return logits and keys and values: of the encoder's states only where there is no past, which has them."""
+        past = past_key_values or {}
+        own, cross = DynamicCache(), DynamicCache()
+        for layer in range(len(past) // 4):
+            own.update(past[f"{layer}.decoder.key"], past[f"{layer}.decoder.value"], layer)
+            cross.update(past[f"{layer}.encoder.key"], past[f"{layer}.encoder.value"], layer)
+        mask = {} if encoder_attention_mask is None else {"attention_mask": encoder_attention_mask}
+        cache = EncoderDecoderCache(own, cross)
+        states: Any = (encoder_hidden_states,)
+        call = {"encoder_outputs": states, "decoder_input_ids": input_ids, "past_key_values": cache, **mask}
+        outputs = {"logits": self.model(**call, use_cache=True).logits}
+        # Layer by layer, as optimum takes them.
+        layers: Any = zip(own.layers, cross.layers, strict=True)
+        for layer, pair in enumerate(layers):
+            for part, held in zip(("decoder", "encoder")[: 1 if past else 2], pair, strict=False):
+                place = f"{_PRESENT}.{layer}.{part}"
+                outputs |= {f"{place}.key": held.keys, f"{place}.value": held.values}
+        return outputs
+
+
+def check_encoder_decoder(model: nn.Module, task: str) -> PreTrainedModel:
+    """Return a model that can be exported as an encoder and a decoder.
+
+    Args:
+        model: Any module.
+        task: "text2text-generation" or "automatic-speech-recognition".
+
+    Raises:
+        UnsupportedError: It is no encoder-decoder of Transformers that takes what the task is about.
+    """
+    taken = "input_ids" if task == "text2text-generation" else "input_features"
+    if isinstance(model, PreTrainedModel) and model.can_generate() and model.config.is_encoder_decoder:
+        if model.main_input_name == taken:
+            return model
+        found = f"{type(model).__name__}, which takes {model.main_input_name}"
+    else:
+        found = type(model).__name__
+    expected = f"an encoder-decoder of Transformers that takes {taken}"
+    next_step = "Use the task of the model, or leave task out: then the file holds one call of forward, without a past."
+    raise UnsupportedError(f"task={task!r}", expected, found, next_step)
+
+
+def trace_encoder_decoder(model: PreTrainedModel, target: Target, opset: int) -> dict[str, Any]:
+    """Return the graphs of an encoder-decoder by the names of their files.
+
+    Args:
+        model: A quantized encoder-decoder, in eval mode.
+        target: The ops to compute with.
+        opset: Version of ONNX's ops.
+
+    Returns:
+        An `onnx_ir.Model` for each file, of free batch and lengths.
+
+    Raises:
+        ConfigError: Nothing in the model is quantized.
+        UnsupportedError: Its cache holds other tensors than keys and values, the target cannot hold a weight, or no
+            exporter can trace the model.
+    """
+    source = _source(model, _BATCH)
+    with torch.no_grad(), lowered(model, Aten()):
+        call = _first_call(model, source, _BATCH)
+        past = _past(_Decoder(model)(**call))
+    graphs = {}
+    for name, part, inputs in (
+        (ENCODER, _Encoder(model), source),
+        (DECODER, _Decoder(model), call),
+        (DECODER_WITH_PAST, _Decoder(model), {**call, _PAST: past}),
+    ):
+        graph = trace(part, Inputs(kwargs=inputs), target, GraphOptions(opset))
+        # A call with a past takes the encoder's states from there.
+        graph.graph.inputs[:] = [value for value in graph.graph.inputs if value.name != _HIDDEN or value.uses()]
+        width = call[_HIDDEN].shape[-1]
+        name_dimensions(graph, {value.name: _dimensions(value.name, name, width) for value in graph.graph.inputs})
+        graphs[name] = graph
+    return graphs
+
+
+def verify_encoder_decoder(directory: Path, model: PreTrainedModel) -> VerificationReport:
+    """Run an encoding, a first call and a step through the files and through the model, and compare.
+
+    Args:
+        directory: Where the files are.
+        model: The quantized encoder-decoder.
+
+    Returns:
+        The largest difference for each of the three.
+
+    Raises:
+        CorruptFileError: A file is no valid ONNX.
+        UnsupportedError: A package is missing.
+    """
+    sessions = {name: open_valid(directory / name) for name in (ENCODER, DECODER, DECODER_WITH_PAST)}
+    source, decoder = _source(model, _BATCH + 1), _Decoder(model)
+    with torch.no_grad(), lowered(model, Aten()):
+        call = _first_call(model, source, _BATCH + 1)
+        first = decoder(**call)
+        step = {**call, "input_ids": call["input_ids"][:, :1]}
+        second = decoder(**step, past_key_values=_past(first))
+    found = sessions[ENCODER].predict(source)["last_hidden_state"]
+    reports = [compare("hidden states", found, call[_HIDDEN], 1e-5, 1e-6)]
+    outputs = sessions[DECODER].predict(call)
+    reports.append(compare("logits of a first call", outputs["logits"], first["logits"], 1e-5, 1e-6))
+    past = {name.replace(_PRESENT, _PAST): value for name, value in outputs.items() if name != "logits"}
+    given = {name: ({**step, **past})[name] for name in sessions[DECODER_WITH_PAST].input_names}
+    outputs = sessions[DECODER_WITH_PAST].predict(given)
+    reports.append(compare("logits of a step", outputs["logits"], second["logits"], 1e-5, 1e-6))
+    return VerificationReport(tuple(reports))
+
+
+def _source(model: PreTrainedModel, batch: int) -> dict[str, Tensor]:
+    """Return arguments of the encoder: a text whose last row is padded, or sounds of the one length it takes."""
+    if model.main_input_name == "input_features":
+        size = (batch, model.config.num_mel_bins, 2 * model.config.max_source_positions)
+        return {"input_features": torch.linspace(-1, 1, torch.Size(size).numel()).view(size).to(model.device)}
+    ids = torch.arange(batch * _LENGTH).view(batch, _LENGTH) % model.config.vocab_size
+    mask = torch.ones_like(ids)
+    mask[-1, -2:] = 0
+    return {"input_ids": ids.to(model.device), "attention_mask": mask.to(model.device)}
+
+
+def _first_call(model: PreTrainedModel, source: dict[str, Tensor], batch: int) -> dict[str, Tensor]:
+    ids = torch.arange(batch * _STEP, device=model.device).view(batch, _STEP) % model.config.vocab_size
+    call = {"input_ids": ids, _HIDDEN: _Encoder(model)(**source)["last_hidden_state"]}
+    return call | ({_MASK: source["attention_mask"]} if "attention_mask" in source else {})
+
+
+def _past(outputs: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(f"{_PRESENT}."): value for name, value in outputs.items() if name != "logits"}
+
+
+def _dimensions(name: str, file: str, width: int) -> dict[int, str | int]:
+    if name == _HIDDEN:
+        return {**_SOURCE, 2: width}
+    if name == "input_ids":
+        return _SOURCE if file == ENCODER else {0: "batch_size", 1: "decoder_sequence_length"}
+    if name == "input_features":
+        return {0: "batch_size"}
+    return _DIMENSIONS[name.split(".")[2] if name.startswith(_PAST) else name]
