@@ -1,10 +1,11 @@
-"""What llama.cpp makes of exported models: logits and greedy tokens beside Transformers', and token by token its text.
+"""What llama.cpp makes of exported models: logits, greedy tokens and embeddings beside Transformers', and its tokens.
 
 Run `PYTHONPATH=tests python -m benchmarks.llama_cpp` where `llama-cpp-python` is installed, which builds llama.cpp; it
-takes half a minute and writes `benchmarks/results/llama_cpp.json`. The models are tiny and random, one for each
-architecture and each scaling of rotary embeddings that `export_gguf` supports. Transformers computes in float32 with
-the dequantized weights. llama.cpp reads each file twice: as it is, when it also rounds activations to int8, and with
-all tensors unpacked to float32, when nothing but the order of sums may differ.
+takes two minutes and writes `benchmarks/results/llama_cpp.json`. The models are tiny and random, one for each
+architecture and each scaling of rotary embeddings that `export_gguf` supports; MiniLM-L6-v2 has its real weights.
+Transformers computes in float32 with the dequantized weights. llama.cpp reads each file twice: as it is, when it also
+rounds activations to int8, and with all tensors unpacked to float32. Then nothing but the order of sums differs, and
+GELU, which llama.cpp takes from a table in float16; so Transformers computes with such a table too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,113 +25,147 @@ import llama_cpp
 import numpy as np
 import torch
 import transformers
-from tiny_tokenizers import PREPEND, TEXTS, byte_level, sentencepiece_like
-from tokenizers import pre_tokenizers
-from transformers import AutoModelForCausalLM
+from tiny_tokenizers import TEXTS, byte_level
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
+from benchmarks.llama_cpp_models import CONFIGS, ENCODERS, MINILM, MODELS, SENTENCES, SIZES, TOKENIZERS
 from benchmarks.machine import cpu_name, versions
-from hf_trainweights import TrainWeightsConfig, export_gguf
+from hf_trainweights import TrainWeightsConfig, export_gguf, quantize_
 
 RESULTS = Path(__file__).parent / "results" / "llama_cpp.json"
 
 PROMPT_TOKENS = 100
 NEW_TOKENS = 20
 
-SIZES: dict[str, Any] = {
-    "vocab_size": 600,
-    "hidden_size": 256,
-    "intermediate_size": 512,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": None,
-    "tie_word_embeddings": False,
-}
-EXPERTS = {"num_experts_per_tok": 2}
-SCALED = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = SCALED | {"rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "llama, tied": ("Llama", {"tie_word_embeddings": True}),
-    "llama, biases": ("Llama", {"attention_bias": True, "mlp_bias": True}),
-    "llama, heads of 32": ("Llama", {"head_dim": 32}),
-    "llama, rope llama3": ("Llama", {"rope_parameters": LLAMA3}),
-    "llama, rope linear": (
-        "Llama",
-        {"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 4.0}},
-    ),
-    "llama, rope yarn": ("Llama", {"rope_parameters": SCALED | {"rope_type": "yarn"}}),
-    "mistral": ("Mistral", {"sliding_window": None}),
-    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4}),
-    "qwen2": ("Qwen2", {}),
-    "qwen3": ("Qwen3", {"head_dim": 32}),
-    "qwen3_moe": (
-        "Qwen3Moe",
-        {**EXPERTS, "head_dim": 32, "moe_intermediate_size": 128, "num_experts": 4, "norm_topk_prob": True},
-    ),
-}
-CONFIGS: dict[str, dict[str, Any]] = {
-    "int8": {"format": "int8"},
-    "int8, groups of 32, embeddings too": {"format": "int8", "group_size": 32, "include_embeddings": True},
-    "int4, groups of 32": {"format": "int4", "group_size": 32},
-    "int4, groups of 128": {"format": "int4", "group_size": 128},
-}
-_CONTRACTIONS, _REST = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)", r"\s*[\r\n]+|\s+(?!\S)|\s+"
-_LLAMA3 = rf"{_CONTRACTIONS}|[^\r\n\p{{L}}\p{{N}}]?\p{{L}}+|\p{{N}}{{1,3}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n]*|{_REST}"
-_TEKKEN = (
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
-    rf"|\p{{N}}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_REST}"
-)
-TOKENIZERS = {
-    "gpt-2": byte_level(),
-    "gpt-2, begin and end": byte_level(adds=["<s>", "</s>"]),
-    "smollm": byte_level(steps=[pre_tokenizers.Digits(individual_digits=True)]),
-    "llama-bpe": byte_level(_LLAMA3, ignore_merges=True, adds=["<s>"]),
-    "smaug-bpe": byte_level(_LLAMA3),
-    "qwen2": byte_level(_LLAMA3.replace("{1,3}", "")),
-    "tekken": byte_level(_TEKKEN, ignore_merges=True),
-    "sentencepiece": sentencepiece_like(normalizer=PREPEND),
-}
+
+class TableOfGelu(torch.nn.Module):
+    """GELU as llama.cpp computes it: by tanh, rounded to float16 before and after."""
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the values that llama.cpp computes; beyond 10 it needs no table."""
+        rounded = torch.nn.functional.gelu(values.half().float(), approximate="tanh").half().float()
+        return torch.where(values <= -10, 0.0, torch.where(values >= 10, values, rounded))
 
 
-def build(name: str, directory: Path) -> None:
+def build(class_name: str, changes: dict[str, Any], directory: Path) -> None:
     """Save a random model in float16."""
-    family, changes = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{family}Config")(**SIZES | changes)
-    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    model_class = getattr(transformers, class_name)
+    config_class = model_class.config_class
+    # `changes` has the sizes that an architecture calls by names of its own.
+    renamed = {name for name, own in config_class.attribute_map.items() if own in changes}
+    known = {name: size for name, size in SIZES.items() if hasattr(config_class(), name) and name not in renamed}
+    model = model_class(config_class(**known | changes))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.08) if parameter.dim() > 1 else parameter.add_(0.1 * torch.randn(parameter.shape))
     model.half().save_pretrained(directory)
 
 
+def export(directory: Path, auto_class: Any, config: dict[str, Any], tokenizer: Any) -> Any:
+    """Write `model.gguf` and `unpacked.gguf`, and return the dequantized model in float32."""
+    options = {"dtype": torch.float16, "quantization_config": TrainWeightsConfig(**config)}
+    auto_class.from_pretrained(directory, **options).save_pretrained(directory / "quantized")
+    export_gguf(directory / "quantized", directory / "model.gguf", tokenizer)
+    unpack(directory / "model.gguf", directory / "unpacked.gguf")
+    # In float32 code times scale is not rounded. Only eager attention limits scores.
+    options = {"dtype": torch.float32, "attn_implementation": "eager"}
+    model = auto_class.from_pretrained(directory / "quantized", **options).eval()
+    model.dequantize()
+    return model
+
+
+def use_table_of_gelu(model: torch.nn.Module) -> None:
+    """Let a model compute GELU as llama.cpp does."""
+    for name, module in list(model.named_modules()):
+        if "GELU" in type(module).__name__:
+            model.set_submodule(name, TableOfGelu())
+
+
+def relative_error(found: np.ndarray, expected: np.ndarray) -> float:
+    return float(f"{np.linalg.norm(found - expected) / np.linalg.norm(expected):.2g}")
+
+
+@torch.no_grad()
 def compare_model(directory: Path, config: dict[str, Any]) -> dict[str, float]:
     """Return the errors of logits, as parts of their norm, and how many greedy tokens are equal from the first on."""
-    options = {"dtype": torch.float16, "quantization_config": TrainWeightsConfig(**config)}
-    AutoModelForCausalLM.from_pretrained(directory, **options).save_pretrained(directory / "quantized")
-    export_gguf(directory / "quantized", directory / "model.gguf", byte_level())
-    unpack(directory / "model.gguf", directory / "unpacked.gguf")
-    # In float32 code times scale is not rounded.
-    model = AutoModelForCausalLM.from_pretrained(directory / "quantized", dtype=torch.float32).eval()
-    model.dequantize()
+    model = export(directory, AutoModelForCausalLM, config, byte_level())
     # Random models have no end of text, so its token is one like the others.
     model.generation_config.eos_token_id = None
     ids = torch.randint(3, 400, (PROMPT_TOKENS,), generator=torch.Generator().manual_seed(1))
-    with torch.no_grad():
-        expected = model(ids[None]).logits[0].numpy()
-        greedy = model.generate(ids[None], max_new_tokens=NEW_TOKENS, do_sample=False)
-    own = greedy[0, PROMPT_TOKENS:].tolist()
-    results: dict[str, float] = {"greedy_tokens": NEW_TOKENS}
-    for name in ("model", "unpacked"):
-        logits, equal = run(directory / f"{name}.gguf", ids.tolist(), own)
-        error = float(np.linalg.norm(logits - expected) / np.linalg.norm(expected))
-        results |= {f"{name}_logits_relative_error": float(f"{error:.2g}"), f"{name}_greedy_tokens_equal": equal}
-    return results
+    exact = model(ids[None]).logits[0].numpy()
+    use_table_of_gelu(model)
+    expected = model(ids[None]).logits[0].numpy()
+    own = model.generate(ids[None], max_new_tokens=NEW_TOKENS, do_sample=False)[0, PROMPT_TOKENS:].tolist()
+    logits, equal = run(directory / "model.gguf", ids.tolist(), own)
+    unpacked, unpacked_equal = run(directory / "unpacked.gguf", ids.tolist(), own)
+    return {
+        "greedy_tokens": NEW_TOKENS,
+        "model_logits_relative_error": relative_error(logits, exact),
+        "model_greedy_tokens_equal": equal,
+        "unpacked_logits_relative_error": relative_error(unpacked, exact),
+        "unpacked_logits_relative_error_with_table_of_gelu": relative_error(unpacked, expected),
+        "unpacked_greedy_tokens_equal": unpacked_equal,
+    }
+
+
+@torch.no_grad()
+def compare_encoder(directory: Path, config: dict[str, Any], tokenizer: Any) -> dict[str, float]:
+    """Return the errors of the embeddings of all tokens, as parts of their norm."""
+    model = export(directory, AutoModel, config, tokenizer)
+    inputs = [tokenizer(text, return_tensors="pt")["input_ids"] for text in [*TEXTS, *SENTENCES]]
+    # RoBERTa does not count a padding token, which in a text of these tokenizers is an unknown one.
+    inputs = [ids for ids in inputs if model.config.pad_token_id not in ids]
+
+    def own() -> np.ndarray:
+        return torch.cat([model(ids).last_hidden_state[0] for ids in inputs]).numpy()
+
+    exact = own()
+    use_table_of_gelu(model)
+    unpacked = embed(directory / "unpacked.gguf", [ids[0].tolist() for ids in inputs])
+    return {
+        "model_embeddings_relative_error": relative_error(
+            embed(directory / "model.gguf", [ids[0].tolist() for ids in inputs]), exact
+        ),
+        "unpacked_embeddings_relative_error": relative_error(unpacked, exact),
+        "unpacked_embeddings_relative_error_with_table_of_gelu": relative_error(unpacked, own()),
+    }
+
+
+@torch.no_grad()
+def compare_sentences(directory: Path, config: dict[str, Any]) -> dict[str, float]:
+    """Return the smallest cosine of MiniLM's sentence embeddings in llama.cpp and in Transformers."""
+    shutil.copytree(MINILM, directory, dirs_exist_ok=True)
+    tokenizer = AutoTokenizer.from_pretrained(MINILM)
+    errors = compare_encoder(directory, config, tokenizer)
+    for name in ("modules.json", "1_Pooling"):
+        source = MINILM / name
+        (shutil.copytree if source.is_dir() else shutil.copy)(source, directory / "quantized" / name)
+    tokenizer.save_pretrained(directory / "quantized")
+    export_gguf(directory / "quantized", directory / "model.gguf")
+    model = AutoModel.from_pretrained(directory / "quantized", dtype=torch.float32).eval()
+    model.dequantize()
+    # Pooled as the file says.
+    llama = llama_cpp.Llama(str(directory / "model.gguf"), embedding=True, verbose=False, n_threads=1)
+    cosines = []
+    for text in SENTENCES:
+        own = model(**tokenizer(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+        found = torch.tensor(llama.embed(text))
+        cosines.append(float(torch.nn.functional.cosine_similarity(own, found, dim=0)))
+    llama.close()
+    return {**errors, "sentences": len(SENTENCES), "sentence_embeddings_smallest_cosine": round(min(cosines), 6)}
+
+
+def embed(file: Path, sequences: list[list[int]]) -> np.ndarray:
+    """Return llama.cpp's embeddings of all tokens of some texts, one below the other."""
+    options = {"embedding": True, "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE, "n_threads": 1}
+    llama = llama_cpp.Llama(str(file), n_ctx=256, verbose=False, **options)
+    found = []
+    for tokens in sequences:
+        llama.tokenize = lambda *_, tokens=tokens: tokens  # embed takes nothing but text
+        found.append(np.array(llama.embed("")))
+    llama.close()
+    return np.concatenate(found)
 
 
 def run(file: Path, prompt: list[int], continuation: list[int]) -> tuple[np.ndarray, int]:
@@ -167,12 +203,13 @@ def unpack(source: Path, target: Path) -> None:
 def compare_tokenizer(name: str, directory: Path) -> list[str]:
     """Return the texts that llama.cpp splits into other tokens than Transformers."""
     tokenizer = TOKENIZERS[name]
-    model = AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float16, quantization_config=TrainWeightsConfig("int8")
-    )
-    export_gguf(model, directory / "model.gguf", tokenizer)
-    llama = llama_cpp.Llama(str(directory / "model.gguf"), n_ctx=64, verbose=False, vocab_only=True)
-    different = [text for text in TEXTS if llama.tokenize(text.encode(), special=True) != tokenizer(text)["input_ids"]]
+    config = transformers.LlamaConfig(**SIZES | {"vocab_size": max(600, len(tokenizer))})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float16)
+    quantize_(model, TrainWeightsConfig("int8"))
+    export_gguf(model, directory / "tokens.gguf", tokenizer)
+    llama = llama_cpp.Llama(str(directory / "tokens.gguf"), n_ctx=64, verbose=False, vocab_only=True)
+    texts = [*TEXTS, *SENTENCES]
+    different = [text for text in texts if llama.tokenize(text.encode(), special=True) != tokenizer(text)["input_ids"]]
     llama.close()
     return different
 
@@ -183,17 +220,27 @@ def main() -> None:
         "processor": cpu_name(),
         "versions": {**versions("gguf", "tokenizers"), "llama_cpp_python": llama_cpp.__version__},
         "models": {},
+        "encoders": {},
         "tokenizers": {},
     }
     with tempfile.TemporaryDirectory() as folder:
-        for number, name in enumerate(MODELS):
-            directory = Path(folder) / str(number)
-            build(name, directory)
+        for name, (class_name, changes) in MODELS.items():
+            directory = Path(folder) / name
+            build(class_name, changes, directory)
             results["models"][name] = {key: compare_model(directory, config) for key, config in CONFIGS.items()}
             print(name, results["models"][name], flush=True)
+        for name, (class_name, changes, tokenizer) in ENCODERS.items():
+            directory = Path(folder) / name
+            build(class_name, changes, directory)
+            found = {key: compare_encoder(directory, config, tokenizer) for key, config in CONFIGS.items()}
+            results["encoders"][name] = found
+            print(name, found, flush=True)
+        found = {key: compare_sentences(Path(folder) / key, config) for key, config in CONFIGS.items()}
+        results["encoders"]["MiniLM-L6-v2"] = found
+        print("MiniLM-L6-v2", found, flush=True)
         for name in TOKENIZERS:
-            different = compare_tokenizer(name, Path(folder) / "0")
-            results["tokenizers"][name] = {"texts": len(TEXTS), "different": different}
+            different = compare_tokenizer(name, Path(folder))
+            results["tokenizers"][name] = {"texts": len(TEXTS) + len(SENTENCES), "different": different}
             print(name, results["tokenizers"][name], flush=True)
     RESULTS.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -153,6 +153,36 @@ def exports() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def llama_cpp() -> str:
+    """Return how far llama.cpp's logits and embeddings are from Transformers'."""
+    report = read("llama_cpp")
+    measured = {name.partition(",")[0]: [] for name in (*report["models"], *report["encoders"])}
+    for name, formats in (report["models"] | report["encoders"]).items():
+        measured[name.partition(",")[0]].extend(formats.values())
+    rows = []
+    for name, results in measured.items():
+        kind = "logits" if name in report["models"] else "embeddings"
+        keys = [f"model_{kind}", f"unpacked_{kind}"]
+        errors = [max(result[f"{key}_relative_error"] for result in results) for key in keys]
+        errors.append(max(result[f"unpacked_{kind}_relative_error_with_table_of_gelu"] for result in results))
+        rows.append([name, *(f"{error:.1e}" for error in errors)])
+    sentences = report["encoders"]["MiniLM-L6-v2"].values()
+    cosine = min(each["sentence_embeddings_smallest_cosine"] for each in sentences)
+    tokens = report["tokenizers"].values()
+    texts, different = max(each["texts"] for each in tokens), sum(len(each["different"]) for each in tokens)
+    versions = report["versions"]
+    header = ["model", "the file as it is", "unpacked to float32", "with the table of GELU"]
+    caption = (
+        "Largest differences, relative to the norm: of logits, and of the embeddings of all tokens for the last "
+        f"{len(report['encoders'])}; each of {len(next(iter(report['models'].values())))} formats, and of all kinds of "
+        f"rotary embedding. MiniLM's sentence embeddings have cosines of at least {cosine:.4f} with Transformers'. "
+        f"Of {texts} texts, {different} gave other tokens with {len(tokens)} tokenizers. "
+        f"llama-cpp-python {versions['llama_cpp_python']}, Transformers "
+        f"{versions['transformers']}, {report['processor']}."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def of_checkpoints(make: Callable[[dict[str, Any]], CheckpointTable]) -> str:
     """Return one of the tables about checkpoints."""
     header, rows, caption = make(read("checkpoints"))
@@ -216,6 +246,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "demo": demo,
     "ops": ops,
     "exports": exports,
+    "llama_cpp": llama_cpp,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,

@@ -284,7 +284,7 @@ LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
         ("gemma", {"tie_word_embeddings": False}, "tie_word_embeddings: expected True, found False"),
         ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar: expected 256, found 64"),
         ("gemma2", {"attn_logit_softcapping": None}, "attn_logit_softcapping: expected a number, found None"),
-        ("gemma3", {"hidden_activation": "gelu"}, "expected 'gelu_pytorch_tanh' or 'gelu_new', found 'gelu'"),
+        ("gemma3", {"hidden_activation": "silu"}, "expected 'gelu' or 'gelu_pytorch_tanh' or .* found 'silu'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx: expected False, found True"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm: expected False, found True"),
         ("starcoder2", {"use_bias": False}, "use_bias: expected True, found False"),

@@ -58,9 +58,8 @@ class Architecture:
         return gguf.MODEL_ARCH_NAMES[self.number]
 
 
-# llama.cpp has one GELU, by tanh and in float16. Where a model has the exact one, the results differ by up to 5e-4.
-_TANH = ("gelu_pytorch_tanh", "gelu_new")
-_ANY_GELU = ("gelu", *_TANH)
+# llama.cpp has one GELU, by tanh and in float16, so results differ by up to 2e-3 of their norm from the exact one.
+_GELU = ("gelu", "gelu_pytorch_tanh", "gelu_new")
 _SILU = {"hidden_act": ("silu",)}
 _QWEN3 = _SILU | {"attention_bias": (False,)}
 _ALL_SPARSE = {"decoder_sparse_step": (1,), "mlp_only_layers": ([],)}
@@ -68,7 +67,7 @@ _NOT_TIED = {"tie_word_embeddings": (False,)}
 _GEMMA = {"attention_bias": (False,), "use_bidirectional_attention": (None, False)}
 _TIED_GEMMA = _GEMMA | {"tie_word_embeddings": (True,)}
 _BERT = {
-    "hidden_act": _ANY_GELU,
+    "hidden_act": _GELU,
     "is_decoder": (False,),
     "add_cross_attention": (False,),
     "position_embedding_type": ("absolute",),
@@ -94,27 +93,27 @@ ARCHITECTURES = {
     "Phi3ForCausalLM": Architecture(
         gguf.MODEL_ARCH.PHI3, partly_rotary=True, ropes=("default", "longrope"), fixed=_SILU
     ),
-    "GemmaForCausalLM": Architecture(gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, fixed=_TIED_GEMMA | {"hidden_act": _TANH}),
+    "GemmaForCausalLM": Architecture(gguf.MODEL_ARCH.GEMMA, norm_offset=1.0, fixed=_TIED_GEMMA | {"hidden_act": _GELU}),
     "Gemma2ForCausalLM": Architecture(
         gguf.MODEL_ARCH.GEMMA2,
         capped=True,
         slides=True,
         norm_offset=1.0,
         scaled_by_width=46,
-        fixed=_TIED_GEMMA | {"hidden_activation": _TANH},
+        fixed=_TIED_GEMMA | {"hidden_activation": _GELU},
     ),
     "Gemma3ForCausalLM": Architecture(
         gguf.MODEL_ARCH.GEMMA3,
         slides=True,
         norm_offset=1.0,
         scaled_by_width=62,
-        fixed=_GEMMA | {"hidden_activation": _TANH, "attn_logit_softcapping": (None,)},
+        fixed=_GEMMA | {"hidden_activation": _GELU, "attn_logit_softcapping": (None,)},
     ),
     "GPT2LMHeadModel": Architecture(
         gguf.MODEL_ARCH.GPT2,
         transposed=(".c_attn.weight", ".c_proj.weight", ".c_fc.weight"),
         fixed={
-            "activation_function": _TANH,
+            "activation_function": _GELU,
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -123,14 +122,14 @@ ARCHITECTURES = {
     "StableLmForCausalLM": Architecture(
         gguf.MODEL_ARCH.STABLELM, partly_rotary=True, fixed=_SILU | _NOT_TIED | {"qk_layernorm": (False,)}
     ),
-    "Starcoder2ForCausalLM": Architecture(gguf.MODEL_ARCH.STARCODER2, fixed={"hidden_act": _TANH, "use_bias": (True,)}),
+    "Starcoder2ForCausalLM": Architecture(gguf.MODEL_ARCH.STARCODER2, fixed={"hidden_act": _GELU, "use_bias": (True,)}),
     "Olmo2ForCausalLM": Architecture(gguf.MODEL_ARCH.OLMO2, fixed=_QWEN3 | _NOT_TIED),
     "FalconForCausalLM": Architecture(
         gguf.MODEL_ARCH.FALCON,
-        fixed={"activation": _ANY_GELU, "alibi": (False,), "bias": (False,), "parallel_attn": (True,)},
+        fixed={"activation": _GELU, "alibi": (False,), "bias": (False,), "parallel_attn": (True,)},
     ),
     "BertModel": Architecture(gguf.MODEL_ARCH.BERT, encoder=True, unused=("pooler.",), fixed=_BERT),
-    "DistilBertModel": Architecture(gguf.MODEL_ARCH.BERT, encoder=True, fixed={"activation": _ANY_GELU}),
+    "DistilBertModel": Architecture(gguf.MODEL_ARCH.BERT, encoder=True, fixed={"activation": _GELU}),
     "RobertaModel": _ROBERTA,
     "XLMRobertaModel": _ROBERTA,
 }

@@ -17,7 +17,7 @@ from hf_trainweights.exports.gguf.rope import describe_rope, head_size
 
 # What Transformers calls the same setting in different architectures.
 _EPSILON_NAMES = ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
-_FEED_FORWARD_NAMES = ("ffn_hidden_size", "n_inner", "hidden_dim", "intermediate_size")
+_FEED_FORWARD_NAMES = ("ffn_hidden_size", "hidden_dim", "intermediate_size")
 # DistilBERT has no setting for it.
 _DEFAULT_EPSILON = 1e-12
 
@@ -38,7 +38,7 @@ def describe_model(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture
     writer.add_block_count(config.num_hidden_layers)
     writer.add_context_length(_context_length(architecture, config))
     writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(_first(config, _FEED_FORWARD_NAMES) or 4 * config.hidden_size)
+    writer.add_feed_forward_length(_feed_forward_length(config))
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(key_value_heads(config))
     writer.add_key_length(head_size(config))
@@ -132,6 +132,12 @@ def skipped_positions(architecture: Architecture, config: PretrainedConfig) -> i
 def _first(config: PretrainedConfig, names: Iterable[str]) -> Any:
     """Return the first of these settings that a model has, None if it has none of them."""
     return next((value for name in names if (value := getattr(config, name, None)) is not None), None)
+
+
+def _feed_forward_length(config: PretrainedConfig) -> int:
+    if hasattr(config, "n_inner"):  # GPT-2's, which may be None
+        return config.n_inner or 4 * config.hidden_size
+    return _first(config, _FEED_FORWARD_NAMES)
 
 
 def _context_length(architecture: Architecture, config: PretrainedConfig) -> int:

@@ -11,7 +11,7 @@ from hf_trainweights.exports.gguf.pre_tokenizers import unsupported_tokenizer
 # How llama.cpp writes the beginning of a word, and Transformers all but the beginning.
 _BEGIN, _REST = "\N{LOWER ONE EIGHTH BLOCK}", "##"
 _NORMALIZER = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
-# Both were added to llama.cpp in 2026; before, it always did both, as it does where a file says nothing.
+# gguf 0.19 does not name them. Versions of llama.cpp that do not know them always do both.
 _LOWERCASE, _STRIP_ACCENTS = "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"
 
 

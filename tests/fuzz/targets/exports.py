@@ -132,10 +132,13 @@ def built(given: Export) -> PreTrainedModel:
     experts = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     names = {"n_embd": "hidden_size", "n_inner": "intermediate_size", "n_head": "num_attention_heads"}
     own = {name: given.sizes[known] for name, known in names.items()} | {"n_layer": 1}
+    shared = {"shared_expert_intermediate_size": 64}
     tokens = {"bos_token_id": 1, "eos_token_id": None, "pad_token_id": 0}
     head_size = {"head_dim": given.sizes["hidden_size"] // given.sizes["num_attention_heads"]}
-    more = {"Qwen3Moe": experts | head_size, "Mixtral": experts, "GPT2": own}.get(given.architecture, {})
-    config = getattr(transformers, f"{given.architecture}Config")(**given.sizes, **tokens, **more)
+    more = {"Qwen3Moe": experts | head_size, "Qwen2Moe": experts | shared, "Mixtral": experts, "GPT2": own}
+    config = getattr(transformers, f"{given.architecture}Config")(
+        **given.sizes, **tokens, **more.get(given.architecture, {})
+    )
     auto_class = AutoModel if given.twist == "no head" else AutoModelForCausalLM
     model = auto_class.from_config(config, dtype=_DTYPES[given.dtype]).eval()
     if given.twist == "extreme values":

@@ -18,6 +18,13 @@ from tests.fuzz.target import BrokenPromiseError, Outcome, Target
 from tests.fuzz.targets.exports import Export, Exports, built
 from tests.tiny_tokenizers import byte_level
 
+_ARCHITECTURES = (
+    *("Llama", "Mistral", "Qwen2", "Qwen2Moe", "Qwen3", "Phi3", "Gemma", "Gemma2", "Gemma3Text", "GPT2"),
+    *("StableLm", "Starcoder2", "Olmo2", "Falcon", "Bert", "Roberta"),
+)
+_ENCODERS = ("Bert", "Roberta")
+# What a file leaves out or unpacks of an encoder.
+_NOT_IN_BLOCKS = ("pooler.", "embeddings.token_type_embeddings.")
 _EARLIER = b"an earlier model"
 _BLOCKS = (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_0)
 
@@ -33,8 +40,11 @@ class GgufExports(Target):
     def mutate(self, rng: random.Random) -> Export:
         given = Exports.mutate(self, rng)  # type: ignore[arg-type]
         sizes = {**given.sizes, "vocab_size": len(tokenizer()), "hidden_size": 32 * rng.choice((1, 2, 4))}
-        architecture = rng.choice((given.architecture, "Llama", "Mistral", "Qwen2", "Qwen3"))
-        return replace(given, architecture=architecture, sizes=sizes)
+        architecture = rng.choice((given.architecture, *_ARCHITECTURES))
+        twist = "no head" if architecture in _ENCODERS else given.twist
+        # Positions that a file leaves out would be missed among the rows.
+        config = given.config | ({"include_embeddings": False} if architecture in _ENCODERS else {})
+        return replace(given, architecture=architecture, sizes=sizes, twist=twist, config=config)
 
     def run(self, given: Export) -> Outcome:
         model = built(given)
@@ -69,8 +79,8 @@ def _rows_of_file(path: object) -> Counter[bytes]:
 
 def _rows_of_model(model: PreTrainedModel) -> Counter[bytes]:
     rows: Counter[bytes] = Counter()
-    for weight in model.parameters():
-        if isinstance(weight, QuantizedTensor):
+    for name, weight in model.named_parameters():
+        if isinstance(weight, QuantizedTensor) and not name.startswith(_NOT_IN_BLOCKS):
             values = weight.format.dequantize(weight.tensors, weight.stored_shape, torch.float32).flatten(0, -2)
             rows.update(row.numpy().tobytes() for row in values)
     return rows
