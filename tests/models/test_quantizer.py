@@ -117,7 +117,7 @@ def test_the_flags_are_what_transformers_asks_for(quantized: PreTrainedModel) ->
     assert quantized.is_quantized
     assert quantizer.is_serializable() is True
     assert quantizer.is_trainable is True
-    assert quantizer.is_qat_trainable is False
+    assert quantizer.is_qat_trainable is True
     assert quantizer.is_compileable is True
 
 
