@@ -31,6 +31,7 @@ from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
 _logger = logging.get_logger(__name__)
@@ -227,5 +228,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
 
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a save config.dtype is a string.
-        dequantize_(model, getattr(torch, dtype) if isinstance(dtype, str) else dtype)
+        target = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+        shown = {parameter.dtype for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)}
+        dequantize_(model, target)
+        if target is not None:
+            # The float weights beside them, which a cast has taken along: a product takes no two dtypes.
+            for parameter in model.parameters():
+                if parameter.dtype in shown:
+                    parameter.data = parameter.data.to(target)
         return model
