@@ -17,7 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.formats import get_format
+from hf_trainweights.tensor.modules import parameter_places, put_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 
 def module_state(module: nn.Module) -> dict[str, Any]:
@@ -64,6 +66,64 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
     with torch.no_grad():
         for name in nested:
             _copy_inner(own[name], state[name], name)
+
+
+def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Return what `module_state` does not say of each quantized weight, as JSON values.
+
+    Args:
+        module: Any module.
+
+    Returns:
+        Name to format, float dtype that it shows, and whether it is stored transposed.
+    """
+    return {
+        name: {
+            "format": weight.format.get_config(),
+            "dtype": str(weight.dtype).removeprefix("torch."),
+            "transposed": weight.transposed,
+        }
+        for name, weight in module.state_dict(keep_vars=True).items()
+        if isinstance(weight, QuantizedTensor)
+    }
+
+
+def adopt_quantized_weights(module: nn.Module, state: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
+    """Put quantized weights of a state into the place of float ones.
+
+    Args:
+        module: Built alike; weights that are quantized already stay.
+        state: What `module_state` returned; its tensors are kept, not copied.
+        weights: What `quantized_weights` returned.
+
+    Returns:
+        Whether there was anything to put.
+
+    Raises:
+        CorruptFileError: The stored tensors do not fit the module, or are none of a quantized weight.
+        ConfigError: A format is unknown.
+    """
+    own, places = module.state_dict(keep_vars=True), parameter_places(module)
+    todo = {name: each for name, each in weights.items() if not isinstance(own.get(name), QuantizedTensor)}
+    for name, each in todo.items():
+        parameter = own.get(name)
+        if not isinstance(parameter, Tensor) or id(parameter) not in places:
+            raise _mismatch(f"a parameter {name}", type(parameter).__name__)
+        weight = _quantized(name, each, state.get(name))
+        if weight.shape != parameter.shape:
+            raise _mismatch(f"{name} of shape {list(weight.shape)}", str(list(parameter.shape)))
+        put_parameter(places[id(parameter)], nn.Parameter(weight, requires_grad=False))
+    return bool(todo)
+
+
+def _quantized(name: str, description: Any, stored: Any) -> QuantizedTensor:
+    qdata = stored.get("qdata") if isinstance(stored, dict) else None
+    config = description.get("format") if isinstance(description, dict) else None
+    if not isinstance(qdata, Tensor) or qdata.dim() < 2 or not isinstance(config, dict):
+        raise _mismatch(f"the stored tensors and the format of {name}", f"{type(qdata).__name__} and {config!r}")
+    shape, dtype = get_format(config).shape_of(qdata), getattr(torch, str(description.get("dtype")), None)
+    arguments: Any = stored, config, shape, dtype, description.get("transposed") is True
+    return rebuild_quantized_tensor(*arguments, is_parameter=False)
 
 
 def transient_buffers(module: nn.Module) -> dict[str, Any]:

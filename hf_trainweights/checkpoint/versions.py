@@ -19,9 +19,11 @@ from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.module_state import (
+    adopt_quantized_weights,
     load_module_state,
     load_transient_buffers,
     module_state,
+    quantized_weights,
     state_sha256,
     transient_buffers,
 )
@@ -110,6 +112,7 @@ class VersionedModelSaver:
                 "model_class": f"{type(model).__module__}.{type(model).__qualname__}",
                 "model_hash": state_sha256({**state, **buffers}),
                 "has_torchscript": bool(copies),
+                **({"quantized": quantized} if (quantized := quantized_weights(model)) else {}),
             },
         )
         return _metadata(manifest)
@@ -133,7 +136,7 @@ class VersionedModelSaver:
         Returns:
             `(model, metadata)`: the model in eval mode, its weights bit for bit those that were saved, and version,
             description, config, metrics, model_class, model_hash, has_torchscript, torch_version, package_version,
-            timestamp and files.
+            timestamp and files; and quantized, the formats of quantized weights, where there are any.
 
         Raises:
             ConfigError: The version does not exist, or `model_class` is missing.
@@ -153,6 +156,11 @@ class VersionedModelSaver:
         if not isinstance(state, Mapping):
             raise _no_version(path / WEIGHTS_NAME, type(state).__name__)
         model = _build(model_class, metadata["config"], kwargs)
+        if adopt_quantized_weights(model, state, metadata.get("quantized") or {}):
+            # Importing the models' room takes seconds, for which other versions need not wait.
+            from hf_trainweights.models.quantize_in_place import adopt
+
+            adopt(model)
         _adopt_dtypes(model, state)
         load_module_state(model, state)
         load_transient_buffers(model, load_file(path / _BUFFERS_NAME) if _BUFFERS_NAME in metadata["files"] else {})

@@ -57,6 +57,21 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
     return summary
 
 
+def adopt(module: nn.Module) -> None:
+    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded.
+
+    Args:
+        module: Any module; only of a Transformers model with our `quantization_config` anything changes.
+
+    Raises:
+        ConfigError: That configuration is not valid, or nothing is quantized.
+    """
+    stored = getattr(module.config, "quantization_config", None) if isinstance(module, PreTrainedModel) else None
+    if isinstance(module, PreTrainedModel) and isinstance(stored, dict | TrainWeightsConfig):
+        config = stored if isinstance(stored, TrainWeightsConfig) else TrainWeightsConfig.from_dict(stored)
+        TrainWeightsHfQuantizer(config, pre_quantized=True).adopt(module)
+
+
 def quantize_chosen(module: nn.Module, summary: Summary) -> None:
     """Quantize the chosen weights in place, all or none.
 

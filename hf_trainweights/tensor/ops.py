@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
@@ -78,8 +78,14 @@ def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
 
 @implements(aten.copy_.default, any_layout=True)
 def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
-    """Copy between equal formats only: anything else would round, or inflate, without a word."""
+    """Copy between equal formats only: anything else would round, or inflate, without a word.
+
+    Float values that are those of the weight already change nothing: DistributedDataParallel copies them into the
+    weights of every process.
+    """
     del func
+    if isinstance(target, QuantizedTensor) and _holds(target, source):
+        return target
     same = (
         isinstance(target, QuantizedTensor)
         and isinstance(source, QuantizedTensor)
@@ -93,7 +99,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "two quantized tensors of one format, shape and scale dtype",
             f"{_describe(source)} to be copied into {_describe(target)}",
             "Call load_state_dict(..., assign=True), or copy source.dequantize() into a float tensor. Resize "
-            "embeddings before they are quantized.",
+            "embeddings before they are quantized. For DistributedDataParallel give all processes the same quantized "
+            "weights first: load one checkpoint, or set one seed before the module is made.",
         )
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
@@ -102,6 +109,13 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     for name, tensor in held.tensors.items():
         tensor.copy_(copied[name], non_blocking=non_blocking)
     return target
+
+
+def _holds(target: QuantizedTensor, source: Tensor) -> bool:
+    """Return whether a float tensor has exactly the values of a quantized one."""
+    comparable = type(source) in (Tensor, nn.Parameter) and not source.is_meta and not target.is_traced
+    same = comparable and (source.shape, source.dtype, source.device) == (target.shape, target.dtype, target.device)
+    return same and torch.equal(target.dequantize(), source)
 
 
 def _describe(tensor: Tensor) -> str:

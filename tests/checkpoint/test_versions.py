@@ -5,11 +5,13 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from architectures import ARCHITECTURES, outputs
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, read_manifest, write_manifest
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.module_state import adopt_quantized_weights
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 
@@ -343,3 +345,50 @@ def test_a_model_that_torchscript_cannot_hold_is_saved_without_a_copy(saver):
 
 def test_a_version_has_no_torchscript_copy_unless_it_is_asked_for(saver):
     assert saver.save(Scores(8), "1.0", CONFIG)["has_torchscript"] is False
+
+
+def quantized_model(name, **config):
+    model = ARCHITECTURES[name].build()
+    quantize_(model, TrainWeightsConfig(**config))
+    return model
+
+
+@pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "config",
+    [{"format": "int8", "include_embeddings": True}, {"format": "int4", "group_size": 32}, {"format": "float8_e4m3"}],
+    ids=["int8", "int4", "float8"],
+)
+def test_a_quantized_model_of_transformers_is_loaded_by_its_class_and_saves_itself(saver, tmp_path, name, config):
+    architecture = ARCHITECTURES[name]
+    model = quantized_model(name, **config)
+    saver.save(model, "1.0.0", model.config)
+    loaded, _ = saver.load("1.0.0", type(model))
+    expected = outputs(model.eval(), architecture.inputs(model))
+    assert all(map(torch.equal, outputs(loaded, architecture.inputs(loaded)), expected))
+    assert str(loaded.hf_quantizer.summary()) == str(model.hf_quantizer.summary())
+    loaded.save_pretrained(tmp_path / "saved")
+    again = type(model).from_pretrained(tmp_path / "saved")
+    assert all(map(torch.equal, outputs(again, architecture.inputs(again)), expected))
+
+
+def test_any_quantized_module_is_loaded_by_its_float_class(saver):
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8))
+    quantize_(model, TrainWeightsConfig("int8"))
+    saver.save(model, "1", {})
+    loaded, metadata = saver.load("1", lambda: nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 8)))
+    x = torch.ones(2, 64)
+    assert torch.equal(loaded(x), model(x))
+    assert metadata["quantized"]["0.weight"]["dtype"] == "float32"
+    with pytest.raises(CorruptFileError, match=r"0\.weight of shape \[32, 64\], found \[64, 64\]"):
+        saver.load("1", lambda: nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 8)))
+
+
+@pytest.mark.parametrize(
+    "description",
+    [None, {}, {"format": "int8"}, {"format": {"format": "int9"}}, {"format": {"format": "int8"}, "dtype": "load"}],
+)
+def test_a_description_of_weights_that_is_none_is_refused(description):
+    state = {"weight": {"qdata": torch.zeros(4, 8, dtype=torch.int8), "scale": torch.ones(4, 1)}}
+    with pytest.raises((CorruptFileError, ConfigError), match=r"expected .*, found "):
+        adopt_quantized_weights(nn.Linear(8, 4, bias=False), state, {"weight": description})

@@ -371,6 +371,20 @@ def test_copy_from_anything_else_is_refused_and_changes_nothing(source: Tensor) 
     assert same_stored(target, before)
 
 
+@every_form
+@every_layout
+def test_a_copy_of_its_own_float_values_changes_nothing(form: str, layout: str) -> None:
+    target = quantized_weight(form, layout)
+    before = target.clone()
+    assert target.copy_(target.dequantize()) is target
+    assert same_stored(target, before)
+    other = target.dequantize()
+    other[0, 0] += 1
+    with pytest.raises(UnsupportedError, match=r"copy_: .*DistributedDataParallel give all processes the same"):
+        target.copy_(other)
+    assert same_stored(target, before)
+
+
 def test_copy_into_a_float_tensor_is_refused() -> None:
     dense = torch.zeros(6, 128)
     with pytest.raises(
