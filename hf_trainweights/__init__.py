@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.inspection.model_difference import compare_models
+    from hf_trainweights.models.dequantize import dequantize_directory
     from hf_trainweights.models.directory import quantize_directory
 
 __version__ = _version("hf_trainweights")
@@ -45,6 +46,7 @@ __all__ = [
     "compare_checkpoints",
     "compare_models",
     "dequantize_",
+    "dequantize_directory",
     "export_compressed_tensors",
     "export_gguf",
     "export_onnx",
@@ -64,6 +66,7 @@ _LAZY = {
     "OnnxModel": "exports.onnx.model",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
+    "dequantize_directory": "models.dequantize",
     "export_compressed_tensors": "exports.writer",
     "export_gguf": "exports.gguf.export",
     "export_onnx": "exports.onnx.writer",

@@ -2,13 +2,26 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, models
+from hf_trainweights_cli import checkpoint, demo, export, inspection, push, quantize
+from hf_trainweights_cli.commands import Command, new_app
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, demo.demo):
-    app.command()(command)
+app = new_app()
+for command in (
+    quantize.quantize,
+    quantize.dequantize,
+    inspection.inspect,
+    inspection.verify,
+    inspection.diff,
+    export.export,
+    push.push,
+    demo.demo,
+):
+    app.command(cls=Command)(command)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
@@ -17,9 +30,19 @@ def main() -> None:
     app(prog_name="trainweights")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainweights {version('hf_trainweights')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Small weights and small training checkpoints for Hugging Face Transformers.
 
-    Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage.
+    Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage, 130 after an interrupt.
     """
