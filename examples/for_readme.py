@@ -22,10 +22,10 @@ def main() -> None:
 
         comparison = compare_models(source, out)
         changed = [row for row in comparison.tensors if row.largest]
-        print(f"{'mean(a-b)/mean(a)':>18} {'|a-b|/|a|':>10} {'max |a-b|':>10} {'float':>10} {'int8':>10}  weight")
+        print(f"{'|a-b|/|a|':>10} {'SNR dB':>7} {'max |a-b|':>10} {'float':>10} {'int8':>10}  weight")
         for row in (*changed, *comparison.totals):
-            errors = f"{row.relative_mean:18.1e} {row.relative_l2:10.1e} {row.largest:10.1e}"
-            print(f"{errors} {row.bytes_a / 1e6:7.2f} MB {row.bytes_b / 1e6:7.2f} MB  {row.key}")
+            errors = f"{row.relative_l2:10.1e} {row.snr_db:7.1f} {row.largest:10.1e}"
+            print(f"{errors} {row.bytes_a / 1e6:7.2f} MB {row.bytes_b / 1e6:7.2f} MB  {row.name}")
         print(f"The other {len(comparison.tensors) - len(changed)} are equal.")
         print()
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.inspection.model_difference import compare_models
+    from hf_trainweights.models.dequantize import dequantize_directory
     from hf_trainweights.models.directory import quantize_directory
     from hf_trainweights.models.summary import summary
     from hf_trainweights.report.write import write_report
@@ -48,6 +49,7 @@ __all__ = [
     "compare_checkpoints",
     "compare_models",
     "dequantize_",
+    "dequantize_directory",
     "export_compressed_tensors",
     "export_gguf",
     "export_onnx",
@@ -70,6 +72,7 @@ _LAZY = {
     "OnnxModel": "exports.onnx.model",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
+    "dequantize_directory": "models.dequantize",
     "export_compressed_tensors": "exports.writer",
     "export_gguf": "exports.gguf.export",
     "export_onnx": "exports.onnx.writer",

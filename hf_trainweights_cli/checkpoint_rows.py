@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from hf_trainweights_cli.console import new_table, print_table, printable, say, show_sizes
+from hf_trainweights_cli.console import printable, say
+from hf_trainweights_cli.tables import new_table, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest
 
-_ERROR_UNITS = "error: the largest; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
+ERROR_UNITS = "Errors are those of one element; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
 
 
 def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
@@ -83,7 +84,8 @@ def verification_row(directory: Path) -> dict[str, Any]:
     else:
         report = verify_checkpoint(path)
         state, problems, foreign = "intact", dict(report.problems), list(report.foreign)
-    return {"path": str(directory), "state": "damaged" if problems else state, "problems": problems, "foreign": foreign}
+    shown = "damaged" if problems else state
+    return {"path": str(directory), "ok": not problems, "state": shown, "problems": problems, "foreign": foreign}
 
 
 def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
@@ -94,7 +96,7 @@ def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None
     say(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
     metrics = [printable(f"{name} {value}") for name, value in manifest.metrics.items()]
     typer.echo(f"metrics: {', '.join(metrics) or 'none'}")
-    files = new_table("file", right=("plain", "on disk", "ratio"))
+    files = new_table("file", right=("plain", "on disk", "ratio"), drop=("plain",))
     for name, plain_bytes in _plain_bytes(manifest).items():
         shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
         files.add_row(shown, *show_sizes(plain_bytes, manifest.files[name].size_bytes))
@@ -106,12 +108,13 @@ def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None
     groups: dict[tuple[str, ...], list[dict[str, Any]]] = {}
     for tensor in tensors:
         groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
-    table = new_table(*head, right=(*(() if each_tensor else ("tensors", "plain")), "stored", "ratio", "error"))
+    counts = () if each_tensor else ("tensors", "plain")
+    table = new_table(*head, right=(*counts, "stored", "ratio", "error"), drop=("role", *counts, "ratio", "stored"))
     for key, members in groups.items():
         plain, *stored = show_sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
         bounds = [member["bound"] for member in members if member["bound"] is not None]
-        counts = () if each_tensor else (str(len(members)), plain)
-        table.add_row(*key, *counts, *stored, f"{max(bounds):.2g}" if bounds else "exact")
+        first = () if each_tensor else (len(members), plain)
+        table.add_row(*key, *first, *stored, f"{max(bounds):.2g}" if bounds else "exact")
     print_table(table)
     if any(tensor["bound"] is not None for tensor in tensors):
-        typer.echo(_ERROR_UNITS)
+        typer.echo(ERROR_UNITS)

@@ -1,4 +1,4 @@
-"""Helpers that all commands share: options, exit codes, errors in one line, JSON, tables and progress."""
+"""Helpers that all commands share: options, exit codes, errors in one line, JSON and progress."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
-from rich.filesize import decimal
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 if TYPE_CHECKING:
-    from hf_trainweights.inspection.difference import Comparison
+    from hf_trainweights.errors import ConfigError
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
@@ -35,10 +32,23 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
     except Exception as error:
         from hf_trainweights.errors import TrainWeightsError
 
-        if debug or not isinstance(error, TrainWeightsError | OSError):
+        # A closed pipe is no error of the command: see `Group`.
+        if debug or isinstance(error, BrokenPipeError) or not isinstance(error, TrainWeightsError | OSError):
             raise
         typer.echo(f"error: {one_line(error)}", err=True)
         raise typer.Exit(1) from error
+
+
+def wrong_option(error: ConfigError, option: str, next_step: str | None = None) -> typer.BadParameter:
+    """Return the usage error for an option that the library refuses; it names the option once, as it is spelled here.
+
+    Args:
+        error: What the library says.
+        option: Name of the option, e.g. `--format`.
+        next_step: A sentence that fits the command line where the library's does not.
+    """
+    text = f"expected {error.expected}, found {error.found}. {error.next_step if next_step is None else next_step}"
+    return typer.BadParameter(text.rstrip(), param_hint=option)
 
 
 def exit_with(problems: Sequence[str]) -> None:
@@ -81,54 +91,6 @@ def _finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-class _PlainTable(Table):
-    """A table whose cells are texts that are shown as `printable` shows them."""
-
-    def add_row(self, *cells: Any, **options: Any) -> None:
-        super().add_row(*map(printable, cells), **options)
-
-
-def new_table(*left: str, right: Sequence[str]) -> Table:
-    """Return an empty table: columns of text, the first of which folds, then columns of numbers."""
-    table = _PlainTable(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0, 0, 1))
-    for index, name in enumerate(left):
-        table.add_column(name, overflow="fold", no_wrap=index > 0)
-    for name in right:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
-
-
-def print_table(table: Table) -> None:
-    """Print a table on stdout, its cells as they are: brackets in them are no markup."""
-    Console(highlight=False, markup=False).print(table)
-
-
-def show_size(count: int | None) -> str:
-    """Return a number of bytes as people read it; `?` for None."""
-    if count is None:
-        return "?"
-    return decimal(count) if count >= 1000 else f"{count} B"
-
-
-def show_sizes(plain_bytes: int, stored_bytes: int) -> tuple[str, str, str]:
-    """Return two sizes and their ratio."""
-    ratio = f"{plain_bytes / stored_bytes:.2f}" if stored_bytes and plain_bytes else ""
-    return show_size(plain_bytes), show_size(stored_bytes), ratio
-
-
-def print_comparison(comparison: Comparison) -> None:
-    """Print a row of differences for each tensor, then the totals."""
-    table = new_table("tensor", right=("mean", "L2", "largest", "A", "B"))
-    for rows in (comparison.tensors, comparison.totals):
-        for row in (each.to_dict() for each in rows):
-            errors = (row[name] for name in ("relative_mean", "relative_l2", "largest"))
-            numbers = ["-" if error is None else "0" if error == 0 else f"{error:.1e}" for error in errors]
-            table.add_row(row["key"], *numbers, *(show_size(row[name]) for name in ("bytes_a", "bytes_b")))
-        table.add_section()
-    print_table(table)
-    typer.echo("mean: mean(a - b) / mean(a); L2: |a - b| / |a|; largest: |a - b|; A, B: on disk")
 
 
 def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, loading_bars, print_json
-from hf_trainweights_cli.models import NewDirectory
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, loading_bars, print_json, say
+from hf_trainweights_cli.sources import NewDirectory, require_source
 from hf_trainweights_cli.summaries import print_summary, summary_as_json
 
 
@@ -26,8 +26,10 @@ def import_model(
 
     loading_bars()
     with errors_in_one_line(debug):
+        require_source(model)
         summary = import_directory(model, out)
     if as_json:
         print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:
         print_summary(summary)
+        say(f"written to {out}")

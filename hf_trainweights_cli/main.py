@@ -2,14 +2,28 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+from typing import Annotated
+
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, import_, models, report
+from hf_trainweights_cli import checkpoint, demo, export, import_, inspection, push, quantize, report
+from hf_trainweights_cli.commands import Command, new_app
 
-app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False)
-for command in (models.quantize, models.inspect, models.verify, models.diff, models.export, report.report, demo.demo):
-    app.command()(command)
-app.command("import")(import_.import_model)
+app = new_app()
+for command in (
+    quantize.quantize,
+    quantize.dequantize,
+    inspection.inspect,
+    inspection.verify,
+    inspection.diff,
+    export.export,
+    push.push,
+    report.report,
+    demo.demo,
+):
+    app.command(cls=Command)(command)
+app.command("import", cls=Command)(import_.import_model)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 
@@ -18,9 +32,19 @@ def main() -> None:
     app(prog_name="trainweights")
 
 
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"trainweights {version('hf_trainweights')}")
+        raise typer.Exit
+
+
 @app.callback()
-def _root() -> None:
+def _root(
+    show_version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Small weights and small training checkpoints for Hugging Face Transformers.
 
-    Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage.
+    Exit codes: 0 if all is well, 1 for a problem found or an error, 2 for wrong usage, 130 after an interrupt.
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
-from hf_trainweights_cli.console import new_table, print_table, show_sizes
+from hf_trainweights_cli.tables import new_table, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.models.summary import Choice, Summary
@@ -35,11 +35,13 @@ def print_summary(summary: Summary) -> None:
     groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
     for choice in summary.tensors:
         groups[str(choice.format or "float"), choice.reason].append(choice)
-    table = new_table("format", right=("tensors", "before", "after", "ratio"))
+    table = new_table(
+        "format", right=("tensors", "before", "after", "ratio"), drop=("before", "tensors"), labels=("format",)
+    )
     # The quantized tensors come first; those that are left alone are listed with the reason.
     for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):
         totals = (sum(getattr(choice, name) for choice in choices) for name in ("bytes_before", "bytes_after"))
-        table.add_row(f"{shown}: {reason}" if reason else shown, str(len(choices)), *show_sizes(*totals))
+        table.add_row(f"{shown}: {reason}" if reason else shown, len(choices), *show_sizes(*totals))
     table.add_section()
-    table.add_row("total", str(len(summary.tensors)), *show_sizes(summary.bytes_before, summary.bytes_after))
+    table.add_row("total", len(summary.tensors), *show_sizes(summary.bytes_before, summary.bytes_after))
     print_table(table)

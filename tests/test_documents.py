@@ -5,9 +5,14 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+
+from hf_trainweights_cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")] + sorted(
@@ -51,6 +56,32 @@ def test_the_readme_has_the_two_commands() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     assert "pip install -c constraints.txt . && trainweights demo" in text
     assert 'pip install -c constraints.txt -e ".[test]" && pytest' in text
+
+
+def commands_and_options() -> set[str]:
+    """Return what the command line takes: each command with the names of those above it, and each option."""
+
+    def visit(command: Any, path: str) -> Iterator[str]:
+        for parameter in command.params:
+            if parameter.param_type_name == "option" and path != "demo":
+                yield max(parameter.opts, key=len)
+        for name, inner in getattr(command, "commands", {}).items():
+            yield f"{path} {name}".strip()
+            yield from visit(inner, f"{path} {name}".strip())
+
+    return set(visit(typer.main.get_command(app), ""))
+
+
+def test_the_reference_of_the_command_line_has_every_command_and_option() -> None:
+    text = (ROOT / "docs" / "cli.md").read_text(encoding="utf-8")
+    known = commands_and_options()
+    assert {name for name in known if name.startswith("--") and f"`{name}" not in text} == set()
+    commands = {name for name in known if not name.startswith("--")}
+    assert {name for name in commands if " " not in name and f"\n## {name}\n" not in text} == set()
+    inner = {name.rpartition(" ")[2] for name in commands if " " in name}
+    assert {name for name in inner if f"| `{name} " not in text} == set()
+    said = set(re.findall(r"`(--[a-z-]+)", text))
+    assert said - known == {"--help"}
 
 
 def imports_between_rooms() -> set[tuple[str, str]]:

@@ -16,7 +16,8 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports import compressed_tensors
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.models.directory import copy_companions, load_saved
+from hf_trainweights.models.companions import copy_companions
+from hf_trainweights.models.directory import load_saved
 from hf_trainweights.models.host.checkpoints import save_remote_code
 from hf_trainweights.models.saved_tensors import whole_state_dict
 from hf_trainweights.models.saving import is_replaced

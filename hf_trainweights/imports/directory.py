@@ -25,8 +25,9 @@ from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.skeleton import Skeleton
 from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
+from hf_trainweights.models.companions import copy_companions
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.directory import copy_companions, load_saved, new_directory, read_config, require_new
+from hf_trainweights.models.directory import load_saved, new_directory, read_config, require_vacant_directory
 from hf_trainweights.models.missing_weights import saved_class
 from hf_trainweights.models.summary import Summary
 
@@ -61,7 +62,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
     """
     out = Path(out)
-    require_new(out)
+    require_vacant_directory(out)
     folder = _folder(source)
     described, config = _read_json(folder)
     files = Source(folder)

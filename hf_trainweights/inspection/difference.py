@@ -23,20 +23,16 @@ class Difference:
     """The difference of two tensors a and b, as sums over their elements, so that differences add up.
 
     Args:
-        key: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
-        sum_a: Sum of a.
-        sum_error: Sum of a - b.
+        name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
         squares_a: Sum of the squares of a.
         squares_error: Sum of the squares of a - b.
         largest: Largest |a - b|.
         bytes_a: Bytes of a on disk; None if they are unknown.
         bytes_b: Bytes of b on disk; None if they are unknown.
-        comparable: Whether shapes and dtypes are the same; if not, the sums are 0.
+        comparable: Whether shapes are the same, and both are complex or neither; if not, the sums are 0.
     """
 
-    key: str
-    sum_a: float = 0.0
-    sum_error: float = 0.0
+    name: str
     squares_a: float = 0.0
     squares_error: float = 0.0
     largest: float = 0.0
@@ -45,17 +41,23 @@ class Difference:
     comparable: bool = True
 
     @property
-    def relative_mean(self) -> float:
-        """mean(a - b) / mean(a); 0 if nothing differs."""
-        return _ratio(self.sum_error, self.sum_a)
-
-    @property
     def relative_l2(self) -> float:
         """|a - b| / |a| in the L2 norm; 0 if nothing differs."""
         return _ratio(math.sqrt(self.squares_error), math.sqrt(self.squares_a))
 
+    @property
+    def snr_db(self) -> float:
+        """The ratio of signal to noise, |a| / |a - b|, in decibels; infinite if nothing differs."""
+        error = self.relative_l2
+        return -20 * math.log10(error) if error else math.inf
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether shapes and the values of all elements are the same."""
+        return self.comparable and self.largest == 0
+
     def __add__(self, other: Difference) -> Difference:
-        names = ("sum_a", "sum_error", "squares_a", "squares_error", "bytes_a", "bytes_b")
+        names = ("squares_a", "squares_error", "bytes_a", "bytes_b")
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         sums: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
         largest = math.nan if math.isnan(other.largest) else max(other.largest, self.largest)
@@ -63,9 +65,9 @@ class Difference:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the difference as JSON values, except for NaN and infinities; errors are None if not comparable."""
-        errors = {"relative_mean": self.relative_mean, "relative_l2": self.relative_l2, "largest": self.largest}
+        errors = {"relative_l2": self.relative_l2, "snr_db": self.snr_db, "largest": self.largest}
         shown = errors if self.comparable else dict.fromkeys(errors)
-        return {"key": self.key, **shown, "bytes_a": self.bytes_a, "bytes_b": self.bytes_b}
+        return {"name": self.name, **shown, "bytes_a": self.bytes_a, "bytes_b": self.bytes_b}
 
 
 @dataclass(frozen=True)
@@ -73,9 +75,9 @@ class Comparison:
     """The result of comparing two checkpoints.
 
     Args:
-        tensors: One entry per key that both have, weights first.
+        tensors: One entry per name that both have, weights first.
         totals: The sum over all weights, and the sum over the optimizer's state.
-        problems: Sentences about keys that only one of them has, and about shapes and dtypes that differ.
+        problems: Sentences about names that only one of them has, and about shapes and dtypes that differ.
     """
 
     tensors: tuple[Difference, ...]
@@ -146,7 +148,7 @@ def compare_tensors(
         problems += [f"{key} is only in {names[0]}" for key in of_a if key not in of_b]
         problems += [f"{key} is only in {names[1]}" for key in of_b if key not in of_a]
         found = [_difference(key, of_a[key], of_b[key]) for key in of_a if key in of_b]
-        problems += [f"{each.key} has another shape or dtype" for each in found if not each.comparable]
+        problems += [f"{name} {misfit}" for name in of_a if name in of_b if (misfit := _misfit(of_a[name], of_b[name]))]
         tensors += found
         totals.append(sum(found, Difference(f"all of {part}")))
     return Comparison(tuple(tensors), tuple(totals), tuple(problems))
@@ -154,7 +156,7 @@ def compare_tensors(
 
 def _cells(each: Difference) -> tuple[object, ...]:
     errors = (f"{each.relative_l2:.2g}", f"{each.largest:.2g}") if each.comparable else ("", "")
-    return each.key, *errors, each.bytes_a, each.bytes_b
+    return each.name, *errors, each.bytes_a, each.bytes_b
 
 
 def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:
@@ -163,13 +165,19 @@ def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:
 
 def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     total = Difference(key, bytes_a=a.stored_bytes, bytes_b=b.stored_bytes)
-    if a.tensor.shape != b.tensor.shape or a.tensor.dtype != b.tensor.dtype:
+    if a.tensor.shape != b.tensor.shape or a.tensor.is_complex() != b.tensor.is_complex():
         return replace(total, comparable=False)
     pieces = (_dense(each.tensor).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
     for piece_a, piece_b in zip(*pieces, strict=True):
         if piece_a.numel():
             total += _piece_difference(_as_float64(piece_a), _as_float64(piece_b))
     return total
+
+
+def _misfit(a: StoredTensor, b: StoredTensor) -> str | None:
+    if a.tensor.shape != b.tensor.shape:
+        return "has another shape"
+    return "has another dtype" if a.tensor.dtype != b.tensor.dtype else None
 
 
 def _dense(tensor: Tensor) -> Tensor:
@@ -182,8 +190,6 @@ def _piece_difference(a: Tensor, b: Tensor) -> Difference:
     error = torch.where(same, 0.0, a - b)
     return Difference(
         "",
-        sum_a=a.sum().item(),
-        sum_error=error.sum().item(),
         squares_a=a.square().sum().item(),
         squares_error=error.square().sum().item(),
         largest=error.abs().max().item(),

@@ -14,6 +14,7 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
+from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.notebook import html_table
@@ -139,6 +140,8 @@ def configured_format(directory: Path) -> Format | None:
 def _unsafe_calls(file: Path) -> tuple[str, ...]:
     if file.suffix == ".safetensors":
         return ()
+    if has_newer_pickle(file):
+        return list_newer_pickle(file).calls
     try:
         with open_pickle(file):
             return tuple(sorted(get_unsafe_globals_in_checkpoint(file)))

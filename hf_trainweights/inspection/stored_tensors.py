@@ -17,8 +17,13 @@ from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_dire
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.regular_files import require_regular_file
+from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
+
+_WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
+# How a zip archive, a pickle of torch before 1.6 and one of protocol 0 or 1 begin.
+_TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
 
 
 @dataclass(frozen=True)
@@ -49,11 +54,12 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
 
     Raises:
         ConfigError: The directory holds neither part.
-        CorruptFileError: An index or one of its shards cannot be read, or `path` is neither a directory nor a file.
+        CorruptFileError: An index or one of its shards cannot be read, or `path` is neither a directory nor a file,
+            or a file that neither by its name nor by its first bytes is one of weights.
         OSError: There is nothing at `path`.
     """
     if not path.is_dir():
-        require_regular_file(path)
+        _require_weight_file(path)
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
     found = {}
     weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
@@ -74,10 +80,12 @@ def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[Stor
     Args:
         file: A safetensors or torch file, plain or encoded.
         part: `weights` or `optimizer`.
-        values: Whether to decode an encoded file. Plain files are memory-mapped in any case.
+        values: Whether to decode an encoded file. Plain files are memory-mapped in any case, except for those of a
+            pickle protocol that torch does not read, which are listed without values.
 
     Raises:
-        CorruptFileError: The file is damaged, or holds more than data.
+        CorruptFileError: The file is damaged, holds more than data, or is of a pickle protocol that torch does not read
+            and values are asked for.
         MissingAnchorError: The file was moved without the anchor it needs.
         OSError: The file cannot be read.
     """
@@ -89,6 +97,14 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
     if file.suffix == ".safetensors":
         _require_readable(file)
         yield from ((name, tensor, tensor.nbytes) for name, tensor in load_safetensors(file).items())
+        return
+    if has_newer_pickle(file):
+        if values:
+            next_step = "Save it again by torch.save, without pickle_protocol."
+            raise CorruptFileError(
+                str(file), "a pickle of protocol 2, as torch.load reads it", "a later one", next_step
+            )
+        yield from ((path, each, each.nbytes) for path, each in _leaves_of(file, list_newer_pickle(file).tree))
         return
     register_anchor_directory(file.parent)
     if not is_encoded(file):
@@ -121,6 +137,14 @@ def _reported_bytes(file: Path) -> dict[str, int]:
         return {}
     entry = read_manifest(file.parent).files.get(file.name)
     return {each["path"]: each["bytes_out"] for each in entry.report.get("tensors", ())} if entry else {}
+
+
+def _require_weight_file(path: Path) -> None:
+    with open_regular_file(path) as file:
+        looks_like_one = file.read(2).startswith(_TORCH_MAGIC)
+    if path.suffix not in _WEIGHT_SUFFIXES and not looks_like_one:
+        next_step = "Name a model's directory, or one of its weight files."
+        raise CorruptFileError(str(path), f"a weight file ({', '.join(_WEIGHT_SUFFIXES)})", "another file", next_step)
 
 
 def _require_readable(path: Path) -> None:

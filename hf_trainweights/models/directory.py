@@ -7,48 +7,44 @@ needs memory for the quantized model and one weight of the source.
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
+import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.atomic import create_directory, sync_tree
 from hf_trainweights.files.cleanup import clean_up
-from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.companions import copy_companions
+from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.missing_weights import parameter_names, saved_class
 from hf_trainweights.models.summary import Summary
 
-# Files that are not copied: those that the quantized model writes itself, and float weights or training state.
-_LEFT_BEHIND = (
-    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
-    *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
-)
 _UNCHANGED = "It is as it was."
-_CHUNK_BYTES = 1 << 20
-# Tokenizers and processors have no other folder.
-_FOLDERS = ("additional_chat_templates",)
 
 
 def quantize_directory(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], config: TrainWeightsConfig
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    config: TrainWeightsConfig,
+    *,
+    dtype: torch.dtype | str = "auto",
 ) -> Summary:
     """Quantize a saved model into another directory, with its tokenizer, processor and generation configuration.
 
-    The weights are those of `from_pretrained(source, dtype="auto", quantization_config=config)` of the class that the
+    The weights are those of `from_pretrained(source, dtype=dtype, quantization_config=config)` of the class that the
     model was saved as, written by `save_pretrained(out)`. The source stays as it is.
 
     Args:
         source: Directory or Hub id of a float model.
         out: A new or empty directory.
         config: Which weights to quantize, and to which format.
+        dtype: Of scales and of what is not quantized; `"auto"` for that of the source.
 
     Returns:
         The choice for each parameter.
@@ -64,56 +60,41 @@ def quantize_directory(
         >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
     """
     out = Path(out)
-    require_new(out)
+    require_vacant_directory(out)
     saved = read_config(source)
     if getattr(saved, "quantization_config", None) is not None:
-        next_step = "Quantize the float model it was made from, or call model.dequantize() and save that."
+        next_step = "Quantize the float model it was made from, or what dequantize_directory makes of it."
         raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
-    model = load_saved(source, quantization_config=config)
-    with new_directory(out) as temporary:
-        copy_companions(source, temporary)
-        model.save_pretrained(temporary)
+    model = load_saved(source, quantization_config=config, dtype=dtype)
+    write_directory(model, source, out)
     quantizer: Any = model.hf_quantizer
     return quantizer.summary()
 
 
-def require_new(out: Path) -> None:
-    """Check that a model can be written to a directory that is new or empty.
+def load_quantized(source: str | os.PathLike[str]) -> PreTrainedModel:
+    """Load a saved quantized model as `load_saved` does.
 
     Args:
-        out: The directory.
+        source: Directory or Hub id of a quantized model.
 
     Raises:
-        ConfigError: Something is there.
-        SaveError: It cannot be looked into.
+        ConfigError: As for `load_saved`, or this package has not quantized it.
+        CorruptFileError: A file is damaged.
     """
-    with save_errors(out, _UNCHANGED):
-        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-            raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
+    config = getattr(read_config(source), "quantization_config", None) or {}
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    if method != QUANT_METHOD:
+        found = f"one of {method}" if method else "a float model"
+        raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")
+    return load_saved(source)
 
 
-@contextlib.contextmanager
-def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` when the block ends without an error, durably.
-
-    Args:
-        out: A new or empty directory.
-
-    Raises:
-        SaveError: It cannot be written; nothing is left behind.
-    """
-    with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
-        clean_up(out.parent)
-    with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
-        yield temporary
-        sync_tree(temporary)
-
-
-def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedModel:
-    """Load a saved model as the class that its config.json names, in the dtypes it was saved in, with all its weights.
+def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
+    """Load a saved model as the class that its config.json names, with all its weights.
 
     Args:
         source: Directory or Hub id of a model, float or quantized.
+        dtype: As in `from_pretrained`; `"auto"` for the dtypes it was saved in.
         options: Further arguments of `from_pretrained`.
 
     Returns:
@@ -135,7 +116,7 @@ def load_saved(source: str | os.PathLike[str], **options: Any) -> PreTrainedMode
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
-        model, report = cls.from_pretrained(source, dtype="auto", output_loading_info=True, **options)
+        model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except TrainWeightsError:
         raise
     except Exception as error:
@@ -170,52 +151,54 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
     return None if cls is None else parameter_names(cls, saved)
 
 
-def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
-    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration.
+def require_vacant_directory(out: Path) -> None:
+    """Check that a model can be written to a directory without losing anything.
 
     Args:
-        source: Directory or Hub id of a model.
-        out: The directory to copy to; made if missing.
+        out: A new or empty directory.
 
     Raises:
-        ConfigError: A file cannot be read.
-        CorruptFileError: A link leads to nothing.
-        OSError: `out` cannot be written.
+        ConfigError: There is something.
+        SaveError: It cannot be read.
     """
-    folder = Path(source)
-    with _reading(source):
-        if not folder.is_dir():
-            snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
-            folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
-        files = [
-            path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)
-        ]
-        files += [path for name in _FOLDERS if (folder / name).is_dir() for path in (folder / name).iterdir()]
-    for path in sorted(path for path in files if path.is_file()):
-        target = out / path.relative_to(folder)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _copy(path, target)
+    with save_errors(out, _UNCHANGED):
+        if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
+            raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
 
 
-def _copy(path: Path, target: Path) -> None:
-    with target.open("wb") as copied, contextlib.ExitStack() as stack:
-        with _reading(path):
-            original = stack.enter_context(open_regular_file(path))
-        more = True
-        while more:
-            with _reading(path):
-                more = original.read(_CHUNK_BYTES)
-            copied.write(more)
+def write_directory(model: PreTrainedModel, source: str | os.PathLike[str], out: Path) -> None:
+    """Write a model, and the files that lie beside the weights of another one, in one step.
+
+    Args:
+        model: The model.
+        source: Directory or Hub id of the other one.
+        out: A new or empty directory.
+
+    Raises:
+        ConfigError: A file of the source cannot be read.
+        CorruptFileError: A link in it leads to nothing.
+        SaveError: `out` cannot be written; nothing is left behind.
+    """
+    with new_directory(out) as temporary:
+        copy_companions(source, temporary)
+        model.save_pretrained(temporary)
 
 
 @contextlib.contextmanager
-def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
-    """Tell errors of reading the source from those of writing, which save_errors explains."""
-    try:
-        yield
-    except OSError as error:
-        next_step = "Check its permissions and the disk that it lies on."
-        raise ConfigError(str(path), "a file or directory that can be read", str(error), next_step) from error
+def new_directory(out: Path) -> Iterator[Path]:
+    """Yield a temporary directory that becomes `out` when the block ends without an error, durably.
+
+    Args:
+        out: A new or empty directory.
+
+    Raises:
+        SaveError: It cannot be written; nothing is left behind.
+    """
+    with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
+        clean_up(out.parent)
+    with save_errors(out, _UNCHANGED), create_directory(out) as temporary:
+        yield temporary
+        sync_tree(temporary)
 
 
 def _check_index(source: Path) -> None:
@@ -248,6 +231,8 @@ def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigErro
         reason = f"{type(error).__name__}: {reason}"  # such as a KeyError, whose text is a key alone
     if reason.startswith("Repo id") and not os.path.lexists(source):
         reason = "nothing there"
+    elif not os.path.lexists(source):
+        reason = f"nothing there, and of the Hub: {reason}"
     next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
     if isinstance(error, PermissionError):
         next_step = "Check the permissions of its files."

@@ -159,12 +159,23 @@ def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Pa
     """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
     local = directory / CARD_NAME
     beside = local.read_bytes().decode() if local.is_file() else None
-    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
-    tags = [*(model.model_tags or ()), *push.tags]
-    card = with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
+    card = choose_card(model, push, beside)
     if beside is None or is_generated(beside):
         (staging / CARD_NAME).write_bytes(card.encode())
     return card
+
+
+def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
+    """Return the card to upload: the user's own if there is one, else one that describes the model.
+
+    Args:
+        model: The model.
+        push: The push, which knows the card on the Hub.
+        beside: The card that lies beside the files to be pushed.
+    """
+    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
+    tags = [*(model.model_tags or ()), *push.tags]
+    return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
 
 
 @contextlib.contextmanager

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tomllib
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
-from hf_trainweights_cli.main import main
+from hf_trainweights_cli.main import app, main
 
-COMMANDS = ("quantize", "inspect", "verify", "diff", "export", "report", "demo", "checkpoint")
+COMMANDS = (
+    *("quantize", "dequantize", "inspect", "verify", "diff", "export", "push", "report", "demo", "import"),
+    "checkpoint",
+)
 
 
 def run(*command: str) -> subprocess.CompletedProcess[str]:
@@ -31,6 +37,32 @@ def test_help_is_shown_without_importing_what_is_slow_to_import(command: tuple[s
     assert f"Usage: {' '.join(('root', *command))} [OPTIONS]" in done.stdout
     if not command:
         assert all(f"│ {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", [(), ("quantize",), ("checkpoint",), ("checkpoint", "compress")])
+def test_the_short_option_shows_the_same_help_and_flags_have_no_type(command: tuple[str, ...]) -> None:
+    long, short = (CliRunner().invoke(app, [*command, option]).stdout for option in ("--help", "-h"))
+    assert short == long
+    assert "<bool>" not in long
+
+
+def test_the_version_is_that_of_the_package() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"trainweights {version('hf_trainweights')}\n")
+
+
+def test_a_shell_completes_commands_without_importing_what_is_slow_to_import() -> None:
+    asked = {"_TRAINWEIGHTS_COMPLETE": "complete_bash", "COMP_WORDS": "trainweights de", "COMP_CWORD": "1"}
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-c", "from hf_trainweights_cli.main import main; main()"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        env={**os.environ, **asked},
+    )
+    assert sorted(done.stdout.split()) == ["demo", "dequantize"]
+    assert "| torch\n" not in done.stderr
 
 
 def test_the_installed_script_is_main() -> None:

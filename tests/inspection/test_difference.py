@@ -24,8 +24,8 @@ def test_figures_are_those_of_the_definition(tmp_path):
     (row,) = compare_checkpoints(
         saved(tmp_path / "a.safetensors", {"w": a}), saved(tmp_path / "b.safetensors", {"w": b})
     ).tensors
-    assert row.relative_mean == pytest.approx((0.25 / 3) / (8 / 3))
     assert row.relative_l2 == pytest.approx(math.sqrt(0.25 + 0.0625) / math.sqrt(30))
+    assert row.snr_db == pytest.approx(10 * math.log10(30 / (0.25 + 0.0625)))
     assert row.largest == 0.5
     assert (row.bytes_a, row.bytes_b) == (12, 12)
 
@@ -38,7 +38,8 @@ def test_a_file_does_not_differ_from_itself(tmp_path, dtype):
     }
     path = saved(tmp_path / "a.safetensors", tensors)
     comparison = compare_checkpoints(path, path)
-    assert [(row.relative_mean, row.relative_l2, row.largest) for row in comparison.tensors] == [(0.0, 0.0, 0.0)] * 2
+    assert [(row.relative_l2, row.snr_db, row.largest) for row in comparison.tensors] == [(0.0, math.inf, 0.0)] * 2
+    assert all(row.is_equal for row in comparison.tensors)
     assert comparison.problems == ()
 
 
@@ -54,17 +55,21 @@ def test_nan_and_infinity_in_the_same_places_are_no_difference(tmp_path):
     assert math.isnan(compare_checkpoints(a, b).totals[0].largest)
 
 
-def test_other_shapes_dtypes_and_keys_are_problems(tmp_path):
-    a = saved(tmp_path / "a.safetensors", {"s": torch.zeros(2), "d": torch.zeros(2), "k": torch.zeros(2)})
-    b = saved(tmp_path / "b.safetensors", {"s": torch.zeros(3), "d": torch.zeros(2).half(), "l": torch.zeros(2)})
+def test_other_shapes_dtypes_and_names_are_problems_and_values_of_other_dtypes_are_compared(tmp_path):
+    of_a = {"s": torch.zeros(2), "d": torch.ones(2), "k": torch.zeros(2), "c": torch.zeros(2)}
+    of_b = {"s": torch.zeros(3), "d": torch.full((2,), 1.5).half(), "l": torch.zeros(2), "c": torch.zeros(2) * 1j}
+    a, b = saved(tmp_path / "a.safetensors", of_a), saved(tmp_path / "b.safetensors", of_b)
     comparison = compare_checkpoints(a, b)
     assert comparison.problems == (
         f"k is only in {a}",
         f"l is only in {b}",
-        "d has another shape or dtype",
-        "s has another shape or dtype",
+        "c has another dtype",
+        "d has another dtype",
+        "s has another shape",
     )
-    assert comparison.to_dict()["tensors"][0]["largest"] is None
+    largest = {row["name"]: row["largest"] for row in comparison.to_dict()["tensors"]}
+    assert largest == {"c": None, "d": 0.5, "s": None}
+    assert [row.is_equal for row in comparison.tensors] == [False] * 3
 
 
 def test_shards_are_one_set_of_weights(tmp_path):
@@ -76,7 +81,7 @@ def test_shards_are_one_set_of_weights(tmp_path):
     weight_map = {name: saved(sharded / f"{name}.safetensors", {name: tensors[name]}).name for name in tensors}
     (sharded / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     comparison = compare_checkpoints(whole, sharded)
-    assert [row.key for row in comparison.tensors] == ["a", "b"]
+    assert [row.name for row in comparison.tensors] == ["a", "b"]
     assert comparison.problems == ()
 
 

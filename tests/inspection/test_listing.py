@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import tracemalloc
+import zipfile
+from dataclasses import replace
 from pathlib import Path
+from typing import ClassVar
 
 import pytest
 import torch
@@ -16,6 +21,7 @@ from torch import nn
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.inspection.difference import compare_checkpoints
 from hf_trainweights.inspection.listing import Entry, inspect_weights, total_bytes
 from hf_trainweights.models.directory import load_saved, quantize_directory
 from hf_trainweights.tensor.guards import is_guard
@@ -29,6 +35,18 @@ class Bomb:
 
     def __reduce__(self) -> tuple[object, ...]:
         return Path.touch, (self.path,)
+
+
+class Stateful:
+    """Remembers which states were set when it was unpickled."""
+
+    states: ClassVar[list[object]] = []
+
+    def __getstate__(self) -> object:
+        return {"attribute": 1}
+
+    def __setstate__(self, state: object) -> None:
+        self.states.append(state)
 
 
 @pytest.fixture
@@ -117,8 +135,82 @@ def test_a_pickle_that_would_run_code_is_an_error(name: str, tmp_path: Path) -> 
     assert not (tmp_path / "touched").exists()
 
 
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_files_of_pickle_protocols_that_torch_does_not_read_are_listed(protocol: int, tmp_path: Path) -> None:
+    tree = {
+        "model": nn.Linear(3, 4).half().state_dict(),
+        "parameter": nn.Parameter(torch.ones(2, 2).t()),
+        "rare": [torch.zeros(4).to(torch.float8_e4m3fn), torch.zeros(3, dtype=torch.uint16)],
+        "others": (torch.float32, torch.Size([2]), {1, 2}, None, 1.5, b"bytes", torch.device("cpu")),
+    }
+    torch.save(tree, tmp_path / "new.pt", pickle_protocol=protocol)
+    torch.save(tree, tmp_path / "old.pt")
+    new, old = (inspect_weights(tmp_path / name) for name in ("new.pt", "old.pt"))
+    assert [replace(entry, file="") for entry in new.entries] == [replace(entry, file="") for entry in old.entries]
+    assert len(new.entries) == 5
+    assert new.unsafe == {}
+
+
+def test_values_of_such_a_file_are_asked_for_in_vain(tmp_path: Path) -> None:
+    torch.save({"w": torch.ones(2)}, tmp_path / "new.pt", pickle_protocol=4)
+    with pytest.raises(CorruptFileError, match=r"new\.pt: expected a pickle of protocol 2.*without pickle_protocol"):
+        compare_checkpoints(tmp_path / "new.pt", tmp_path / "new.pt")
+
+
+@pytest.mark.parametrize("protocol", [3, 4, 5])
+def test_of_a_newer_pickle_that_would_run_code_the_members_are_listed(protocol: int, tmp_path: Path) -> None:
+    tree = {"w": torch.zeros(5), "x": [Bomb(tmp_path / "touched"), Stateful()]}
+    torch.save(tree, tmp_path / "bomb.pt", pickle_protocol=protocol)
+    inspection = inspect_weights(tmp_path / "bomb.pt")
+    assert Entry("data/0", "zip member", None, 20, "bomb.pt") in inspection.entries
+    assert {"pathlib.PosixPath", f"{__name__}.Stateful"} <= set(inspection.unsafe["bomb.pt"])
+    assert Stateful.states == []
+    assert not (tmp_path / "touched").exists()
+
+
+HOSTILE_PICKLES = {
+    "huge memo": b"\x80\x04Nr\xff\xff\xff\x7f.",
+    "huge text": b"\x80\x04\x8d\xff\xff\xff\xff\xff\xff\x00\x00abc.",
+    "cut": b"\x80\x04}\x94(",
+    "state of a dtype": b"\x80\x04\x8c\x05torch\x8c\x07float32\x93}b.",
+    "negative shape": (
+        b"\x80\x04\x8c\x0ctorch._utils\x8c\x12_rebuild_tensor_v2\x93"
+        b"(\x8c\x05torch\x8c\x07float32\x93K\x00J\xff\xff\xff\xff\x85K\x01\x85\x89NtR."
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE_PICKLES)
+def test_a_hostile_newer_pickle_is_listed_or_refused_within_little_memory(name: str, tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "odd.pt", "w") as archive:
+        archive.writestr("odd/data.pkl", HOSTILE_PICKLES[name])
+    tracemalloc.start()
+    try:
+        with contextlib.suppress(CorruptFileError):
+            assert inspect_weights(tmp_path / "odd.pt").entries == ()
+        assert tracemalloc.get_traced_memory()[1] < 64 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("vocab.txt", b"hello world\n"), ("model.gguf", b"GGUF\x03"), ("empty", b"")]
+)
+def test_a_file_that_is_none_of_weights_is_said_to_be_none(name: str, content: bytes, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(
+        CorruptFileError, match=rf"{name}: expected a weight file \(\.safetensors, \.bin, \.pt"
+    ) as caught:
+        inspect_weights(tmp_path / name)
+    assert "weights_only" not in str(caught.value)
+
+
+def test_a_torch_file_is_known_by_its_content_whatever_its_name(tmp_path: Path) -> None:
+    torch.save({"w": torch.zeros(2)}, tmp_path / "weights.v1")
+    assert inspect_weights(tmp_path / "weights.v1").entries[0].name == "w"
+
+
 NO_WEIGHTS = {
-    "text.txt": b"hello world\n",
     "empty.bin": b"",
     "archive.pt": b"PK\x05\x06" + bytes(18),
     "objects.pt": pickle.dumps(slice(1)),

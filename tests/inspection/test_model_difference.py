@@ -25,13 +25,13 @@ def test_the_differences_are_those_of_the_dequantized_weights(name: str, tmp_pat
     loaded = ARCHITECTURES[name].auto_class.from_pretrained(tmp_path / "int4")
     loaded.dequantize()
     floats, dense = (dict(each.named_parameters()) for each in (model, loaded))
-    rows = {row.key: row for row in comparison.tensors}
+    rows = {row.name: row for row in comparison.tensors}
     assert floats.keys() <= rows.keys()
     for key in floats:
         a, b = floats[key].detach().double(), dense[key].detach().double()
         assert rows[key].largest == (a - b).abs().max()
         assert rows[key].relative_l2 == pytest.approx(((a - b).norm() / a.norm()).item() if a.norm() else 0)
-    changed = {row.key for row in comparison.tensors if row.largest}
+    changed = {row.name for row in comparison.tensors if row.largest}
     assert changed == {choice.name for choice in summary.quantized}
     (total,) = comparison.totals
     assert total.bytes_a == sum(row.bytes_a or 0 for row in comparison.tensors)
@@ -44,7 +44,7 @@ def test_two_models_of_other_shapes_are_problems(tmp_path: Path) -> None:
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "a")
     ARCHITECTURES["llama"].build(torch.bfloat16).save_pretrained(tmp_path / "b")
     problems = compare_models(tmp_path / "a", tmp_path / "b").problems
-    assert "model.norm.weight has another shape or dtype" in problems
+    assert "model.norm.weight has another dtype" in problems
     ARCHITECTURES["llama_tied"].build().save_pretrained(tmp_path / "c")
     assert compare_models(tmp_path / "a", tmp_path / "c").problems == (f"lm_head.weight is only in {tmp_path / 'a'}",)
 

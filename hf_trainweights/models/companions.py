@@ -1,0 +1,82 @@
+"""The files beside the weights of a saved model: tokenizer, processor, licence, generation configuration."""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.regular_files import open_regular_file
+
+# Files that are not copied: those that the quantized model writes itself, and float weights or training state.
+_LEFT_BEHIND = (
+    *("*.safetensors", "*.bin", "*.pt", "*.pth", "*.ckpt", "*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf"),
+    *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
+)
+_CHUNK_BYTES = 1 << 20
+# Tokenizers and processors have no other folder.
+_FOLDERS = ("additional_chat_templates",)
+
+
+def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
+    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration.
+
+    Args:
+        source: Directory or Hub id of a model.
+        out: The directory to copy to; made if missing.
+
+    Raises:
+        ConfigError: A file cannot be read.
+        CorruptFileError: A link leads to nothing.
+        OSError: `out` cannot be written.
+    """
+    folder = Path(source)
+    with _reading(source):
+        if not folder.is_dir():
+            snapshot_download(str(source), allow_patterns=[f"{name}/*" for name in _FOLDERS])
+            folder = Path(snapshot_download(str(source), ignore_patterns=[*_LEFT_BEHIND, "*/*"]))
+        files = companions(folder)
+    for path in files:
+        target = out / path.relative_to(folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _copy(path, target)
+
+
+def companions(folder: Path) -> list[Path]:
+    """Return the files beside the weights of a model that `copy_companions` copies, sorted.
+
+    Args:
+        folder: The directory of a model.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
+    files += [path for name in _FOLDERS if (folder / name).is_dir() for path in (folder / name).iterdir()]
+    return sorted(path for path in files if path.is_file())
+
+
+def _copy(path: Path, target: Path) -> None:
+    with target.open("wb") as copied, contextlib.ExitStack() as stack:
+        with _reading(path):
+            original = stack.enter_context(open_regular_file(path))
+        more = True
+        while more:
+            with _reading(path):
+                more = original.read(_CHUNK_BYTES)
+            copied.write(more)
+
+
+@contextlib.contextmanager
+def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Tell errors of reading the source from those of writing, which save_errors explains."""
+    try:
+        yield
+    except OSError as error:
+        next_step = "Check its permissions and the disk that it lies on."
+        raise ConfigError(str(path), "a file or directory that can be read", str(error), next_step) from error

@@ -1,0 +1,196 @@
+"""`trainweights checkpoint compress` and `restore`: checkpoints that are rewritten where they are."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_trainweights_cli.checkpoint_rows import ERROR_UNITS, bytes_without_anchors
+from hf_trainweights_cli.console import (
+    AsJson,
+    Debug,
+    errors_in_one_line,
+    one_line,
+    print_json,
+    with_progress,
+    wrong_option,
+)
+from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints
+from hf_trainweights_cli.tables import new_table, print_table, show_sizes
+
+if TYPE_CHECKING:
+    from hf_trainweights.checkpoint import Policy
+    from hf_trainweights.checkpoint.directory.manifest import Manifest
+
+
+def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Turn small checkpoints back into plain files that load without this package, where they are.
+
+    What was rounded stays rounded. Each file is whole at every moment, small or plain.
+    """
+    from hf_trainweights.checkpoint import restore_directory
+
+    with errors_in_one_line(debug):
+        rows = [_rewrite(each, restore_directory) for each in with_progress("restoring", checkpoints(path))]
+    _print_rewritten(rows, as_json)
+
+
+def compress(
+    path: CheckpointOrRun,
+    mode: Annotated[str, typer.Option(metavar="MODE", help="lossless, near-lossless or compact.")] = "lossless",
+    rule: Annotated[
+        list[str] | None,
+        typer.Option(metavar="SELECTOR=CHOICE", help='E.g. "re:.*embed.*=raw"; may be repeated, the first match wins.'),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Try it on a copy, and only say what sizes and errors would be.")
+    ] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask before anything is rounded.")] = False,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Make existing checkpoints small where they are: those of a Trainer, or a directory of torch.save files.
+
+    Of a run the oldest comes first, and the following are stored as differences to it. Sizes are without anchors.
+    What was rounded earlier stays as it is, and is called by the mode that rounded it. On a terminal the command asks
+    before it rounds anything. Each file is whole at every moment, but no training may write there meanwhile.
+    """
+    policy = _policy(mode, rule or [])
+    with errors_in_one_line(debug):
+        found = checkpoints(path)
+        if not (dry_run or yes):
+            _ask_before_rounding(policy, found)
+        with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
+            rows = [_rewrite(each, _compressor(policy)) for each in with_progress("compressing", directories)]
+    _print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
+    if dry_run:
+        typer.echo("nothing was changed: this was a dry run", err=True)
+
+
+def _policy(mode: str, rules: Sequence[str]) -> Policy:
+    from hf_trainweights.checkpoint import Policy
+    from hf_trainweights.errors import ConfigError
+
+    try:
+        return Policy(mode, dict(map(_parse_rule, rules)))
+    except ConfigError as error:
+        raise wrong_option(error, "--mode" if error.where == "mode" else "--rule") from error
+
+
+def _parse_rule(text: str) -> tuple[str, Any]:
+    selector, equals, choice = text.rpartition("=")
+    if not equals:
+        raise typer.BadParameter(f"{text!r} is not of the form SELECTOR=CHOICE.", param_hint="--rule")
+    if not choice.startswith("{"):
+        return selector, choice
+    try:
+        return selector, json.loads(choice)
+    except ValueError as error:
+        raise typer.BadParameter(f"{choice} is not JSON: {error}.", param_hint="--rule") from error
+
+
+def _ask_before_rounding(policy: Policy, directories: Sequence[Path]) -> None:
+    """Ask whoever sits at the terminal, if what is done cannot be undone."""
+    from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES
+
+    if not (policy.mode in LOSSY_MODES or policy.rules) or not sys.stdin.isatty():
+        return
+    count = f"{len(directories)} checkpoint{'s' if len(directories) > 1 else ''}"
+    how = f"{policy.mode} with rules" if policy.rules else policy.mode
+    question = f"{how} may round {count} in place, which cannot be undone (--dry-run shows the errors). Go on?"
+    if not typer.confirm(question, err=True):
+        typer.echo("nothing was changed", err=True)
+        raise typer.Exit(1)
+
+
+@contextlib.contextmanager
+def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
+    """Yield copies of checkpoints, made of hard links where possible, which take no space and are gone afterwards.
+
+    A rewritten file replaces its name, so the originals stay. Their anchors may lie in other checkpoints beside them.
+    """
+    from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+    from hf_trainweights.files.atomic import link_or_copy, remove_tree
+    from hf_trainweights.files.temporary import claim_directory
+
+    root = directories[0].absolute().parent
+    names = dict.fromkeys(each.absolute().name for each in [*directories, *checkpoint_directories(root)])
+    claim = claim_directory(root)
+    try:
+        for name in names:
+            shutil.copytree(
+                root / name,
+                claim.path / name,
+                symlinks=True,
+                copy_function=lambda source, target: link_or_copy(Path(source), Path(target)),
+            )
+        yield [claim.path / each.absolute().name for each in directories]
+    finally:
+        remove_tree(claim.path, ignore_errors=True)
+        claim.release()
+
+
+def _compressor(policy: Policy) -> Callable[[Path], Manifest]:
+    from hf_trainweights.checkpoint import compress_directory
+
+    def compress_one(directory: Path) -> Manifest:
+        buffers = _buffers(directory)
+        return compress_directory(directory, mode=policy.mode, rules=policy.rules, buffers=buffers)
+
+    return compress_one
+
+
+def _buffers(directory: Path) -> set[str] | None:
+    """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.directory.plain_weights import read_weights, weight_files
+    from hf_trainweights.models.directory import saved_parameter_names
+
+    files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
+    parameters = saved_parameter_names(directory) if files else None
+    return None if parameters is None else read_weights(files[0]).keys() - parameters
+
+
+def _rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
+    from hf_trainweights.checkpoint.directory.rounding import shown_mode, total_rounding
+
+    bytes_before = bytes_without_anchors(directory)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manifest = function(directory)
+    for warning in caught:
+        typer.echo(f"warning: {one_line(warning.message)}", err=True)
+    return {
+        "path": str(directory),
+        "mode": manifest.mode,
+        "shown_mode": shown_mode(manifest),
+        "rounding": total_rounding(manifest),
+        "bytes_before": bytes_before,
+        "bytes_after": bytes_without_anchors(directory),
+    }
+
+
+def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print_json(rows)
+        return
+    sizes = ("before", "after", "ratio")
+    table = new_table("checkpoint", "now", right=sizes, drop=("before", "after"), labels=("now",))
+    largest: dict[str, float] = {}
+    for row in rows:
+        name = Path(row["path"]).absolute().name
+        table.add_row(name, row["shown_mode"], *show_sizes(row["bytes_before"], row["bytes_after"]))
+        for role, error in row["rounding"].items():
+            largest[role] = max(error, largest.get(role, 0.0))
+    print_table(table)
+    if largest:
+        typer.echo(f"largest error: {', '.join(f'{role} {error:.1e}' for role, error in largest.items())}")
+        typer.echo(ERROR_UNITS)

@@ -1,0 +1,154 @@
+"""`trainweights quantize` and `dequantize`: saved models from one directory into another."""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from hf_trainweights_cli.console import (
+    AsJson,
+    Debug,
+    errors_in_one_line,
+    loading_bars,
+    print_json,
+    say,
+    wrong_option,
+)
+from hf_trainweights_cli.sources import Model, NewDirectory, require_source
+from hf_trainweights_cli.summaries import print_summary, summary_as_json
+from hf_trainweights_cli.tables import show_size
+
+if TYPE_CHECKING:
+    from hf_trainweights import TrainWeightsConfig
+    from hf_trainweights.errors import ConfigError
+
+
+class Dtype(StrEnum):
+    """The dtypes of what is not quantized."""
+
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+
+
+class Activations(StrEnum):
+    """The formats that activations are rounded to."""
+
+    INT8 = "int8"
+
+
+DtypeOption = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Dtype of what is not quantized; as in the source if not given.")
+]
+
+
+def quantize(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a float model.")],
+    out: NewDirectory,
+    name: Annotated[str, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3.")],
+    group_size: Annotated[
+        int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
+    ] = None,
+    dtype: DtypeOption = None,
+    include_embeddings: Annotated[
+        bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
+    ] = False,
+    activations: Annotated[
+        Activations | None, typer.Option(help="int8: products of integers; with --format int8 and no groups.")
+    ] = None,
+    rules: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            exists=True,
+            dir_okay=False,
+            help='JSON or TOML: names, or "re:" and a regular expression, to a format; false leaves a weight alone.',
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Quantize a saved model into another directory, tokenizer and processor included.
+
+    Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
+    """
+    overrides = _read_rules(rules) if rules else None
+    chosen = activations and activations.value
+    options = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
+    config = _config(name, group_size, options)
+    # Imported here, so that `--help` does not wait for Transformers.
+    from hf_trainweights.models.directory import quantize_directory
+
+    loading_bars()
+    with errors_in_one_line(debug):
+        require_source(model)
+        summary = quantize_directory(model, out, config, dtype=dtype.value if dtype else "auto")
+    if as_json:
+        print_json({"source": model, "out": str(out), **summary_as_json(summary)})
+    else:
+        print_summary(summary)
+        say(f"written to {out}")
+        say(f"next: trainweights diff {model} {out}  shows what each weight lost")
+
+
+def dequantize(
+    model: Model,
+    out: NewDirectory,
+    dtype: Annotated[
+        Dtype | None, typer.Option("--dtype", help="Dtype of all weights; as they were saved if not given.")
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
+    """Write a quantized model as a float model that Transformers loads without this package, tokenizer included.
+
+    Its weights are the values of the codes: what quantizing rounded stays rounded. It must fit into memory.
+    """
+    from hf_trainweights.models.dequantize import dequantize_directory
+
+    loading_bars()
+    with errors_in_one_line(debug):
+        require_source(model)
+        dequantize_directory(model, out, dtype=dtype.value if dtype else "auto")
+    disk_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+    if as_json:
+        print_json({"source": model, "out": str(out), "disk_bytes": disk_bytes})
+    else:
+        say(f"written to {out}: {show_size(disk_bytes)} of float weights")
+
+
+def _config(name: str, group_size: int | None, options: dict[str, Any]) -> TrainWeightsConfig:
+    """Return the configuration; what is wrong in it is wrong usage of an option."""
+    from hf_trainweights import TrainWeightsConfig
+    from hf_trainweights.errors import ConfigError
+    from hf_trainweights.formats import FORMATS
+
+    if name not in FORMATS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}.", param_hint="--format")
+    try:
+        return TrainWeightsConfig(name, group_size, **options)
+    except ConfigError as error:
+        raise wrong_option(error, _option(error)) from error
+
+
+def _option(error: ConfigError) -> str:
+    """Return the option that an error is about."""
+    first = error.where.partition(" ")[0].partition("[")[0]
+    return {"overrides": "--rules"}.get(first, f"--{first.replace('_', '-')}")
+
+
+def _read_rules(file: Path) -> dict[str, Any]:
+    """Return overrides; TOML has no null, so false stands for it."""
+    try:
+        text = file.read_text(encoding="utf-8")
+        rules = tomllib.loads(text) if file.suffix == ".toml" else json.loads(text)
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint="--rules") from error
+    if not isinstance(rules, dict):
+        raise typer.BadParameter(f"{file} holds no table of names to formats.", param_hint="--rules")
+    return {name: None if rule is False else rule for name, rule in rules.items()}

@@ -1,0 +1,58 @@
+"""Which checkpoints a path means: the one that it is itself, or those of a run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+_PATH_HELP = "A checkpoint directory, or a run: a directory of checkpoint-<step> directories."
+CheckpointOrRun = Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help=_PATH_HELP)]
+
+_CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
+
+
+def checkpoints(path: Path) -> list[Path]:
+    """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that a path is itself.
+
+    Args:
+        path: A directory.
+
+    Raises:
+        ConfigError: It is neither.
+        OSError: It cannot be read.
+    """
+    from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.errors import ConfigError
+
+    is_run = not (path / MANIFEST_NAME).exists()
+    directories = checkpoint_directories(path)[::-1] if is_run else []
+    if directories or not is_run or any(file.suffix in _CHECKPOINT_SUFFIXES for file in path.iterdir()):
+        return directories or [path]
+    expected = "a checkpoint, or a directory of checkpoint-<step> directories"
+    raise ConfigError(str(path), expected, "neither", "Give the output directory of a training run.")
+
+
+def require_one_checkpoint(path: Path) -> None:
+    """Check that a path is one small checkpoint.
+
+    Args:
+        path: A directory.
+
+    Raises:
+        ConfigError: It is a run, or has no manifest.
+        OSError: It cannot be read.
+    """
+    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.errors import ConfigError
+
+    if (path / MANIFEST_NAME).exists():
+        return
+    found, next_step = f"no {MANIFEST_NAME}", f"See `trainweights inspect {path}`, which lists any weights."
+    directories = checkpoints(path)
+    if directories != [path]:
+        found = f"a run of {len(directories)}"
+        next_step = f"Name one, such as {directories[-1]}, or list all by `trainweights checkpoint ls {path}`."
+    raise ConfigError(str(path), "one small checkpoint", found, next_step)

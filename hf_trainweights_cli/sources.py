@@ -1,0 +1,104 @@
+"""Where commands read from and write to: directories, models on the Hub, and places where nothing lies yet."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from hf_trainweights.errors import ConfigError
+
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a quantized model.")]
+NewDirectory = Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty directory.")]
+
+# Weights for frameworks that nothing here reads.
+_FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")
+_TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
+
+def local_copy(source: str) -> Path:
+    """Return the directory or file that a user named; of a model on the Hub the snapshot in the cache.
+
+    A repository may hold its weights twice. Its torch files are downloaded only if it has no safetensors files, which
+    loaders prefer.
+
+    Args:
+        source: A path, or the id of a model on the Hub. `HF_HUB_OFFLINE=1` looks into the cache alone.
+
+    Returns:
+        A path that exists.
+
+    Raises:
+        ConfigError: There is nothing at the path, and the Hub has no such model, refuses, or cannot be reached.
+    """
+    if os.path.lexists(source):
+        return Path(source)
+    require_source(source)
+    from huggingface_hub import snapshot_download
+
+    try:
+        snapshot = Path(snapshot_download(source, ignore_patterns=[*_FOREIGN, *_TORCH]))
+        if not any(snapshot.rglob("*.safetensors")):
+            snapshot = Path(snapshot_download(source, ignore_patterns=[*_FOREIGN]))
+    except OSError as error:
+        raise _not_found(source, _reason(error)) from error
+    return snapshot
+
+
+def require_source(source: str) -> None:
+    """Check that something exists at a path, or that it can be the id of a model on the Hub.
+
+    Args:
+        source: What a user named.
+
+    Raises:
+        ConfigError: Neither is the case.
+    """
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    if os.path.lexists(source):
+        return
+    try:
+        validate_repo_id(source)
+    except HFValidationError as error:
+        raise _not_found(source, "nothing there") from error
+
+
+def require_nothing_at(*paths: Path) -> None:
+    """Check that a command overwrites nothing.
+
+    Args:
+        paths: What it is going to write.
+
+    Raises:
+        ConfigError: One of them exists and is no empty directory.
+    """
+    from hf_trainweights.errors import ConfigError
+
+    for path in paths:
+        if os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir())):
+            raise ConfigError(str(path), "a new name", "something there", "Choose another one, or remove it first.")
+
+
+def _not_found(source: str, found: str) -> ConfigError:
+    from hf_trainweights.errors import ConfigError
+
+    return ConfigError(source, "a path, or the id of a model on the Hub", found, "Check its spelling.")
+
+
+def _reason(error: OSError) -> str:
+    from huggingface_hub import constants
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if isinstance(error, GatedRepoError):
+        return "no such path here, and on the Hub a gated model that this account may not read"
+    if isinstance(error, RepositoryNotFoundError):
+        return "no such path here, and no such model on the Hub that this account may read"
+    if isinstance(error, LocalEntryNotFoundError):
+        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub does not answer"
+        return f"no such path here, and no copy in the cache of the Hub ({why})"
+    return f"no such path here, and an error of the Hub: {str(error).partition(chr(10))[0]}"

@@ -1,0 +1,23 @@
+"""Tiny saved models that several commands are tried on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from architectures import ARCHITECTURES
+from command_line import run_json
+
+
+@pytest.fixture(scope="session")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("llama")
+    ARCHITECTURES["llama"].build().save_pretrained(directory)
+    (directory / "tokenizer.json").write_text("{}")
+    return directory
+
+
+@pytest.fixture
+def int4(llama: Path, tmp_path: Path) -> Path:
+    run_json("quantize", llama, tmp_path / "int4", "--format", "int4", "--group-size", 32)
+    return tmp_path / "int4"
