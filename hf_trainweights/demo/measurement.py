@@ -32,7 +32,7 @@ SERIALIZATIONS: dict[str, dict[str, Any]] = {"safetensors": {}, "bin": {"safe_se
 BASELINE_SERIALIZATIONS: dict[str, dict[str, Any]] = {"safetensors": {}}
 
 _BATCH_SIZE = 8
-_GENERATION_SECONDS = 1.0
+_GENERATION_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Row:
         disk_bytes: Size of the safetensors files.
         bits_per_weight: Bits of a quantized weight, scales included; of any weight for the baseline.
         perplexity: Perplexity of the held-out text.
-        tokens_per_second: Speed of `generate` for one sequence, greedy, the best within a second.
+        tokens_per_second: Speed of `generate` for one sequence, greedy, the best within half a second.
         sample: How the model continues the prompt.
         summary: Which tensors were quantized and which left alone.
         failures: The differences after a reload or a second save; empty if all is bit-equal.

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_trainweights.demo.checkpoints import Checkpoints
 from hf_trainweights.demo.corpus import read_corpus
 from hf_trainweights.demo.float_model import check_causal_lm
 from hf_trainweights.demo.measurement import Row, measure
 from hf_trainweights.demo.probe import PROMPT, make_probe
+from hf_trainweights.demo.speed import Shape, Speed, measure_speed
 from hf_trainweights.demo.training import Recipe, Report, train_model
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.report.machine import describe_machine
 
 # The user's own model may be a thousand times larger.
-_MAX_WINDOWS, _MAX_WINDOWS_OF_OTHERS = 128, 16
+_MAX_WINDOWS, _MAX_WINDOWS_OF_OTHERS = 48, 16
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Result:
         prompt: The text that the samples continue.
         losses: The training's loss at each step; empty for a model of the user's.
         rows: The baseline and each format.
+        machine: The processor.
+        speeds: How fast a larger model decodes in each format; empty for a model of the user's.
+        checkpoints: What the training saved; None for a model of the user's.
     """
 
     model: str
@@ -35,6 +43,9 @@ class Result:
     prompt: str
     losses: tuple[float, ...]
     rows: tuple[Row, ...]
+    machine: str = ""
+    speeds: tuple[Speed, ...] = ()
+    checkpoints: Checkpoints | None = None
 
     @property
     def failures(self) -> tuple[str, ...]:
@@ -49,16 +60,18 @@ def run_demo(
     report: Report,
     model: str | None = None,
     keep: bool = True,
+    shape: Shape | None = None,
 ) -> Result:
     """Train a model, or take the user's, and measure it in every format.
 
     Args:
-        out: A new or empty directory for `model/` and `<format>/<serialization>/`.
+        out: A new or empty directory for `model/`, `run/` and `<format>/<serialization>/`.
         formats: Names in `FORMATS`; the float baseline comes first in any case.
         recipe: How to train; not used with `model`.
         report: Called at every step.
         model: Directory or Hub id of a causal language model with a tokenizer; None to train one.
         keep: Whether to leave each format's files there once they are measured.
+        shape: Size of the larger model whose speed is measured; the default if None.
 
     Returns:
         The measurements, with the failed checks: those do not raise.
@@ -70,11 +83,18 @@ def run_demo(
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("--out", "a new or empty directory", str(out), "Choose another one: nothing is overwritten.")
+    with _each_warning_once():
+        return _measure(out, formats, recipe, report, model, keep, shape or Shape())
+
+
+def _measure(
+    out: Path, formats: Sequence[str], recipe: Recipe, report: Report, model: str | None, keep: bool, shape: Shape
+) -> Result:
     corpus = read_corpus()
-    losses: list[float] = []
+    training = None
     if model is None:
         source = str(out / "model")
-        losses = train_model(Path(source), corpus, recipe, report)
+        training = train_model(Path(source), out / "run", corpus, recipe, report)
         # The model is small: on the CPU it gives the same numbers on a machine with an accelerator.
         probe = make_probe(source, corpus, _MAX_WINDOWS, device_map="cpu")
     else:
@@ -86,4 +106,28 @@ def run_demo(
         rows.append(measure(source, name, probe, out, report))
         if not keep:
             shutil.rmtree(out / rows[-1].format)
-    return Result(model or "Llama trained here", corpus.name, PROMPT, tuple(losses), tuple(rows))
+    if training is None:
+        return Result(source, corpus.name, PROMPT, (), tuple(rows), describe_machine())
+    speeds, checkpoints = measure_speed(formats, shape, report), training.checkpoints
+    title = "Llama trained here"
+    return Result(title, corpus.name, PROMPT, training.losses, tuple(rows), describe_machine(), speeds, checkpoints)
+
+
+@contextlib.contextmanager
+def _each_warning_once() -> Iterator[None]:
+    """Let the package warn of a thing once: the demo loads each format three times."""
+    seen: set[object] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        # The reason comes last; before it stands how many weights it concerns.
+        reason = record.args[-1] if isinstance(record.args, tuple) and record.args else record.msg
+        is_first = reason not in seen
+        seen.add(reason)
+        return is_first
+
+    logger = logging.getLogger("hf_trainweights.tensor.layouts")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)

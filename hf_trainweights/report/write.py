@@ -72,12 +72,24 @@ def write_report(source: Source, out: str | os.PathLike[str], against: Source | 
         >>> write_report("models/llama-int4", "report.html", against="models/llama")  # doctest: +SKIP
     """
     out = Path(out)
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(str(out), "a file name that ends in .html", out.name, "Choose another name.")
+    check_name(out)
     title, lines, sections = (_of_run if is_run(source) else _of_model)(source, against)
     page = Page(title, default_caption(), sections)
     write_page(page, out)
     return Report(title, out, tuple(lines))
+
+
+def check_name(out: Path) -> None:
+    """Check, before anything is measured, that a report would not replace a file of another kind.
+
+    Args:
+        out: The file.
+
+    Raises:
+        ConfigError: Its name does not end in .html.
+    """
+    if out.suffix.lower() not in (".html", ".htm"):
+        raise ConfigError(str(out), "a file name that ends in .html", out.name, "Choose another name.")
 
 
 def write_page(page: Page, out: Path) -> None:

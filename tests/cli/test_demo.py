@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
+import re
 import runpy
 import socket
 import subprocess
@@ -14,12 +16,16 @@ import pytest
 from typer.testing import CliRunner
 
 from hf_trainweights.demo import run as demo
+from hf_trainweights.demo.checkpoints import Checkpoints
 from hf_trainweights.demo.measurement import Row
 from hf_trainweights.demo.run import Result
+from hf_trainweights.demo.speed import Speed
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.report.runs import SavedCheckpoint
 from hf_trainweights_cli.main import app
 
+FIRST_LINE = "Importing PyTorch and Transformers ...\n"
 RESULT = Result(
     model="/models/[mine]",
     held_out="Python 3.11.7 standard library",
@@ -69,6 +75,10 @@ def test_demo_prints_only_json_on_stdout_and_touches_no_network() -> None:
     assert len(result["losses"]) == 2
     assert result["failures"] == []
     assert "training" in process.stderr
+    assert process.stderr.startswith(FIRST_LINE)
+    assert [row["format"] for row in result["speeds"]][1:] == ["int8"]
+    assert result["checkpoints"]["resumed_at"] == 1
+    assert process.stderr.count("int4 weights") <= 1
 
 
 @pytest.mark.parametrize(
@@ -91,8 +101,8 @@ def test_error_is_one_line_with_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     result = run("demo", "--out", str(tmp_path))
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: --out: expected a new or empty directory")
-    assert result.stderr.count("\n") == 1
+    assert result.stderr.startswith(f"{FIRST_LINE}error: --out: expected a new or empty directory")
+    assert result.stderr.count("\n") == 2
     assert result.stdout == ""
 
 
@@ -106,7 +116,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
 def test_failed_check_exits_with_1_and_says_which() -> None:
     result = run("demo")
     assert result.exit_code == 1
-    assert result.stderr == "FAILED float8_e4m3: bin: other logits\n"
+    assert result.stderr == f"{FIRST_LINE}FAILED float8_e4m3: bin: other logits\n"
 
 
 @pytest.mark.usefixtures("fixed_result")
@@ -126,3 +136,28 @@ def test_table_fits_80_columns() -> None:
     assert lines[1].strip() == "/models/[mine]"
     assert "loss 6.00 to 4.00" in lines[0]
     assert any(line.startswith(r"bfloat16     '(object):\n    [red]xyyy") for line in lines)
+
+
+def test_results_of_a_training_are_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    saved = tuple(SavedCheckpoint(step, "near-lossless", (1, 2, 3, 4), 140, None) for step in (10, 20, 30))
+    checkpoints = Checkpoints("near-lossless", saved, 20, (3.01, 2.99), 0.01)
+    speeds = (Speed("bfloat16", 200_000_000, 0.04), Speed("int8", 105_000_000, 0.02, 1.9, 2.0))
+    machine = "A processor of a very long name @ 2.50GHz, 2 cores"
+    losses = tuple(3.0 for _ in range(30))
+    result = dataclasses.replace(RESULT, losses=losses, machine=machine, speeds=speeds, checkpoints=checkpoints)
+    monkeypatch.setattr(demo, "run_demo", lambda *args, **kwargs: result)
+    done = run("demo", "--html", str(tmp_path / "demo.html"))
+    assert max(map(len, done.stdout.splitlines())) <= 80
+    assert re.search(r"int8 .*105\.0 MB .*1\.90 .*20\.0 .*2\.00", done.stdout)
+    assert "3 near-lossless checkpoints: 420 bytes -> 30 bytes, 14.0x smaller" in done.stdout
+    assert "Resumed from step 20, 2 steps later: loss 2.9900, without the break 3.0000" in done.stdout
+    assert "tokens/s" not in done.stdout
+    assert machine in " ".join(done.stdout.split())
+    assert "<svg" in (tmp_path / "demo.html").read_text(encoding="utf-8")
+
+
+@pytest.mark.usefixtures("fixed_result")
+def test_pictures_do_not_replace_a_file_of_another_kind(tmp_path: Path) -> None:
+    result = run("demo", "--html", str(tmp_path / "model.safetensors"))
+    assert result.exit_code == 1
+    assert "expected a file name that ends in .html" in result.stderr

@@ -8,6 +8,7 @@ import pytest
 
 from hf_trainweights.demo.corpus import Corpus, read_corpus
 from hf_trainweights.demo.run import Result, run_demo
+from hf_trainweights.demo.speed import Shape
 from hf_trainweights.demo.training import Recipe
 from hf_trainweights.formats import FORMATS
 
@@ -34,4 +35,4 @@ def reports() -> list[tuple[str, str, int, int]]:
 
 @pytest.fixture(scope="session")
 def result(out: Path, reports: list[tuple[str, str, int, int]], tiny: Recipe) -> Result:
-    return run_demo(out, list(FORMATS), tiny, lambda *report: reports.append(report))
+    return run_demo(out, list(FORMATS), tiny, lambda *report: reports.append(report), shape=Shape(256, 1, 64))

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo.run import Result, run_demo
+from hf_trainweights.demo.run import Result, _each_warning_once, run_demo
 from hf_trainweights.demo.training import Recipe
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
@@ -24,7 +25,7 @@ def test_every_format_comes_back_bit_equal_after_the_baseline(result: Result) ->
 
 
 def test_reports_end_complete_and_never_go_back(result: Result, reports: list[tuple[str, str, int, int]]) -> None:
-    for name in ("training", "float32", *FORMATS):
+    for name in ("training", "float32", *FORMATS, "speed"):
         steps = [(done, total) for line, _, done, total in reports if line == name]
         assert steps == sorted(steps)
         assert steps[-1][0] == steps[-1][1]
@@ -35,7 +36,7 @@ def test_a_model_of_the_users_is_measured_and_its_copies_removed(
     result: Result, out: Path, tmp_path: Path, tiny: Recipe
 ) -> None:
     own = run_demo(tmp_path / "out", ["int8"], tiny, no_report, model=str(out / "model"), keep=False)
-    assert own.losses == ()
+    assert (own.losses, own.speeds, own.checkpoints) == ((), (), None)
     assert own.failures == ()
     assert [row.format for row in own.rows] == ["float32", "int8"]
     assert [row.disk_bytes for row in own.rows] == [row.disk_bytes for row in result.rows[:2]]
@@ -47,3 +48,10 @@ def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path, tiny: 
     with pytest.raises(ConfigError, match="--out: expected a new or empty directory"):
         run_demo(tmp_path, ["int8"], tiny, no_report)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
+
+
+def test_the_package_warns_of_a_thing_once(result: Result, caplog: pytest.LogCaptureFixture) -> None:
+    with _each_warning_once():
+        for count in (14, 14, 7):
+            logging.getLogger("hf_trainweights.tensor.layouts").warning("%d %s", count, "int4 weights are slow")
+    assert caplog.messages == ["14 int4 weights are slow"]
