@@ -33,6 +33,7 @@ def train(directory: str, steps: int, resume: bool) -> None:
     trainer.train(resume_from_checkpoint=resume)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     print(f"after {steps} steps: losses {losses}")
+    assert losses[-1] < losses[0]
 
 
 if __name__ == "__main__":
