@@ -95,8 +95,9 @@ def check_zero(name: str, zero_points: Tensor, zero: int, stored: str) -> None:
     Raises:
         UnsupportedError: One differs.
     """
-    if not bool((zero_points == zero).all()):
-        found = f"{stored} from {int(zero_points.amin())} to {int(zero_points.amax())}: asymmetric codes"
+    numbers = zero_points.double()  # a damaged file has them in any dtype
+    if not bool((numbers == zero).all()):
+        found = f"{stored} from {numbers.amin():g} to {numbers.amax():g}: asymmetric codes"
         raise UnsupportedError(name, f"symmetric codes, {stored} all {zero}", found, FROM_FLOAT)
 
 

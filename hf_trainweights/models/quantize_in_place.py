@@ -2,12 +2,14 @@
 
 `module.state_dict()` keeps the float module's keys; `torch.save` and `torch.load` carry it with their defaults, and
 `load_state_dict(..., assign=True)` puts it into a module on the meta device without a full-precision copy. A
-Transformers model becomes the same as one that `from_pretrained` quantized, and saves itself likewise.
+Transformers model, also one inside another module, becomes the same as one that `from_pretrained` quantized, and saves
+itself likewise.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -50,9 +52,12 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)
-    quantizer = getattr(module, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
-    if isinstance(module, PreTrainedModel) and isinstance(quantizer, TrainWeightsHfQuantizer):
-        return quantizer.adopt(module)
+    for model in _models(module):
+        quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
+        if isinstance(quantizer, TrainWeightsHfQuantizer):
+            adopted = quantizer.adopt(model)
+            if model is module:
+                return adopted
     _logger.info("%s", summary)
     return summary
 
@@ -70,6 +75,20 @@ def adopt(module: nn.Module) -> None:
     if isinstance(module, PreTrainedModel) and isinstance(stored, dict | TrainWeightsConfig):
         config = stored if isinstance(stored, TrainWeightsConfig) else TrainWeightsConfig.from_dict(stored)
         TrainWeightsHfQuantizer(config, pre_quantized=True).adopt(module)
+
+
+def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
+    """Yield the outermost models of Transformers with quantized weights, such as the encoder of a SentenceTransformer.
+
+    Args:
+        module: Any module; of an adapter's model none, because saving it saves the adapter alone.
+    """
+    if isinstance(module, PreTrainedModel):
+        if any(isinstance(parameter, QuantizedTensor) for parameter in module.parameters()):
+            yield module
+    elif not hasattr(module, "peft_config"):
+        for child in module.children():
+            yield from _models(child)
 
 
 def quantize_chosen(module: nn.Module, summary: Summary) -> None:

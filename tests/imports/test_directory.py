@@ -212,6 +212,35 @@ def test_other_descriptions_are_refused(described: object, source: Path, out: Pa
     assert not out.exists()
 
 
+TYPELESS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": []}}}}
+
+
+@pytest.mark.parametrize(
+    ("layout", "change"),
+    [
+        (gptq(), {"bits": "4"}),
+        (gptq(), {"bits": True}),
+        (gptq(), {"group_size": None}),
+        (gptq(), {"checkpoint_format": ["gptq"]}),
+        (awq(), {"bits": None}),
+        (awq(), {"version": ["gemm"]}),
+        (compressed_tensors("int", 4, "channel"), {"config_groups": None}),
+        (compressed_tensors("int", 4, "channel"), {"config_groups": [1]}),
+        (compressed_tensors("int", 4, "channel"), {"config_groups": {"group_0": None}}),
+        (compressed_tensors("int", 4, "channel"), TYPELESS),
+        (compressed_tensors("int", 4, "channel"), {"sparsity_config": [1]}),
+    ],
+    ids=str,
+)
+def test_values_that_no_description_has_are_refused(
+    layout: Layout, change: dict[str, Any], source: Path, out: Path
+) -> None:
+    write_model(source, Layout({**layout.config, **change}, layout.write))
+    with pytest.raises((ConfigError, UnsupportedError), match="quantization_config"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
 def test_a_target_that_holds_something_is_left_alone(source: Path, out: Path) -> None:
     write_model(source, gptq())
     out.mkdir()
@@ -268,6 +297,11 @@ DAMAGES: dict[str, tuple[Layout, Callable[[dict[str, Tensor]], object]]] = {
     "gptq-fewer-groups": (gptq(), _cut("scales")),
     "gptq-vector": (gptq(), _set("qweight", lambda words: words[0].clone())),
     "gptq-empty": (gptq(), _set("qweight", lambda words: words[:, :0].clone())),
+    "complex-shape": (INT4, _set("weight_shape", lambda shape: shape.to(torch.complex64))),
+    "cubic-scale": (INT4, _set("weight_scale", lambda scale: scale.unsqueeze(0))),
+    "float8-scale": (INT4, _set("weight_scale", lambda scale: scale.to(torch.float8_e4m3fn))),
+    "gptq-cubic-scale": (gptq(), _set("scales", lambda scale: scale.unsqueeze(0))),
+    "awq-cubic-scale": (awq(), _set("scales", lambda scale: scale.unsqueeze(0))),
     "gptq-no-zeros": (gptq(), lambda tensors: tensors.pop(f"{Q_PROJ}.qzeros")),
     "gptq-few-zeros": (gptq(), _set("qzeros", lambda zeros: zeros[:, :0].clone())),
     "awq-vector": (awq(), _set("qweight", lambda words: words[0].clone())),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
@@ -84,3 +85,14 @@ def test_a_configuration_with_unknown_keys_changes_nothing(caplog: pytest.LogCap
     with pytest.raises(ConfigError, match="found group_sise"):
         quantize_(model, config)
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+
+
+def test_a_model_inside_another_module_saves_itself_and_reloads(tmp_path: Path) -> None:
+    module = nn.ModuleDict({"encoder": ARCHITECTURES["bert"].build(), "head": nn.Linear(64, 64)})
+    quantize_(module, TrainWeightsConfig("int8"))
+    model = module["encoder"]
+    model.save_pretrained(tmp_path)
+    reloaded = type(model).from_pretrained(tmp_path)
+    inputs = ARCHITECTURES["bert"].inputs(reloaded)
+    assert isinstance(module["head"].weight, QuantizedTensor)
+    assert torch.equal(reloaded(**inputs)[0], model(**inputs)[0])

@@ -51,7 +51,7 @@ class Awq(Layout):
         name = f"{module}.weight"
         words, zeros, scales = required(module, tensors, "qweight", "qzeros", "scales")
         check_words(f"{module}.qweight", words)
-        codes, scale = _columns(words).t(), scales.t()
+        codes, scale = _columns(words).t(), scales.mT if scales.dim() == 2 else scales
         check_groups(name, scale, codes.shape[1], self._group_size)
         check_words(f"{module}.qzeros", zeros, (scale.shape[1], words.shape[1]))
         check_zero(name, _columns(zeros), 0, "zero points less their middle")

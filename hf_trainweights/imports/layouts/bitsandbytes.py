@@ -41,6 +41,6 @@ class BitsAndBytes(Layout):
             return None
         codes, largest = required(module, tensors, "weight", "SCB")
         order = tensors.get("weight_format")
-        if order is not None and bool(order.any()):
+        if order is not None and bool(order.double().any()):
             raise no_place(f"{module}.weight_format", "0, rows", f"{order.tolist()}")
-        return integer_weight(f"{module}.weight", codes, largest / 127, bits=8)
+        return integer_weight(f"{module}.weight", codes, largest.float() / 127, bits=8)

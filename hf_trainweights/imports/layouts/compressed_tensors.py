@@ -56,7 +56,7 @@ class CompressedTensors(Layout):
         if not isinstance(weights, Mapping):
             return
         bits, kind = integer(weights, "num_bits", where), weights.get("type", "int")
-        if (kind, bits) not in _HELD:
+        if not isinstance(kind, str) or (kind, bits) not in _HELD:
             raise no_place(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
         self._bits.add(bits)
         grouped = weights.get("strategy") == "group" or weights.get("group_size") not in (None, -1)
@@ -99,7 +99,7 @@ class CompressedTensors(Layout):
     def _unpack(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         """Return the codes `[N, K]` of int32 words, and their bits."""
         packed, shape = required(module, tensors, "weight_packed", "weight_shape")
-        N, K = shape.tolist() if shape.numel() == 2 and not shape.is_floating_point() else (0, 0)
+        N, K = shape.flatten().tolist() if shape.numel() == 2 and shape.dtype in (torch.int64, torch.int32) else (0, 0)
         fitting = [bits for bits in self._bits if tuple(packed.shape) == (N, -(-K // _CODES_PER_WORD.get(bits, 1)))]
         if packed.dtype != torch.int32 or N < 1 or K < 1 or len(fitting) != 1 or fitting[0] not in _CODES_PER_WORD:
             expected = f"int32 words of {' or '.join(map(str, sorted(self._bits)))}-bit codes of shape {(N, K)}"

@@ -37,7 +37,7 @@ class Gptq(Layout):
         self._bits, version = integer(config, "bits"), config.get("checkpoint_format", "gptq")
         if self._bits not in (4, 8):
             raise no_place(f"{WHERE}: bits", "4 or 8", f"{self._bits}")
-        if version not in _MISSING:
+        if not isinstance(version, str) or version not in _MISSING:
             raise no_place(f"{WHERE}: checkpoint_format", "gptq or gptq_v2", repr(version))
         self._zero, self._group_size = -_MISSING[version], integer(config, "group_size")
 
@@ -57,7 +57,7 @@ class Gptq(Layout):
         name = f"{module}.weight"
         words, zeros, scales = required(module, tensors, "qweight", "qzeros", "scales")
         check_words(f"{module}.qweight", words)
-        codes, scale = unpack(words.t(), self._bits), scales.t()
+        codes, scale = unpack(words.t(), self._bits), scales.mT if scales.dim() == 2 else scales
         N, K = codes.shape
         check_groups(name, scale, K, self._group_size)
         check_words(f"{module}.qzeros", zeros, (scale.shape[1], -(-N * self._bits // 32)))
