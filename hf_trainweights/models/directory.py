@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import fnmatch
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
-from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.missing_weights import parameter_names, saved_class
 from hf_trainweights.models.summary import Summary
 
@@ -38,7 +38,9 @@ _FOLDERS = ("additional_chat_templates",)
 
 
 def quantize_directory(
-    source: str | os.PathLike[str], out: str | os.PathLike[str], config: TrainWeightsConfig
+    source: str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    config: TrainWeightsConfig | FormatName | Mapping[str, Any],
 ) -> Summary:
     """Quantize a saved model into another directory, with its tokenizer, processor and generation configuration.
 
@@ -48,7 +50,7 @@ def quantize_directory(
     Args:
         source: Directory or Hub id of a float model.
         out: A new or empty directory.
-        config: Which weights to quantize, and to which format.
+        config: Which weights to quantize, and to which format; the format's name alone for all weights.
 
     Returns:
         The choice for each parameter.
@@ -63,7 +65,7 @@ def quantize_directory(
     Example:
         >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
     """
-    out = Path(out)
+    out, config = Path(out), TrainWeightsConfig.of(config)
     with save_errors(out, _UNCHANGED):
         if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
             raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")

@@ -84,3 +84,12 @@ def test_a_configuration_with_unknown_keys_changes_nothing(caplog: pytest.LogCap
     with pytest.raises(ConfigError, match="found group_sise"):
         quantize_(model, config)
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
+
+
+def test_the_name_of_a_format_is_a_configuration() -> None:
+    by_name, by_config = ARCHITECTURES["llama"].build(), ARCHITECTURES["llama"].build()
+    assert str(quantize_(by_name, "int8")) == str(quantize_(by_config, TrainWeightsConfig("int8")))
+    with pytest.raises(ConfigError, match=r'found \'nf4\'\. Did you mean "int4"\?'):
+        quantize_(ARCHITECTURES["llama"].build(), "nf4")
+    with pytest.raises(ConfigError, match=r"module: expected an nn\.Module, found 'me/model'\. Load it first"):
+        quantize_("me/model", "int8")  # type: ignore[arg-type]
