@@ -21,6 +21,7 @@ from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.manager import CheckpointManager
     from hf_trainweights.exports.gguf.export import export_gguf
     from hf_trainweights.exports.onnx.model import OnnxModel
     from hf_trainweights.exports.onnx.verification import verify_onnx_model
@@ -34,12 +35,14 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.model_difference import compare_models
     from hf_trainweights.models.dequantize import dequantize_directory
     from hf_trainweights.models.directory import quantize_directory
+    from hf_trainweights.models.single_file import load_file, save_file
     from hf_trainweights.models.summary import summary
     from hf_trainweights.report.write import write_report
 
 __version__ = _version("hf_trainweights")
 
 __all__ = [
+    "CheckpointManager",
     "OnnxModel",
     "QuantizedTensor",
     "TrainWeightsCheckpointCallback",
@@ -59,8 +62,10 @@ __all__ = [
     "import_directory",
     "inspect_weights",
     "latest",
+    "load_file",
     "quantize_",
     "quantize_directory",
+    "save_file",
     "summary",
     "verify_model",
     "verify_onnx_model",
@@ -69,6 +74,7 @@ __all__ = [
 
 # Tools that work on files: imported when they are first asked for.
 _LAZY = {
+    "CheckpointManager": "checkpoint.manager",
     "OnnxModel": "exports.onnx.model",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
@@ -80,7 +86,9 @@ _LAZY = {
     "export_torchscript": "exports.torchscript",
     "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
+    "load_file": "models.single_file",
     "quantize_directory": "models.directory",
+    "save_file": "models.single_file",
     "summary": "models.summary",
     "verify_onnx_model": "exports.onnx.verification",
     "write_report": "report.write",

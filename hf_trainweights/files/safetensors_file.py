@@ -98,6 +98,8 @@ def write_safetensors(file: Path, tensors: Mapping[str, TensorToWrite], metadata
     template = save({name: torch.empty(0, dtype=each.dtype) for name, each in tensors.items()}, metadata)
     header: dict[str, Any] = json.loads(template[8:])
     names, end = [name for name in header if name in tensors], 0
+    # safetensors writes it in random order.
+    header |= {"__metadata__": dict(sorted(header["__metadata__"].items()))} if metadata else {}
     for name in names:
         start, end = end, end + tensors[name].nbytes
         header[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}

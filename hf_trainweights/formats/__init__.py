@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
@@ -19,6 +20,13 @@ FORMATS: dict[str, type[Format]] = {
     "int8": Int8,
     "int4": Int4,
     "float8_e4m3": Float8E4M3,
+}
+
+# What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".
+_ELSEWHERE = {
+    r"fp8|f8|float8|e4m3|e5m2": "float8_e4m3",
+    r"(?:nf|fp|i|u?int|w|q)4|4bit|mxfp4": "int4",
+    r"(?:i|u?int|w|q)8|8bit": "int8",
 }
 
 
@@ -38,12 +46,18 @@ def get_format(config: Mapping[str, Any]) -> Format:
     parameters = dict(config)
     name = parameters.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:
-        raise ConfigError(
-            "format", f"one of {', '.join(FORMATS)}", repr(name), "Choose one of these, or register your own before."
-        )
+        raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), _nearest_format(name))
     known = [field.name for field in fields(FORMATS[name])]
     unknown = sorted(set(parameters) - set(known))
     if unknown:
         allowed = ", ".join(known) or "no parameters"
         raise ConfigError(f"format {name}", allowed, ", ".join(unknown), "Leave out what this format does not have.")
     return FORMATS[name](**parameters)
+
+
+def _nearest_format(name: object) -> str:
+    """Return what to do about a name that is no format: other libraries have names of their own for most of them."""
+    default = "Choose one of these, or register your own before."
+    spelt = re.sub(r"[^a-z0-9]", "", name.lower()) if isinstance(name, str) else ""
+    elsewhere = (form for pattern, form in _ELSEWHERE.items() if re.search(pattern, spelt))
+    return next((f'Did you mean "{form}"?' for form in elsewhere), did_you_mean(name, FORMATS, default))

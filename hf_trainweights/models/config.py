@@ -7,11 +7,11 @@ import inspect
 import json
 import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, Never
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.files.selectors import most_exact, select
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
@@ -19,6 +19,21 @@ from hf_trainweights.models.overrides import check_overrides, format_of, left_ou
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
+
+# Arguments of other libraries' configurations: those that tell the number of bits, and what to write for others.
+_BITS = ("bits", "w_bit", "num_bits", "nbits")
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("quant_type", "bnb_4bit_quant_type", "weights", "weights_dtype"),
+        'Name the format: TrainWeightsConfig("int4").',
+    ),
+    **dict.fromkeys(("llm_int8_skip_modules", "ignore", "modules_to_exclude"), 'Write "modules_to_not_convert".'),
+    **dict.fromkeys(("bnb_4bit_compute_dtype", "compute_dtype", "dtype"), "Pass dtype to from_pretrained."),
+    "q_group_size": 'Write "group_size".',
+}
+
+# The formats that come with the package, which editors complete, or one that was registered.
+FormatName = Literal["int8", "int4", "float8_e4m3"] | str
 
 _logger = logging.getLogger(__name__)
 
@@ -59,16 +74,19 @@ class TrainWeightsConfig(QuantizationConfigMixin):
 
     def __init__(
         self,
-        format: str = "int8",  # noqa: A002
+        format: FormatName = "int8",  # noqa: A002
         group_size: int | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         overrides: Mapping[str, str | Mapping[str, Any] | None] | None = None,
         include_embeddings: bool = False,
-        activations: str | None = None,
+        activations: Literal["int8"] | str | None = None,
         base_model: str | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
+        **unknown: Never,
     ):
+        for name, value in unknown.items():
+            raise ConfigError(name, f"one of {', '.join(_known_keys())}", repr(value), _right_argument(name, value))
         if quant_method != QUANT_METHOD:
             raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
         self.quant_method = quant_method  # type: ignore[assignment]
@@ -125,15 +143,42 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             raise ConfigError(where, error.expected, error.found, error.next_step) from error
         return result
 
+    @classmethod
+    def of(cls, config: TrainWeightsConfig | FormatName | Mapping[str, Any]) -> TrainWeightsConfig:
+        """Return the configuration that a caller means.
+
+        Args:
+            config: A configuration, the name of a format, or a dict as `from_dict` takes it.
+
+        Raises:
+            ConfigError: It is none of these, or a value is not allowed.
+
+        Example:
+            >>> TrainWeightsConfig.of("int4").group_size
+            128
+        """
+        if isinstance(config, TrainWeightsConfig):
+            return config
+        if isinstance(config, str):
+            return cls(config)
+        if isinstance(config, Mapping):
+            return cls.from_dict(config)
+        expected, found = "a TrainWeightsConfig or the name of a format", type(config).__name__
+        raise ConfigError("config", expected, found, 'Write TrainWeightsConfig("int8"), or "int8".')
+
     def check_quantizing(self) -> None:
         """Check that a float model can be quantized by this configuration.
 
         Raises:
             ConfigError: A key is unknown: another version's, or misspelt.
         """
-        unknown = ", ".join(sorted(vars(self).keys() - _known_keys()))
+        unknown = sorted(vars(self).keys() - _known_keys())
         if unknown:
-            raise ConfigError("quantization_config", f"keys among {', '.join(_known_keys())}", unknown, "Leave it out.")
+            expected, next_step = (
+                f"keys among {', '.join(_known_keys())}",
+                _right_argument(unknown[0], vars(self)[unknown[0]]),
+            )
+            raise ConfigError("quantization_config", expected, ", ".join(unknown), next_step)
 
     @property
     def default_format(self) -> Format:
@@ -174,7 +219,15 @@ class TrainWeightsConfig(QuantizationConfigMixin):
 
 
 def _known_keys() -> list[str]:
-    return list(inspect.signature(TrainWeightsConfig).parameters)
+    return [name for name in inspect.signature(TrainWeightsConfig).parameters if name != "unknown"]
+
+
+def _right_argument(name: str, value: object) -> str:
+    """Return what to write in place of an argument that there is not: most are another library's."""
+    bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(name, value if name in _BITS else None)
+    if bits in (4, 8):
+        return f'Write TrainWeightsConfig("int{bits}").'
+    return did_you_mean(name, _known_keys(), _ELSEWHERE.get(name, "Leave it out."))
 
 
 def _format_of(name: str, group_size: int | None, activations: str | None) -> Format:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.companions import copy_companions
-from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.config import QUANT_METHOD, FormatName, TrainWeightsConfig
 from hf_trainweights.models.missing_weights import parameter_names, saved_class
 from hf_trainweights.models.summary import Summary
 
@@ -31,7 +31,7 @@ _UNCHANGED = "It is as it was."
 def quantize_directory(
     source: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    config: TrainWeightsConfig,
+    config: TrainWeightsConfig | FormatName | Mapping[str, Any],
     *,
     dtype: torch.dtype | str = "auto",
 ) -> Summary:
@@ -43,7 +43,7 @@ def quantize_directory(
     Args:
         source: Directory or Hub id of a float model.
         out: A new or empty directory.
-        config: Which weights to quantize, and to which format.
+        config: Which weights to quantize, and to which format; the format's name alone for all weights.
         dtype: Of scales and of what is not quantized; `"auto"` for that of the source.
 
     Returns:
@@ -59,7 +59,7 @@ def quantize_directory(
     Example:
         >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
     """
-    out = Path(out)
+    out, config = Path(out), TrainWeightsConfig.of(config)
     require_vacant_directory(out)
     saved = read_config(source)
     if getattr(saved, "quantization_config", None) is not None:

@@ -9,14 +9,15 @@ itself likewise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import QuantizationError
+from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.arithmetic import largest_magnitude
-from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import check_choice, choose
@@ -28,18 +29,19 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 _logger = logging.getLogger(__name__)
 
 
-def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
+def quantize_(module: nn.Module, config: TrainWeightsConfig | FormatName | Mapping[str, Any]) -> Summary:
     """Quantize the weights of a module in place.
 
     Args:
         module: Any module with its weights loaded. Weights that are quantized already stay as they are.
-        config: Which weights to quantize, and to which format.
+        config: Which weights to quantize, and to which format; the format's name alone for all weights.
 
     Returns:
         The choice for each parameter; it is also logged in one line.
 
     Raises:
-        ConfigError: There is nothing to quantize, or the configuration was read from a dict and has unknown keys.
+        ConfigError: There is nothing to quantize, a selector selects nothing, or the configuration is not valid or has
+            unknown keys; the module is unchanged.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Example:
@@ -47,6 +49,10 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig) -> Summary:
         >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
+    if not isinstance(module, nn.Module):
+        next_step = "Load it first, for example with from_pretrained."
+        raise ConfigError("module", "an nn.Module", repr(module)[:80], next_step)
+    config = TrainWeightsConfig.of(config)
     config.check_quantizing()
     summary = choose(module, config, modules_kept_in_float(module, config.include_embeddings))
     check_choice(module, summary, config)

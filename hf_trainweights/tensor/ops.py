@@ -94,14 +94,17 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
         and target.scale_dtype == source.scale_dtype
     )
     if not same:
-        raise UnsupportedError(
-            "copy_",
-            "two quantized tensors of one format, shape and scale dtype",
-            f"{_describe(source)} to be copied into {_describe(target)}",
-            "Call load_state_dict(..., assign=True), or copy source.dequantize() into a float tensor. Resize "
-            "embeddings before they are quantized. For DistributedDataParallel give all processes the same quantized "
-            "weights first: load one checkpoint, or set one seed before the module is made.",
+        next_step = (
+            "Call load_state_dict(..., assign=True). Resize embeddings before they are quantized. For "
+            "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
+            "one seed before the module is made."
+            if isinstance(target, QuantizedTensor)
+            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). FSDP shards no quantized "
+            "weights: pass them to fully_shard as ignored_params, or dequantize the module first."
         )
+        expected = "two quantized tensors of one format, shape and scale dtype"
+        found = f"{_describe(source)} to be copied into {_describe(target)}"
+        raise UnsupportedError("copy_", expected, found, next_step)
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
     held = target.held

@@ -2,7 +2,8 @@
 
 The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and, where
 its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
-transposed flag as JSON in a uint8 tensor. The leading underscore keeps Transformers' renaming patterns off.
+transposed flag as JSON in a uint8 tensor. In a file of its own, without a configuration, each weight has it. The
+leading underscore keeps Transformers' renaming patterns off.
 """
 
 from __future__ import annotations
@@ -22,10 +23,13 @@ from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 from hf_trainweights.tensor.stored_checks import check_stored
 
 FORMAT_SUFFIX = "format"
+
+# Dtypes that a weight may have shown when it was saved.
+_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
 
 
 def stored_suffixes() -> tuple[str, ...]:
@@ -84,6 +88,8 @@ def flatten_weight(name: str, weight: QuantizedTensor, default: Format | None) -
     flat = {stored_name(name, key): tensor.contiguous() for key, tensor in weight.tensors.items()}
     if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
+        if default is None and weight.dtype != weight.scale_dtype:
+            config["dtype"] = str(weight.dtype).removeprefix("torch.")
         text = json.dumps(config, sort_keys=True, separators=(",", ":")).encode()
         flat[stored_name(name, FORMAT_SUFFIX)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
     return flat
@@ -93,20 +99,22 @@ def _needs_format(weight: QuantizedTensor, default: Format | None) -> bool:
     return weight.format != default or weight.transposed
 
 
-def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype, default: Format) -> QuantizedTensor:
+def unflatten_weight(
+    name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, default: Format | None
+) -> QuantizedTensor:
     """Return the weight that plain tensors of a file stand for.
 
     Args:
         name: Full name of the weight, for errors.
         tensors: Its stored tensors by suffix; kept, not copied.
-        dtype: Float dtype that the weight shows.
-        default: The format that the model's configuration names.
+        dtype: Float dtype that the weight shows; None for the one it was saved with.
+        default: The format that the model's configuration names; None if there is none.
 
     Raises:
         CorruptFileError: A tensor is missing, or has a shape, dtype, memory or content that does not fit.
     """
     tensors = dict(tensors)
-    form, transposed = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
+    form, transposed, saved_dtype = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
     qdata = tensors.get("qdata")
     if qdata is None or qdata.dim() < 2:
         found = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
@@ -116,17 +124,21 @@ def unflatten_weight(name: str, tensors: Mapping[str, Tensor], dtype: torch.dtyp
     shape = form.shape_of(qdata)
     check_stored(tensors, form, shape, name)
     held = Held({key: tensors[key] for key in form.tensor_names})
-    return QuantizedTensor.from_held(held, form, shape, dtype, transposed)
+    return QuantizedTensor.from_held(held, form, shape, dtype or saved_dtype or tensors["scale"].dtype, transposed)
 
 
-def _read_format(name: str, encoded: Tensor | None, default: Format) -> tuple[Format, bool]:
+def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> tuple[Format, bool, torch.dtype | None]:
+    """Return the format, whether the weight is transposed, and the dtype it showed if that is not its scales'."""
     if encoded is None:
-        return default, False
+        if default is None:
+            next_step = "Keep the config.json beside it that lay there, or load the model with from_pretrained."
+            raise CorruptFileError(name, "its format in the file or in a config.json", "neither", next_step)
+        return default, False, None
     try:
         config = json.loads(bytes(encoded.cpu().tolist()))
-        transposed = config.pop("transposed", False)
-        return get_format(config), transposed is True
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        transposed, dtype = config.pop("transposed", False), config.pop("dtype", None)
+        return get_format(config), transposed is True, None if dtype is None else _DTYPES[dtype]
+    except (LookupError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptFileError(
             stored_name(name, FORMAT_SUFFIX),
             f"JSON that names one of the formats {', '.join(FORMATS)}",
@@ -135,12 +147,12 @@ def _read_format(name: str, encoded: Tensor | None, default: Format) -> tuple[Fo
         ) from error
 
 
-def flatten_state_dict(state_dict: Mapping[str, Any], default: Format) -> dict[str, Any]:
+def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None) -> dict[str, Any]:
     """Return a state dict in which every quantized weight is replaced by its plain tensors, in place of order.
 
     Args:
         state_dict: Names to tensors, some of them quantized.
-        default: The format that the model's configuration names.
+        default: The format that the model's configuration names; None if there is none.
 
     Returns:
         A new dict of the same tensors.

@@ -105,10 +105,51 @@ def test_repr_names_the_format() -> None:
 # Unknown keys
 
 
-@pytest.mark.parametrize("key", ["modules_to_not_covert", "formt", "dequantize", "calibration"])
-def test_an_argument_that_does_not_exist_is_a_type_error(key: str) -> None:
-    with pytest.raises(TypeError, match=f"unexpected keyword argument '{key}'"):
-        TrainWeightsConfig("int8", **{key: None})
+@pytest.mark.parametrize(
+    ("arguments", "next_step"),
+    [
+        ({"bits": 4}, 'Write TrainWeightsConfig("int4").'),
+        ({"bits": 8}, 'Write TrainWeightsConfig("int8").'),
+        ({"bits": 3}, "Leave it out."),
+        ({"load_in_4bit": True}, 'Write TrainWeightsConfig("int4").'),
+        ({"load_in_8bit": True}, 'Write TrainWeightsConfig("int8").'),
+        ({"bnb_4bit_quant_type": "nf4"}, 'Name the format: TrainWeightsConfig("int4").'),
+        ({"llm_int8_skip_modules": ["lm_head"]}, 'Write "modules_to_not_convert".'),
+        ({"modules_to_not_covert": ["lm_head"]}, 'Did you mean "modules_to_not_convert"?'),
+        ({"groupsize": 32}, 'Did you mean "group_size"?'),
+        ({"xyz": 1}, "Leave it out."),
+    ],
+)
+def test_an_argument_that_does_not_exist_is_refused_with_the_right_one(arguments: Any, next_step: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{next(iter(arguments))}: expected one of format, group_size, ") as error:
+        TrainWeightsConfig(**arguments)
+    assert error.value.next_step == next_step
+    with pytest.raises(ConfigError, match="keys among format") as error:
+        TrainWeightsConfig.from_dict({"format": "int8", **arguments}).check_quantizing()
+    assert error.value.next_step == next_step
+
+
+@pytest.mark.parametrize(
+    ("spelt", "meant"),
+    [
+        *[(name, "int4") for name in ("nf4", "fp4", "int4_weight_only", "4bit", "4-bit", "INT4", "w4a16", "uint4")],
+        *[(name, "int8") for name in ("int8_weight_only", "8bit", "in8", "q8_0", "INT8", "int-8", "w8a8")],
+        *[(name, "float8_e4m3") for name in ("fp8", "float8", "float8_e4m3fn", "FP8", "float8_dynamic", "f8")],
+    ],
+)
+def test_a_format_by_another_librarys_name_is_refused_with_ours(spelt: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=rf'format: expected one of .* found .*\. Did you mean "{meant}"\?'):
+        TrainWeightsConfig(spelt)
+
+
+def test_a_name_or_a_dict_stands_for_a_configuration() -> None:
+    config = TrainWeightsConfig("int4", group_size=32)
+    assert TrainWeightsConfig.of(config) is config
+    assert TrainWeightsConfig.of("int4") == TrainWeightsConfig("int4")
+    assert TrainWeightsConfig.of({"format": "int4", "group_size": 32}) == config
+    for wrong in (4, None, ["int4"]):
+        with pytest.raises(ConfigError, match="expected a TrainWeightsConfig or the name of a format, found"):
+            TrainWeightsConfig.of(wrong)  # type: ignore[arg-type]
 
 
 def test_unknown_keys_of_a_file_are_kept_and_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,7 +165,7 @@ def test_unknown_keys_of_a_file_are_kept_and_logged(caplog: pytest.LogCaptureFix
 
 def test_a_float_model_is_not_quantized_by_unknown_keys() -> None:
     config = TrainWeightsConfig.from_dict({"format": "int8", "modules_to_not_covert": ["lm_head"]})
-    with pytest.raises(ConfigError, match=r"expected keys among format, group_size.*found modules_to_not_covert\. L"):
+    with pytest.raises(ConfigError, match=r"expected keys among format, group_size.*found modules_to_not_covert\. D"):
         config.check_quantizing()
     TrainWeightsConfig(**EVERYTHING).check_quantizing()
 
@@ -239,7 +280,7 @@ def test_bad_values_are_refused_and_the_allowed_listed(name: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         TrainWeightsConfig(**arguments)
     assert isinstance(error.value, ValueError)
-    assert error.value.next_step.endswith(".")
+    assert error.value.next_step.endswith((".", "?"))
 
 
 # Which rule wins

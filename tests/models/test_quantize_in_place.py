@@ -96,3 +96,12 @@ def test_a_model_inside_another_module_saves_itself_and_reloads(tmp_path: Path) 
     inputs = ARCHITECTURES["bert"].inputs(reloaded)
     assert isinstance(module["head"].weight, QuantizedTensor)
     assert torch.equal(reloaded(**inputs)[0], model(**inputs)[0])
+
+
+def test_the_name_of_a_format_is_a_configuration() -> None:
+    by_name, by_config = ARCHITECTURES["llama"].build(), ARCHITECTURES["llama"].build()
+    assert str(quantize_(by_name, "int8")) == str(quantize_(by_config, TrainWeightsConfig("int8")))
+    with pytest.raises(ConfigError, match=r'found \'nf4\'\. Did you mean "int4"\?'):
+        quantize_(ARCHITECTURES["llama"].build(), "nf4")
+    with pytest.raises(ConfigError, match=r"module: expected an nn\.Module, found 'me/model'\. Load it first"):
+        quantize_("me/model", "int8")  # type: ignore[arg-type]
