@@ -24,7 +24,7 @@ from hf_trainweights_cli.console import (
     wrong_option,
 )
 from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints
-from hf_trainweights_cli.tables import new_table, print_table, show_sizes
+from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint import Policy
@@ -192,5 +192,5 @@ def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
             largest[role] = max(error, largest.get(role, 0.0))
     print_table(table)
     if largest:
-        typer.echo(f"largest error: {', '.join(f'{role} {error:.1e}' for role, error in largest.items())}")
-        typer.echo(ERROR_UNITS)
+        print_note(f"largest error: {', '.join(f'{role} {error:.1e}' for role, error in largest.items())}")
+        print_note(ERROR_UNITS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hf_trainweights_cli.console import printable, say
-from hf_trainweights_cli.tables import new_table, print_table, show_sizes
+from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest
@@ -117,4 +117,4 @@ def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None
         table.add_row(*key, *first, *stored, f"{max(bounds):.2g}" if bounds else "exact")
     print_table(table)
     if any(tensor["bound"] is not None for tensor in tensors):
-        typer.echo(ERROR_UNITS)
+        print_note(ERROR_UNITS)

@@ -16,7 +16,12 @@ _BROKEN_PIPE = 141
 
 
 class Command(TyperCommand):
-    """A command whose help shows flags without a type: `--json` takes no value."""
+    """A command whose help shows flags without a type, as `--json` takes no value, and paragraphs of whole lines."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        # Typer breaks lines where the docstring does, and again where the terminal ends.
+        paragraphs = (" ".join(each.split()) for each in (options.get("help") or "").split("\n\n"))
+        super().__init__(*arguments, **{**options, "help": "\n\n".join(paragraphs)})
 
     def get_params(self, ctx: Any) -> list[Any]:
         """Return the parameters, flags without a type."""

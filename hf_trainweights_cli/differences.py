@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_trainweights_cli.console import exit_with, print_json
-from hf_trainweights_cli.tables import new_table, print_table, show_error, show_size
+from hf_trainweights_cli.tables import new_table, print_note, print_table, show_error, show_size
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import Comparison, Difference
@@ -56,7 +56,7 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
     left_out = len(differing) - len(shown)
     equal = len(comparison.tensors) - len(differing)
     counts = [f"{left_out} more differ"] * bool(left_out) + [f"{equal} of {len(comparison.tensors)} are equal"]
-    typer.echo(f"{', '.join(counts)}; dB: 20 log10 of |a| / |a - b|; L2: |a - b| / |a|; A, B: bytes stored")
+    print_note(f"{', '.join(counts)}; dB: 20 log10 of |a| / |a - b|; L2: |a - b| / |a|; A, B: bytes stored")
 
 
 def _row(difference: dict[str, Any]) -> tuple[str, ...]:

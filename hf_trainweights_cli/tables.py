@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,16 +87,23 @@ class Table:
         return drawing
 
     def _stacked(self, width: int) -> list[str]:
-        """Return two lines for each row: the name, and below it the columns that no terminal does without."""
-        heads = (*self.left, *self.right)
-        kept = [index for index, head in enumerate(heads) if index and head not in self.drop]
+        """Return two lines for each row: the name, and below it as many of the other columns as a line holds."""
+        rows = [row for group in self.groups for row in group]
+        below: dict[tuple[str, ...], str] = {}
+        for dropped in range(len(self.drop) + 1):
+            below = {row: self._below(row, self.drop[:dropped]) for row in rows}
+            if max(map(cell_len, below.values())) <= width:
+                break
         lines = []
         for group in filter(None, self.groups):
-            for row in group:
-                rest = "  ".join(f"{heads[index]} {row[index]}" for index in kept if row[index])
-                lines += [shorten(row[0], width), *([f"  {rest}"] if rest else [])]
+            lines += [line for row in group for line in (shorten(row[0], width), below[row]) if line]
             lines.append("")
         return lines[:-1]
+
+    def _below(self, row: tuple[str, ...], dropped: Sequence[str]) -> str:
+        cells = zip((*self.left, *self.right)[1:], row[1:], strict=True)
+        shown = "  ".join(f"{head} {cell}" for head, cell in cells if cell and head not in dropped)
+        return f"  {shown}" if shown else ""
 
 
 def shorten(name: str, width: int) -> str:
@@ -125,6 +133,11 @@ def print_table(table: Table) -> None:
     """Print a table on stdout, as wide as the terminal allows, or whole where stdout is none."""
     width = Console().width if sys.stdout.isatty() else None
     typer.echo("\n".join(table.lines(width)))
+
+
+def print_note(text: str) -> None:
+    """Print a line of explanation on stdout; on a terminal it is broken between words."""
+    typer.echo(textwrap.fill(text, Console().width) if sys.stdout.isatty() else text)
 
 
 def show_size(count: int | None) -> str:

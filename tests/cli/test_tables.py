@@ -54,7 +54,9 @@ def test_columns_are_left_out_in_order(width: int | None, heads: list[str]) -> N
 
 
 def test_where_even_one_number_does_not_fit_beside_the_names_it_stands_below() -> None:
-    assert a_table().lines(50)[:2] == [NAMES[0], "  L2 0.1e-02"]
+    assert a_table().lines(50)[:2] == [NAMES[0], "  format int4 g128  L2 0.1e-02  B 10.2 kB"]
+    assert a_table().lines(30)[1] == "  format int4 g128  L2 0.1e-02"
+    assert a_table().lines(20)[1] == "  L2 0.1e-02"
 
 
 def test_labels_fold_between_words_before_columns_are_left_out() -> None:

@@ -22,7 +22,7 @@ from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
-from hf_trainweights.models import directory
+from hf_trainweights.models import companions
 from hf_trainweights.models.directory import load_saved, quantize_directory, saved_parameter_names
 
 INT4 = {"format": "int4", "group_size": 32}
@@ -155,7 +155,7 @@ def test_a_file_that_cannot_be_read_is_named_and_nothing_is_left_behind(
             raise OSError(errno.EIO, "Input/output error")
 
     (llama / "tokenizer.json").write_text("{}")
-    monkeypatch.setattr(directory, "open_regular_file", lambda path: Unreadable())
+    monkeypatch.setattr(companions, "open_regular_file", lambda path: Unreadable())
     with pytest.raises(ConfigError, match=r"/float/\w+\.json: expected .*, found .*Input/output error\. Check"):
         quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
     assert [path.name for path in tmp_path.iterdir()] == ["float"]
