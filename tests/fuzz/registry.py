@@ -8,6 +8,7 @@ from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, Enco
 from tests.fuzz.targets.exports import Exports
 from tests.fuzz.targets.gguf_exports import GgufExports
 from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
+from tests.fuzz.targets.onnx_exports import OnnxExports
 from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
 from tests.fuzz.targets.run_directories import Manifests, RunDirectories
 from tests.fuzz.targets.training_states import TrainingStates
@@ -26,5 +27,6 @@ _TARGETS: tuple[type[Target], ...] = (
     TrainingStates,
     Exports,
     GgufExports,
+    OnnxExports,
 )
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}
