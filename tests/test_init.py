@@ -23,7 +23,7 @@ from hf_trainweights import TrainWeightsConfig, TrainWeightsHfQuantizer
 from hf_trainweights.tensor.handlers import HANDLERS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-MOST_NAMES = 24
+MOST_NAMES = 28
 
 
 def public_names() -> dict[str, object]:
