@@ -15,7 +15,7 @@ class TrainWeightsError(Exception):
         found: What was there instead.
         next_step: What the reader should do about it, a full sentence.
 
-    Example:
+    Examples:
         >>> raise ConfigError("group_size", "32, 64 or 128", "48", "Choose one of these.")
         Traceback (most recent call last):
             ...
@@ -62,7 +62,7 @@ def did_you_mean(found: object, known: Iterable[str], default: str) -> str:
         known: The names that would have been right.
         default: The next step where none is near.
 
-    Example:
+    Examples:
         >>> did_you_mean("dwon_proj", ["up_proj", "down_proj"], "Choose one of these.")
         'Did you mean "down_proj"?'
     """

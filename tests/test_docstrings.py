@@ -5,9 +5,12 @@ from __future__ import annotations
 import doctest
 import importlib
 import pkgutil
+import re
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from sample_directories import write_sample_directories
 
 import hf_trainweights
 
@@ -17,12 +20,21 @@ PROGRAMS = ("hf_trainweights.__main__", "hf_trainweights.files.expression_worker
 MODULES = [
     name
     for _, name, _ in pkgutil.walk_packages(hf_trainweights.__path__, "hf_trainweights.")
-    if name not in PROGRAMS and ">>>" in Path(str(importlib.util.find_spec(name).origin)).read_text("utf-8")
+    if name not in PROGRAMS and re.search(r">>> (?!.*\+SKIP)", Path(str(find_spec(name).origin)).read_text("utf-8"))
 ]
 
 
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("samples")
+    write_sample_directories(directory)
+    return directory
+
+
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_in_docstrings_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_examples_in_docstrings_run(name: str, samples: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for directory in samples.iterdir():
+        (tmp_path / directory.name).symlink_to(directory)
     monkeypatch.chdir(tmp_path)
     results = doctest.testmod(importlib.import_module(name), optionflags=FLAGS)
     assert results.attempted > 0

@@ -53,7 +53,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     Raises:
         ConfigError: Mode, rules or `on_error` are wrong.
 
-    Example:
+    Examples:
         >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
         'near-lossless'
     """

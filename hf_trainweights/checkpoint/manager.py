@@ -50,7 +50,7 @@ class CheckpointManager:
     Raises:
         ConfigError: An option is wrong.
 
-    Example:
+    Examples:
         >>> import os, tempfile
         >>> root, model = tempfile.mkdtemp(), nn.Linear(2, 1)
         >>> optimizer = torch.optim.AdamW(model.parameters())

@@ -173,7 +173,7 @@ def state_sha256(state: Mapping[str, Any]) -> str:
     Returns:
         64 hexadecimal digits.
 
-    Example:
+    Examples:
         >>> state_sha256({"w": torch.zeros(2)}) == state_sha256({"w": torch.zeros(1, 2)})
         False
     """

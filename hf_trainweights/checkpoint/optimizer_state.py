@@ -21,7 +21,7 @@ def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str
     Returns:
         Index to name: indices run through the groups in their order.
 
-    Example:
+    Examples:
         >>> model = nn.Linear(2, 1)
         >>> optimizer_parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
         {0: 'bias', 1: 'weight'}

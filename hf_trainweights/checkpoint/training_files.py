@@ -58,7 +58,7 @@ def save_checkpoint(
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from torch import nn
         >>> from hf_trainweights.checkpoint import build_checkpoint
@@ -144,7 +144,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         CorruptFileError: Something in it is damaged or missing, or it was not written by `save_checkpoint`.
         OSError: It cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from torch import nn
         >>> from hf_trainweights.checkpoint import build_checkpoint

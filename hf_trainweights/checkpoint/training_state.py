@@ -55,7 +55,7 @@ def build_checkpoint(
     Raises:
         ConfigError: A parameter is of a tensor subclass that cannot be taken apart.
 
-    Example:
+    Examples:
         >>> checkpoint = build_checkpoint(nn.Linear(2, 1), step=7, rng=False)
         >>> sorted(checkpoint), checkpoint["model"]["bias"].shape
         (['model', 'names', 'step'], torch.Size([1]))
@@ -103,7 +103,7 @@ def restore_checkpoint(
         CorruptFileError: The model's names or shapes differ.
         ValueError: torch's own, where the optimizer has other parameter groups.
 
-    Example:
+    Examples:
         >>> source, target = nn.Linear(2, 1), nn.Linear(2, 1)
         >>> restore_checkpoint(build_checkpoint(source, step=7), target)
         (None, 7)

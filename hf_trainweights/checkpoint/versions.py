@@ -49,7 +49,7 @@ class VersionedModelSaver:
     Args:
         base_dir: Where the versions are; it is created by the first save.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> saver = VersionedModelSaver(tempfile.mkdtemp())
         >>> metadata = saver.save(nn.Linear(3, 2), "1.2.0", {"in_features": 3, "out_features": 2})

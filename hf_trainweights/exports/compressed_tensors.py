@@ -87,7 +87,7 @@ def pack(codes: Tensor) -> Tensor:
     Returns:
         A new int32 tensor `[N, ceil(K / 4)]`, each code + 128, the first one in the lowest bits.
 
-    Example:
+    Examples:
         >>> codes = torch.tensor([[-128, -127, 0, 127]], dtype=torch.int8)
         >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack(codes)[0].tolist()]
         ['FF800100']

@@ -53,7 +53,7 @@ def export_program(
             the model; the error names the module that it stumbled over.
         SaveError: `out` cannot be written; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> free = {"input_ids": {0: torch.export.Dim("batch")}}
         >>> export_program("models/bert-int8", "bert.pt2", dynamic_shapes=free)  # doctest: +SKIP
     """

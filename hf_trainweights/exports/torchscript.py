@@ -55,7 +55,7 @@ def export_torchscript(
         UnsupportedError: TorchScript cannot hold the model; the error names the module that it stumbled over.
         SaveError: `out` cannot be written; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> export_torchscript("models/bert-int8", "bert.pt")  # doctest: +SKIP
     """
     out = Path(out)

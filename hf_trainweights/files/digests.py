@@ -74,7 +74,7 @@ def digests_name(variant: str | None = None) -> str:
     Args:
         variant: As for `save_pretrained`.
 
-    Example:
+    Examples:
         >>> digests_name(), digests_name("fp16")
         ('trainweights_files.json', 'trainweights_files.fp16.json')
     """
@@ -121,7 +121,7 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         ConfigError: It is no directory, or one without digests.
         OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> directory = Path(tempfile.mkdtemp())
         >>> _ = (directory / "model.safetensors").write_bytes(b"weights")

@@ -44,7 +44,7 @@ def matching(expressions: Iterable[str], names: Iterable[str], ending: str = "")
         ConfigError: An expression is not valid, or all together take longer than 10 seconds or more than 512 MiB.
         UnsupportedError: Python cannot start a process here.
 
-    Example:
+    Examples:
         >>> matching([r"layers\.[0-3]\..*"], ["layers.2.mlp", "layers.7.mlp"])
         {'layers\\.[0-3]\\..*': frozenset({'layers.2.mlp'})}
     """

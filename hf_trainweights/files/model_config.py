@@ -25,7 +25,7 @@ def quantization_sha256(directory: Path) -> str | None:
         CorruptFileError: config.json is no regular file, or no JSON object.
         OSError: It cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> directory = Path(tempfile.mkdtemp())
         >>> _ = (directory / "config.json").write_text('{"quantization_config": {"format": "int8"}}')

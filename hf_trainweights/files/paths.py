@@ -18,7 +18,7 @@ def is_safe_name(name: str) -> bool:
     Raises:
         TypeError: `name` is no string.
 
-    Example:
+    Examples:
         >>> is_safe_name("sub/model.safetensors"), is_safe_name("../model.safetensors")
         (True, False)
     """

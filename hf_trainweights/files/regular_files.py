@@ -37,7 +37,7 @@ def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryI
             to nothing, or any link where `follow_links` is false.
         OSError: Nothing is there, or it cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> directory = Path(tempfile.mkdtemp())
         >>> _ = (directory / "file").write_bytes(b"content")

@@ -31,7 +31,7 @@ def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozense
     Raises:
         ConfigError: An expression is not valid, or takes too long.
 
-    Example:
+    Examples:
         >>> select(["re:.*up_proj", "up_proj", "proj"], ["layers.0.up_proj"])["up_proj"]
         frozenset({'layers.0.up_proj'})
     """
@@ -50,7 +50,7 @@ def name_and_modules(name: str) -> list[str]:
     Args:
         name: Full name of a module or parameter.
 
-    Example:
+    Examples:
         >>> name_and_modules("mlp.up.weight")
         ['mlp', 'mlp.up', 'mlp.up.weight']
     """
@@ -82,7 +82,7 @@ def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) ->
         selected: Each selector to what it selects, as `select` returned it for these names and perhaps for others.
         names: The names of the parameter: its module's and its own, under each of its ties.
 
-    Example:
+    Examples:
         >>> names = ["mlp", "mlp.weight"]
         >>> most_exact(select(["re:.*", "mlp", "mlp.weight"], names), names)
         'mlp.weight'

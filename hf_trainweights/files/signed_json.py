@@ -22,7 +22,7 @@ def sign_json(content: Mapping[str, Any]) -> bytes:
     Returns:
         The bytes to write.
 
-    Example:
+    Examples:
         >>> text = sign_json({"size_bytes": 3})
         >>> is_signed(text, json.loads(text)), is_signed(text.replace(b"3", b"4"), json.loads(text))
         (True, False)

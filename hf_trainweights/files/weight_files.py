@@ -52,7 +52,7 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
         name: A file name without its directory.
         variant: The variant whose files are meant; None for those without.
 
-    Example:
+    Examples:
         >>> is_weight_file("model-00001-of-00002.safetensors"), is_weight_file("model.fp16.safetensors")
         (True, False)
     """
@@ -66,7 +66,7 @@ def may_be_loaded(name: str) -> bool:
     Args:
         name: A file name without its directory.
 
-    Example:
+    Examples:
         >>> may_be_loaded("consolidated.safetensors"), may_be_loaded("training_args.bin")
         (True, False)
     """
@@ -91,7 +91,7 @@ def entry_point_rank(name: str) -> int | None:
     Returns:
         None for shards, and for files that hold no weights.
 
-    Example:
+    Examples:
         >>> entry_point_rank("model.safetensors"), entry_point_rank("pytorch_model.bin.index.fp16.json")
         (0, 3)
     """
@@ -108,7 +108,7 @@ def is_read_by_loaders(name: str) -> bool:
     Args:
         name: Its path within the directory.
 
-    Example:
+    Examples:
         >>> is_read_by_loaders("config.json"), is_read_by_loaders("trainweights_files.json")
         (True, False)
     """
@@ -121,7 +121,7 @@ def bin_name(name: str) -> str:
     Args:
         name: A file name without its directory.
 
-    Example:
+    Examples:
         >>> bin_name("model-00001-of-00002.safetensors")
         'pytorch_model-00001-of-00002.bin'
     """

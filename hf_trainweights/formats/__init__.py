@@ -39,7 +39,7 @@ def get_format(config: Mapping[str, Any]) -> Format:
     Raises:
         ConfigError: The name is not in `FORMATS`, or a parameter is unknown or has a value that is not allowed.
 
-    Example:
+    Examples:
         >>> get_format({"format": "int4", "group_size": 32})
         Int4(group_size=32)
     """

@@ -51,7 +51,7 @@ class Format(ABC):
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
 
-        Example:
+        Examples:
             >>> from hf_trainweights.formats import get_format
             >>> get_format({"format": "int4", "group_size": 32}).get_config()
             {'format': 'int4', 'group_size': 32}
@@ -124,7 +124,7 @@ class Format(ABC):
             QuantizationError: The weight is not a float matrix, holds NaN or Inf, or has a shape that this format
                 cannot hold (ask `fallback` first).
 
-        Example:
+        Examples:
             >>> from hf_trainweights.formats import get_format
             >>> tensors = get_format({"format": "int8"}).quantize(torch.ones(2, 3))
             >>> tensors["qdata"].tolist()

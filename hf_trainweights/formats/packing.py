@@ -26,7 +26,7 @@ def pack_int4(codes: Tensor) -> Tensor:
     Raises:
         QuantizationError: K is not a multiple of 8.
 
-    Example:
+    Examples:
         >>> pack_int4(torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]])).tolist()
         [[1985229328]]
     """
@@ -54,7 +54,7 @@ def unpack_int4(packed: Tensor) -> Tensor:
     Raises:
         QuantizationError: `packed` is not int32.
 
-    Example:
+    Examples:
         >>> unpack_int4(torch.tensor([[1985229328]], dtype=torch.int32)).tolist()
         [[-8, -7, -6, -5, -4, -3, -2, -1]]
     """

@@ -58,7 +58,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
         UnsupportedError: No format of this package can hold a weight exactly, which is named.
         SaveError: `out` cannot be written.
 
-    Example:
+    Examples:
         >>> import_directory("models/llama-gptq", "models/llama-int4")  # doctest: +SKIP
     """
     out = Path(out)

@@ -55,7 +55,7 @@ class Source:
     def modules(self) -> dict[str, dict[str, str]]:
         """Return the tensors by the module that they belong to: module to last part of the name to whole name.
 
-        Example:
+        Examples:
             >>> Source(Path("models/llama-gptq")).modules()["model.layers.0.mlp.up_proj"]  # doctest: +SKIP
             {'qweight': 'model.layers.0.mlp.up_proj.qweight', ...}
         """

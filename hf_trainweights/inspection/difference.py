@@ -114,7 +114,7 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
         MissingAnchorError: A checkpoint was moved without the anchor it needs.
         OSError: A file cannot be read.
 
-    Example:
+    Examples:
         >>> compare_checkpoints("runs/a/checkpoint-100", "runs/b/checkpoint-100").totals  # doctest: +SKIP
     """
     files = find_parts(Path(a)), find_parts(Path(b))

@@ -78,7 +78,7 @@ def inspect_weights(path: str | Path) -> Inspection:
         CorruptFileError: A file is damaged, or a newer version wrote the configuration.
         OSError: A file cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> import torch
         >>> from safetensors.torch import save_file

@@ -27,8 +27,10 @@ def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comp
         ConfigError: Transformers has no class for a model, or weights are missing.
         CorruptFileError: A file is damaged.
 
-    Example:
-        >>> compare_models("models/llama", "models/llama-int4").totals  # doctest: +SKIP
+    Examples:
+        >>> comparison = compare_models("llama", "llama-int8")
+        >>> comparison.totals[0].is_equal
+        False
     """
     return compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
 

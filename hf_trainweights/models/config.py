@@ -66,7 +66,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     Raises:
         ConfigError: A value is not allowed, and the message lists those that are; or there is no such argument.
 
-    Example:
+    Examples:
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
         >>> config.format_for(["model.layers.0.mlp.down_proj"])
         (Int8(group_size=None, activations=None), True)
@@ -127,7 +127,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: A value is not allowed.
 
-        Example:
+        Examples:
             >>> TrainWeightsConfig.from_dict({"format": "int4", "group_size": 32}).default_format
             Int4(group_size=32)
         """
@@ -153,7 +153,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         Raises:
             ConfigError: It is none of these, or a value is not allowed.
 
-        Example:
+        Examples:
             >>> TrainWeightsConfig.of("int4").group_size
             128
         """

@@ -29,8 +29,8 @@ def dequantize_directory(
         CorruptFileError: A file of the source is damaged.
         SaveError: `out` cannot be written.
 
-    Example:
-        >>> dequantize_directory("models/llama-int4", "models/llama-float")  # doctest: +SKIP
+    Examples:
+        >>> dequantize_directory("llama-int8", "llama-float")
     """
     out = Path(out)
     require_vacant_directory(out)

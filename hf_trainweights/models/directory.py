@@ -56,8 +56,9 @@ def quantize_directory(
         QuantizationError: A weight holds NaN or Inf.
         SaveError: `out` cannot be written.
 
-    Example:
-        >>> quantize_directory("models/llama", "models/llama-int4", TrainWeightsConfig("int4"))  # doctest: +SKIP
+    Examples:
+        >>> print(quantize_directory("llama", "llama-small", "int8"))
+        quantized: 7 int8; ...
     """
     out, config = Path(out), TrainWeightsConfig.of(config)
     require_vacant_directory(out)
@@ -105,8 +106,8 @@ def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "au
         CorruptFileError: A file is damaged.
         TrainWeightsError: Quantizing on the fly failed.
 
-    Example:
-        >>> load_saved("models/llama-int4").device  # doctest: +SKIP
+    Examples:
+        >>> load_saved("llama-int8").device
         device(type='cpu')
     """
     saved = read_config(source)
@@ -139,7 +140,7 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
         Names of the parameters, all names of a tied one; None without a config.json that names a class of
         Transformers.
 
-    Example:
+    Examples:
         >>> saved_parameter_names("out/checkpoint-500")  # doctest: +SKIP
         {'lm_head.weight', 'model.embed_tokens.weight', ...}
     """

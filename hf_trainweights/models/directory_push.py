@@ -38,7 +38,7 @@ def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: A
         Exception: What the Hub's client refuses, before anything is uploaded: `HFValidationError` for a name that
             cannot be one, `HfHubHTTPError` without a token that may write there.
 
-    Example:
+    Examples:
         >>> push_directory("models/llama-int4", "me/llama-int4", private=True)  # doctest: +SKIP
     """
     directory = Path(directory)

@@ -18,7 +18,7 @@ def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object
         rows: The cells; after the first thousand rows, the number of the others.
         folded: Whether it shows only its caption until someone opens it.
 
-    Example:
+    Examples:
         >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])
         '<p>sizes</p><table><tr><th>name</th><th>bytes</th></tr><tr><td>&lt;w&gt;</td><td>4</td></tr></table>'
     """

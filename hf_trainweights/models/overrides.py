@@ -29,7 +29,7 @@ def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     Raises:
         ConfigError: An expression is not valid, or takes too long.
 
-    Example:
+    Examples:
         >>> listed(["layers.1"], ["layers.1.mlp", "layers.11.mlp"])
         {'layers.1.mlp'}
     """
@@ -51,7 +51,7 @@ def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
     Raises:
         ConfigError: An expression is not valid, or takes too long.
 
-    Example:
+    Examples:
         >>> sorted(left_out(["mlp", "layers.[0-2]"], ["layers.0.mlp", "layers.1.attn", "layers.3.attn"]))
         ['layers.0.mlp', 'layers.1.attn']
     """

@@ -44,7 +44,7 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig | FormatName | Mappi
             unknown keys; the module is unchanged.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
-    Example:
+    Examples:
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
         >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...

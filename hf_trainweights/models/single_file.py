@@ -38,7 +38,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         ConfigError: A value is no tensor, a tensor has no values, or the name does not end in `.safetensors`.
         SaveError: The file cannot be written, or the disk is full; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> from hf_trainweights import quantize_
         >>> layer = nn.Linear(64, 64)
@@ -99,7 +99,7 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
         ConfigError: The file is missing, or its name does not end in `.safetensors`; or the config.json beside it names
             a format that does not exist.
 
-    Example:
+    Examples:
         >>> load_file("model.safetensors")["lm_head.weight"].shape  # doctest: +SKIP
         torch.Size([32000, 4096])
     """

@@ -135,7 +135,7 @@ def summary(model: nn.Module) -> Summary:
     Raises:
         ConfigError: The model is being loaded.
 
-    Example:
+    Examples:
         >>> from hf_trainweights import quantize_
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
         >>> _ = quantize_(layers, TrainWeightsConfig("int8"))

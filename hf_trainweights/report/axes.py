@@ -96,7 +96,7 @@ def _log_steps(low: float, high: float) -> list[list[float]]:
 def number(value: float) -> str:
     """Return a number in a few characters, without an exponent where that is short.
 
-    Example:
+    Examples:
         >>> number(0.5), number(2000.0), number(0.00001), number(1234567)
         ('0.5', '2000', '1e-05', '1.23e+06')
     """
@@ -110,7 +110,7 @@ def size_unit(largest_bytes: float) -> tuple[float, str]:
     Args:
         largest_bytes: The largest size to show.
 
-    Example:
+    Examples:
         >>> size_unit(90_900_000)
         (1000000.0, 'MB')
     """
@@ -126,7 +126,7 @@ def size(count: float) -> str:
     Args:
         count: Bytes.
 
-    Example:
+    Examples:
         >>> size(90_900_000), size(12)
         ('90.9 MB', '12 B')
     """

@@ -31,7 +31,7 @@ def shortened(text: object, characters: int) -> str:
         text: What to show.
         characters: At least 3.
 
-    Example:
+    Examples:
         >>> shortened("model.layers.0.mlp.up_proj", 15)
         'model.l…up_proj'
     """

@@ -68,8 +68,9 @@ def write_report(source: Source, out: str | os.PathLike[str], against: Source | 
         MissingAnchorError: A checkpoint was moved without the anchor it needs.
         SaveError: `out` cannot be written.
 
-    Example:
-        >>> write_report("models/llama-int4", "report.html", against="models/llama")  # doctest: +SKIP
+    Examples:
+        >>> write_report("llama-int8", "report.html", against="llama").title
+        'llama-int8, compared with llama'
     """
     out = Path(out)
     check_name(out)

@@ -53,7 +53,7 @@ def guarded_names(names: Iterable[str]) -> list[str]:
     Args:
         names: Full names of the quantized weights, in the order of the model.
 
-    Example:
+    Examples:
         >>> guarded_names(["encoder.0.q.weight", "encoder.1.q.weight", "decoder.0.q.weight", "head.weight"])
         ['encoder.0.q.weight', 'decoder.0.q.weight', 'head.weight']
     """
@@ -74,7 +74,7 @@ def name_for_transformers(name: str) -> str:
     Args:
         name: Full name of the weight.
 
-    Example:
+    Examples:
         >>> name_for_transformers("layers.0.q_proj.weight")
         'layers.0.q_proj._weight_trainweights_guard'
     """
@@ -88,7 +88,7 @@ def name_in_file(name: str) -> str:
     Args:
         name: A name as Transformers writes it.
 
-    Example:
+    Examples:
         >>> name_in_file("layers.0.q_proj._weight_trainweights_guard"), name_in_file("layers.0.q_proj._weight_scale")
         ('layers.0.q_proj.weight', 'layers.0.q_proj._weight_scale')
     """

@@ -19,7 +19,7 @@ def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
     Returns:
         The weight itself.
 
-    Example:
+    Examples:
         >>> from hf_trainweights.formats import get_format
         >>> weight = as_parameter(QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"})))
         >>> isinstance(weight, nn.Parameter), weight.requires_grad
@@ -41,7 +41,7 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     Raises:
         CorruptFileError: A stored tensor does not fit its format.
 
-    Example:
+    Examples:
         >>> from hf_trainweights import TrainWeightsConfig, quantize_
         >>> layer = nn.Linear(64, 64)
         >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
@@ -65,7 +65,7 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
     Raises:
         NotImplementedError: A tensor is sparse.
 
-    Example:
+    Examples:
         >>> get_model_size_in_bytes(nn.Linear(4, 4, bias=False))
         64
     """

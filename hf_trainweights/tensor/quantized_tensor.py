@@ -46,7 +46,7 @@ class QuantizedTensor(HeldTensor):
         CorruptFileError: The stored tensors do not fit format and shape, or are not plain, contiguous and on one
             device.
 
-    Example:
+    Examples:
         >>> weight = QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"}))
         >>> weight.shape, weight.qdata.dtype
         (torch.Size([4, 8]), torch.int8)

@@ -45,7 +45,7 @@ def stored_name(parameter_name: str, suffix: str) -> str:
         parameter_name: Full name of the weight.
         suffix: `qdata`, `scale`, ... or `format`.
 
-    Example:
+    Examples:
         >>> stored_name("layers.0.q_proj.weight", "scale")
         'layers.0.q_proj._weight_scale'
     """
@@ -59,7 +59,7 @@ def parse_stored_name(name: str) -> tuple[str, str] | None:
     Args:
         name: A name as it lies in a file.
 
-    Example:
+    Examples:
         >>> parse_stored_name("layers.0.q_proj._weight_scale")
         ('layers.0.q_proj.weight', 'scale')
     """
@@ -169,7 +169,7 @@ def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     Args:
         names: What lies in a file, by name; names that are not of a quantized weight are left out.
 
-    Example:
+    Examples:
         >>> group_stored({"a._weight_qdata": 1, "a._weight_scale": 2, "a.bias": 3})
         {'a.weight': {'qdata': 1, 'scale': 2}}
     """

@@ -230,7 +230,7 @@ TYPELESS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": []}
         (compressed_tensors("int", 4, "channel"), TYPELESS),
         (compressed_tensors("int", 4, "channel"), {"sparsity_config": [1]}),
     ],
-    ids=str,
+    ids=lambda value: value.config["quant_method"] if isinstance(value, Layout) else str(value),
 )
 def test_values_that_no_description_has_are_refused(
     layout: Layout, change: dict[str, Any], source: Path, out: Path

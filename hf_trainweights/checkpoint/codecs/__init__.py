@@ -29,7 +29,7 @@ def get_codec(codec_id: str) -> type[Codec]:
     Raises:
         ConfigError: No codec has this name.
 
-    Example:
+    Examples:
         >>> get_codec("raw").lossless
         True
     """

@@ -66,7 +66,7 @@ class DeltaUniform(Codec):
         limit: An element whose decoded value would be further off is stored exactly; None for one step, which
             only numbers close to their dtype's resolution ever miss. The usual error is at most step / 2.
 
-    Example:
+    Examples:
         >>> import torch
         >>> anchor = torch.randn(64, 64)
         >>> weight = anchor + torch.randn(64, 64) * 1e-3
@@ -175,7 +175,7 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     Raises:
         RuntimeError: The shapes differ.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rms_difference(torch.full([8], 3.0), torch.ones(8))
         2.0

@@ -40,7 +40,7 @@ class Grouped(Codec):
     Args:
         config: The format, as `hf_trainweights.formats.get_format` takes it.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.linspace(-1, 1, 64 * 64).view(64, 64)
         >>> encoded = Grouped({"format": "int8"}).encode(weight)

@@ -69,7 +69,7 @@ class LogRank1(Codec):
     Args:
         step: Distance of two levels in units of log2, from 1 (factor at most 1.42) to 16.
 
-    Example:
+    Examples:
         >>> import torch
         >>> exp_avg_sq = torch.rand(64, 64) * 1e-9
         >>> encoded = LogRank1(step=1).encode(exp_avg_sq)

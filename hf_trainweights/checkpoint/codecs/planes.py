@@ -36,7 +36,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Planes(Codec):
     """Codes byte planes; bit-exact for NaN payloads, infinities, -0.0 and denormals.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.randn(256, 256)
         >>> encoded = Planes().encode(weight)

@@ -46,7 +46,7 @@ class PlanesDelta(Codec):
 
     Without an anchor it codes every chunk plain.
 
-    Example:
+    Examples:
         >>> import torch
         >>> anchor = torch.randn(256, 256)
         >>> weight = anchor + 1e-6

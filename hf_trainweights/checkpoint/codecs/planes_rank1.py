@@ -52,7 +52,7 @@ _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (
 class PlanesRank1(Codec):
     """Codes byte planes of the difference to a rank-1 prediction; bit-exact for any number.
 
-    Example:
+    Examples:
         >>> import torch
         >>> rows, columns = torch.randn(300, 1) * 3, torch.randn(300) * 3
         >>> exp_avg_sq = (rows + columns + torch.randn(300, 300) - 30).exp2()

@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.codecs.memory import empty
 class Raw(Codec):
     """Stores bytes unchanged, for small tensors and for those that no codec makes smaller.
 
-    Example:
+    Examples:
         >>> import torch
         >>> encoded = Raw().encode(torch.tensor([1.0, -0.0]))
         >>> Raw.decode(encoded.payloads, encoded.params, [2], torch.float32)

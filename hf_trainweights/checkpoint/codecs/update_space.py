@@ -50,7 +50,7 @@ class UpdateSpace(Codec):
     Args:
         step: Distance of two levels, between 2**-10 and 2**10.
 
-    Example:
+    Examples:
         >>> import torch
         >>> exp_avg, exp_avg_sq = torch.randn(64, 64) * 1e-3, torch.full([64, 64], 1e-6)
         >>> encoded = UpdateSpace(step=0.25).encode(exp_avg, {"exp_avg_sq": exp_avg_sq})

@@ -25,7 +25,7 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
     Returns:
         Names in `weights`: every buffer, unless there are no states; perhaps more.
 
-    Example:
+    Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
         >>> sorted(find_buffers(model.state_dict(), torch.optim.SGD(model.named_parameters()).state_dict()))
         ['1.num_batches_tracked', '1.running_mean', '1.running_var']

@@ -134,7 +134,7 @@ def latest(root: str | Path) -> str | None:
     Raises:
         OSError: `root` cannot be read.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> latest(tempfile.mkdtemp()) is None
         True

@@ -50,7 +50,7 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     Raises:
         OSError: Something cannot be read or removed.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> collect_garbage(tempfile.mkdtemp())
         []

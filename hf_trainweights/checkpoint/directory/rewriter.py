@@ -75,7 +75,7 @@ def compress_directory(
         UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp())
         >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")
@@ -128,7 +128,7 @@ def restore_directory(path: str | Path) -> Manifest:
         MissingAnchorError: It was moved without the anchor it needs.
         SaveError: The disk is full or refuses; every file is whole, small or plain.
 
-    Example:
+    Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp())
         >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")

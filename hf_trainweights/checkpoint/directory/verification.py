@@ -57,7 +57,7 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
     Raises:
         OSError: The directory itself cannot be read. What is wrong in it is reported, not raised.
 
-    Example:
+    Examples:
         >>> import torch
         >>> from hf_trainweights.checkpoint import CheckpointManager, latest
         >>> with CheckpointManager("run", every_steps=1) as manager:

@@ -40,7 +40,7 @@ def register_anchor_directory(path: str | Path) -> None:
     Args:
         path: The directory itself is looked in, not what lies below. It need not exist.
 
-    Example:
+    Examples:
         >>> register_anchor_directory("runs/a/checkpoint-500")
     """
     _directories[Path(path).absolute()] = None

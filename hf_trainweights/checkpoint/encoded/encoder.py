@@ -68,7 +68,7 @@ class EncodedFile:
         report: One entry per storage.
         anchor_sha256: Digest of the anchor that reading it takes, or None if no tensor refers to one.
 
-    Example:
+    Examples:
         >>> import io
         >>> file = io.BytesIO()
         >>> torch.save(encode_file({"weight": torch.ones(2)}, {}), file)
@@ -114,7 +114,7 @@ def encode_file(
         ConfigError: `anchor_link` does not carry the anchor's name.
         OSError: The temporary file cannot be written.
 
-    Example:
+    Examples:
         >>> encoded = encode_file({"weight": torch.zeros(4), "lr": 0.1}, {})
         >>> [(entry.path, entry.codec) for entry in encoded.report]
         [('weight', 'raw')]

@@ -66,7 +66,7 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
     Raises:
         UnstorableError: A tensor is not plain and dense, or two dtypes share memory; it names the key path.
 
-    Example:
+    Examples:
         >>> weight = torch.arange(6.0)
         >>> views, storages = find_storages([weight, weight[4:]], [[("all",)], [("last",)]])
         >>> views

@@ -68,7 +68,7 @@ def seal_structure(content: Mapping[str, Any]) -> str:
     Returns:
         Its digest and its JSON, without a full stop.
 
-    Example:
+    Examples:
         >>> seal_structure({"version": 1, "tree": 0.5})[64:]
         '{"version":1,"tree":0·5}'
     """
@@ -85,7 +85,7 @@ def padded_length(length: int) -> int:
     Returns:
         The smallest such length >= `length`.
 
-    Example:
+    Examples:
         >>> padded_length(45), padded_length(46), hex(padded_length(0x2E31))
         (45, 47, '0x2f00')
     """

@@ -62,7 +62,7 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
         UnstorableError: A value's type is not in the table, a container contains itself, or tensors of two
             dtypes share memory. The error names the key path.
 
-    Example:
+    Examples:
         >>> structure, storages = flatten({"lr": 0.1, "step": torch.tensor(3.0)})
         >>> structure
         {'tree': {'dict': [['lr', 0.1], ['step', {'tensor': 0}]]}, 'tensors': [{'storage': 0}]}
@@ -86,7 +86,7 @@ def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
     Raises:
         CorruptFileError: A node or a view is not as `flatten` leaves it.
 
-    Example:
+    Examples:
         >>> structure, storages = flatten({"betas": (0.9, 0.95), "step": torch.tensor(3.0)})
         >>> unflatten(structure, [storage.read() for storage in storages])
         {'betas': (0.9, 0.95), 'step': tensor(3.)}

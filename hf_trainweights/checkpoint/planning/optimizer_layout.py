@@ -16,7 +16,7 @@ def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
     Args:
         tree: Anything.
 
-    Example:
+    Examples:
         >>> import torch
         >>> is_optimizer_state(torch.optim.SGD([torch.ones(1)]).state_dict()), is_optimizer_state({"state": 1})
         (True, False)

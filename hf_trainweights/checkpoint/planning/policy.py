@@ -62,7 +62,7 @@ class Policy:
     Raises:
         ConfigError: A mode, selector or choice is unknown, or a codec does not suit a role.
 
-    Example:
+    Examples:
         >>> policy = Policy("compact", {"optimizer": "lossless", "embed": "raw"})
         >>> policy.plan_weights({"embed.weight": torch.zeros(64, 64)})["embed.weight",].candidates
         (Raw(),)

@@ -37,7 +37,7 @@ def export_gguf(
             tokenizer or the pooling; or the package gguf is not installed. Nothing was written.
         SaveError: `out` cannot be written or the disk is full; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> export_gguf("models/llama-int8", "llama-int8.gguf")  # doctest: +SKIP
     """
     target = Path(out)

@@ -75,7 +75,7 @@ def export_onnx(
         UnsupportedError: ONNX cannot hold the model, or computes something else with it, or a package is missing.
         SaveError: `out` cannot be written; what was there before is untouched.
 
-    Example:
+    Examples:
         >>> export_onnx("llama-int4", "llama-onnx", task="text-generation", runtime="onnxruntime")  # doctest: +SKIP
     """
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)

@@ -118,7 +118,7 @@ def unpack(words: Tensor, bits: int) -> Tensor:
     Returns:
         Int8 `[N, W * 32 / bits]`.
 
-    Example:
+    Examples:
         >>> unpack(torch.tensor([[0x7F800081]], dtype=torch.int32), 8).tolist()
         [[1, -128, 0, -1]]
     """
