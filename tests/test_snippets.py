@@ -49,7 +49,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_examples_of_a_page_run(page: Path, samples: Path, tmp_path: Path) -> None:
     shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
-    file = tmp_path / f"{page.stem}.py"
+    file = tmp_path / f"page_{page.stem}.py"  # peft.md must not hide the package peft
     file.write_text(program(page.read_text("utf-8")), encoding="utf-8")
     command = [sys.executable, "-W", "ignore", str(file)]
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
