@@ -8,15 +8,15 @@ from typing import Annotated
 import typer
 
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, status
+from hf_trainweights_cli.sources import local_copy
 
 
 def report(
     source: Annotated[
-        Path, typer.Argument(metavar="A", exists=True, help="A model, a run, one checkpoint, or one weight file.")
+        str, typer.Argument(metavar="A", help="A model (directory or Hub id), a run, a checkpoint, or a weight file.")
     ],
     against: Annotated[
-        Path | None,
-        typer.Argument(metavar="[B]", exists=True, help="The model that errors are measured against: the float one."),
+        str | None, typer.Argument(metavar="[B]", help="The model that errors are measured against: the float one.")
     ] = None,
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write; <name of A>-report.html if not given.")
@@ -32,9 +32,9 @@ def report(
     # Imported here, so that `--help` does not wait for torch.
     from hf_trainweights.report.write import write_report
 
-    out = html or Path(f"{source.absolute().name}-report.html")
+    out = html or Path(f"{Path(source).absolute().name}-report.html")
     with errors_in_one_line(debug), status("reading"):
-        written = write_report(source, out, against)
+        written = write_report(local_copy(source), out, None if against is None else local_copy(against))
     if as_json:
         print_json({"title": written.title, "file": str(written.file), "lines": list(written.lines)})
         return

@@ -19,8 +19,8 @@ _LEFT_BEHIND = (
     *("*.index*.json", "config.json", "trainer_state.json", "trainweights*.json", "README.md", ".*"),
 )
 _CHUNK_BYTES = 1 << 20
-# Tokenizers and processors have no other folder.
-_FOLDERS = ("additional_chat_templates",)
+# Of tokenizers, and of the modules that sentence-transformers puts after the model, such as 1_Pooling and 2_Dense.
+_FOLDERS = ("additional_chat_templates", "[0-9]_*")
 
 
 def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
@@ -57,7 +57,7 @@ def companions(folder: Path) -> list[Path]:
         OSError: It cannot be read.
     """
     files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
-    files += [path for name in _FOLDERS if (folder / name).is_dir() for path in (folder / name).iterdir()]
+    files += [path for name in _FOLDERS for path in folder.glob(f"{name}/*")]
     return sorted(path for path in files if path.is_file())
 
 

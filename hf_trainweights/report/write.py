@@ -151,4 +151,7 @@ def _lines(measured: Sequence[Measured], others: Mapping[str, Weight]) -> list[s
 def _name(source: Source) -> str:
     if isinstance(source, nn.Module):
         return type(source).__name__
-    return Path(source).absolute().name
+    path = Path(source).absolute()
+    # A snapshot in the Hub's cache: models--user--name/snapshots/<commit>.
+    cached = path.parent.name == "snapshots" and path.parents[1].name.startswith("models--")
+    return path.parents[1].name.removeprefix("models--").replace("--", "/") if cached else path.name

@@ -96,6 +96,7 @@ def test_every_command_that_takes_a_model_takes_its_id(quantized: Path, local_hu
     report = run_json("verify", name)
     assert (report["path"], report["ok"], report["files"]) == (name, True, ["model.safetensors"])
     assert run_json("diff", quantized, name)["equal"] == len(here["tensors"])
+    assert run_json("report", name, quantized, "--html", tmp_path / "report.html")["title"].startswith("user/tiny")
     run_json("dequantize", name, tmp_path / "float")
     assert (tmp_path / "float" / "tokenizer.json").exists()
     run_json("export", name, tmp_path / "ct", "--to", "compressed-tensors")

@@ -78,12 +78,15 @@ def test_tokenizer_and_processor_are_copied_and_the_rest_is_not(llama: Path, tmp
         (llama / name).write_text(name)
     (llama / "additional_chat_templates").mkdir()
     (llama / "additional_chat_templates" / "rag.jinja").write_text("rag")
+    (llama / "2_Dense").mkdir()
+    (llama / "2_Dense" / "model.safetensors").write_text("of a module behind the model")
     (llama / "checkpoint-10").mkdir()
     before = contents(llama)
     quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
     written = contents(tmp_path / "out")
     assert {name: written.get(name) for name in COMPANIONS} == {name: name.encode() for name in COMPANIONS}
     assert written["additional_chat_templates/rag.jinja"] == b"rag"
+    assert written["2_Dense/model.safetensors"] == b"of a module behind the model"
     assert written.keys().isdisjoint(LEFT_BEHIND)
     assert not (tmp_path / "out" / "checkpoint-10").exists()
     assert json.loads(written["generation_config.json"])["bos_token_id"] == 1
