@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_trainweights import kernels
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels import MultiplyFew
 from hf_trainweights.kernels.cpu_features import product_dtype
@@ -46,13 +47,17 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     Returns:
         A new tensor `[*, N]` of the dtype of `x`.
     """
-    if x.device.type == "cpu" and is_plain(x):
+    plain = is_plain(x)
+    if x.device.type == "cpu" and plain:
         _say_if_slow(form, x.dtype)
+    if not plain and torch.onnx.is_in_onnx_export():
+        next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
+        raise UnsupportedError("torch.onnx.export", "float weights", f"a weight in {form}", next_step)
     out = kernels.linear(x, held.tensors, form, held.layout, bias)
     if out is not None:
         return out
     tensors = held.to_canonical()
-    if not is_plain(x):
+    if not plain:
         return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
     N, K = shape
     dtype = product_dtype(x.dtype, x.numel() // max(1, K)) if x.device.type == "cpu" else x.dtype
