@@ -33,6 +33,7 @@ bench:
 	python -m benchmarks.checkpoints
 	python -m benchmarks.abilities
 	PYTHONPATH=tests python -m benchmarks.exports
+	python -m benchmarks.programs
 	python -m benchmarks.at_a_glance
 	python -m benchmarks.tables
 

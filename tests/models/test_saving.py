@@ -291,7 +291,8 @@ def layouts(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """Return a model in the layout of files and the same one in tiles."""
-    config = TrainWeightsConfig("int4", group_size=64, overrides={"re:.*o_proj": {"format": "int4", "group_size": 32}})
+    some = {"re:.*(o_proj|attention.dense|attn.c_proj)": {"format": "int4", "group_size": 32}}
+    config = TrainWeightsConfig("int4", group_size=64, overrides=some)
     model = quantize_on_load(tmp_path_factory.mktemp("float"), request.param, config)
     plain, tiled = in_layouts(model, tiled=False), in_layouts(model, tiled=True)
     assert any(weight.kernel_layout for weight in tiled.parameters() if isinstance(weight, QuantizedTensor))

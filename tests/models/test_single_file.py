@@ -16,6 +16,7 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, load_file, quantize_, save_file
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.tensor.guards import make_guard
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, stored_name
 
 FORMATS = {
@@ -178,11 +179,18 @@ def test_a_truncated_or_missing_file_is_refused(tmp_path: Path) -> None:
         load_file(file)
 
 
-def test_something_under_the_name_of_a_quantized_weight_is_not_read(tmp_path: Path) -> None:
+def test_a_guard_under_the_name_of_a_quantized_weight_is_not_read(tmp_path: Path) -> None:
     file = written(tmp_path)
     expected = load_file(file)["0.weight"].clone()
-    rewrite(file, lambda tensors: tensors.update({"0.weight": torch.zeros(1)}))
+    rewrite(file, lambda tensors: tensors.update({"0.weight": make_guard()}))
     assert same_stored(load_file(file)["0.weight"], expected)
+
+
+def test_a_weight_that_is_there_twice_is_refused(tmp_path: Path) -> None:
+    file = written(tmp_path)
+    rewrite(file, lambda tensors: tensors.update({"0.weight": torch.zeros(1)}))
+    with pytest.raises(CorruptFileError, match=r"expected 0\.weight once, quantized or not, found both"):
+        load_file(file)
 
 
 @pytest.mark.parametrize("content", ["{", "[]", '{"quantization_config": 3}'])
