@@ -168,9 +168,9 @@ def programs() -> str:
         if row["format"] != "float32"
     ]
     caption = (
-        "MiniLM-L6-v2 with its real weights, embeddings quantized too, on a batch of 8 sentences. Differences are to the "
-        "dequantized model, as a part of its largest output; file and speed are relative to the float32 program of the "
-        f"same runtime. {report['machine']}; medians of {report['rounds']} rounds by turns. PyTorch "
+        "MiniLM-L6-v2 with its real weights, embeddings quantized too, on a batch of 8 sentences. Differences are to "
+        "the dequantized model, as a part of its largest output; file and speed are relative to the float32 program of "
+        f"the same runtime. {report['machine']}; medians of {report['rounds']} rounds by turns. PyTorch "
         f"{report['versions']['torch']}."
     )
     return f"{table(['format, runtime', 'largest difference', 'file', 'speed'], rows)}\n\n{caption}"
