@@ -46,6 +46,9 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
 
     Returns:
         A new tensor `[*, N]` of the dtype of `x`.
+
+    Raises:
+        UnsupportedError: `torch.onnx.export` asks.
     """
     plain = is_plain(x)
     if x.device.type == "cpu" and plain:
