@@ -19,6 +19,7 @@ from hf_trainweights.models.overrides import check_overrides, format_of, left_ou
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
+_ORDER = "override_order"
 
 # Arguments of other libraries' configurations: those that tell the number of bits, and what to write for others.
 _BITS = ("bits", "w_bit", "num_bits", "nbits")
@@ -134,8 +135,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         known = {key: value for key, value in config_dict.items() if key in _known_keys()}
         try:
             result = super().from_dict(known, **kwargs)
-            config = result[0] if isinstance(result, tuple) else result
-            for key in config_dict.keys() - known.keys():
+            config: Any = result[0] if isinstance(result, tuple) else result
+            config.overrides = _in_order(config.overrides, config_dict.get(_ORDER))
+            for key in config_dict.keys() - known.keys() - {_ORDER}:
                 _check_unknown(key, config_dict[key])
                 setattr(config, key, config_dict[key])
         except ConfigError as error:
@@ -208,14 +210,27 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """Return the configuration as JSON values, as config.json holds it.
 
         Returns:
-            A new dict that shares nothing with this object.
+            A new dict that shares nothing with this object. JSON files sort its keys, so it names the order of the
+            overrides where that is another.
         """
-        return copy.deepcopy(self.__dict__)
+        values = copy.deepcopy(self.__dict__)
+        order = list(self.overrides or ())
+        return values if order == sorted(order) else {**values, _ORDER: order}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainWeightsConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def _in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] | None:
+    """Return overrides in the order that a configuration names: of several expressions that match the first wins."""
+    if order is None:
+        return overrides
+    if not isinstance(order, list) or sorted(map(str, order)) != sorted(overrides or ()):
+        expected, next_step = "the keys of overrides, each once", "Repair it, or restore config.json from a copy."
+        raise ConfigError(_ORDER, expected, repr(order)[:200], next_step)
+    return {selector: (overrides or {})[selector] for selector in order}
 
 
 def _known_keys() -> list[str]:

@@ -57,7 +57,7 @@ def test_the_dict_holds_json_values_only(arguments: dict[str, Any]) -> None:
     assert json.loads(json.dumps(dictionary)) == dictionary
     assert dictionary["quant_method"] == QUANT_METHOD
     assert dictionary["version"] == CONFIG_VERSION
-    assert set(dictionary) == {"quant_method", "version", *EVERYTHING}
+    assert set(dictionary) - {"override_order"} == {"quant_method", "version", *EVERYTHING}
 
 
 def test_the_dict_shares_nothing_with_the_configuration_nor_with_its_arguments() -> None:
@@ -350,3 +350,18 @@ def test_dequantizing_on_load_is_refused() -> None:
     # Transformers would take the quantizer off the model and leave its weights quantized.
     with pytest.raises(ConfigError, match=r"call model\.dequantize\(\)"):
         TrainWeightsConfig.from_dict({"format": "int8", "dequantize": True})
+
+
+def test_the_order_of_overrides_survives_files_that_sort_keys() -> None:
+    config = TrainWeightsConfig("int8", overrides={"re:.*proj": "int4", "re:.*down_proj": None})
+    text = json.dumps(config.to_dict(), sort_keys=True)
+    assert list(TrainWeightsConfig.from_dict(json.loads(text)).overrides or ()) == ["re:.*proj", "re:.*down_proj"]
+    assert TrainWeightsConfig.from_dict(json.loads(text)) == config
+    in_order = TrainWeightsConfig("int8", overrides={"re:.*down_proj": None, "re:.*proj": "int4"})
+    assert "override_order" not in in_order.to_dict()
+
+
+@pytest.mark.parametrize("order", ["re:a", [], ["re:a", "re:a"], ["re:b"], [["re:a"]], 3])
+def test_an_order_that_does_not_fit_the_overrides_is_refused(order: object) -> None:
+    with pytest.raises(ConfigError, match="override_order: expected the keys of overrides, each once"):
+        TrainWeightsConfig.from_dict({"overrides": {"re:a": "int8"}, "override_order": order})
