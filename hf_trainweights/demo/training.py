@@ -42,7 +42,7 @@ class Recipe:
     hidden_size: int = 384
     num_layers: int = 2
     vocab_size: int = 1024
-    steps: int = 120
+    steps: int = 240
     batch_size: int = 16
     window_tokens: int = 64
     learning_rate: float = 3e-3
