@@ -147,7 +147,7 @@ def exports() -> str:
         "Differences are to the dequantized model, as a part of its largest output: the largest of MiniLM-L6-v2 with "
         f"its real weights and of tiny models ({models}), all with quantized embeddings. File and speed are MiniLM's, "
         "relative to its float32 file in ONNX Runtime; in parentheses, relative to this package's own products. "
-        f"{report['machine']} with {', '.join(report['flags'])}, on a machine that did other things too; medians of "
+        f"{report['machine']} with {', '.join(report['flags'])}; medians of "
         f"{report['rounds']} rounds by turns. ONNX Runtime {report['versions']['onnxruntime']}."
     )
     return f"{table(header, rows)}\n\n{caption}"
