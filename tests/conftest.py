@@ -1,6 +1,7 @@
 """Settings every test runs under: offline, one thread, quiet; and which tests are slow."""
 
 import os
+from pathlib import Path
 
 # Before transformers and huggingface_hub are imported: that is when both read their environment.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,3 +21,13 @@ transformers.utils.logging.disable_progress_bar()
 @pytest.hookimpl(tryfirst=True)  # before pytest picks tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     mark_slow(items)
+
+
+@pytest.fixture(scope="session")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the directory of the models that README, docs and docstrings speak of; tests copy or link them."""
+    from sample_directories import write_sample_directories  # it imports the package, which few tests need this early
+
+    directory = tmp_path_factory.mktemp("samples")
+    write_sample_directories(directory)
+    return directory

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from sample_directories import write_sample_directories
 
 import hf_trainweights
 
@@ -22,13 +21,6 @@ MODULES = [
     for _, name, _ in pkgutil.walk_packages(hf_trainweights.__path__, "hf_trainweights.")
     if name not in PROGRAMS and re.search(r">>> (?!.*\+SKIP)", Path(str(find_spec(name).origin)).read_text("utf-8"))
 ]
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("samples")
-    write_sample_directories(directory)
-    return directory
 
 
 @pytest.mark.parametrize("name", MODULES)

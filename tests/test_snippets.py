@@ -18,7 +18,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from sample_directories import write_sample_directories
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^(<!-- not run: .+ -->\n)?(?:```|<!-- )python\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
@@ -37,13 +36,6 @@ def program(text: str) -> str:
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [path for path in DOCUMENTS if program(path.read_text("utf-8")).strip()]
-
-
-@pytest.fixture(scope="module")
-def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = tmp_path_factory.mktemp("samples")
-    write_sample_directories(directory)
-    return directory
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -25,6 +25,9 @@ _WRITING = ("update_layer", "merge", "unmerge")
 # Methods of PEFT's models that call those of many layers.
 _CALLING_MANY = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
 
+# The name under which a class of PEFT takes in what it wraps, and that class's base.
+_PLACES = {"model": "BaseTuner", "base_layer": "BaseTunerLayer", "original_module": "AuxiliaryTrainingWrapper"}
+
 _Method = Callable[..., Any]
 
 
@@ -38,8 +41,7 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
         name: Name of the submodule there.
         submodule: The submodule. One in which no weight is quantized is left alone, and so is PEFT.
     """
-    kinds = {"model": "BaseTuner", "base_layer": "BaseTunerLayer", "original_module": "AuxiliaryTrainingWrapper"}
-    if name not in kinds or not _is_of_peft(module, kinds[name]) or submodule is None:
+    if name not in _PLACES or not _is_of_peft(module, _PLACES[name]) or submodule is None:
         return
     if not any(isinstance(parameter, QuantizedTensor) for parameter in submodule.parameters()):
         return
