@@ -22,6 +22,7 @@ from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.tensor.guards import is_notice
 from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
@@ -111,8 +112,9 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
         metadata: dict[str, str] = file.metadata() or {}
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     groups = group_stored(stored)
-    # Of a quantized weight nothing but its stored tensors is read, should there be something under its own name.
-    weights = {name: t for name, t in stored.items() if parse_stored_name(name) is None and name not in groups}
+    # Guards lie under the names of quantized weights, and the notice beside them is no weight either.
+    plain = {name: t for name, t in stored.items() if parse_stored_name(name) is None and not is_notice(name)}
+    weights = {name: t for name, t in plain.items() if name not in groups}
     default = _format_beside(path) if groups else None
     weights |= {name: unflatten_weight(name, tensors, None, default) for name, tensors in groups.items()}
     return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in weights}

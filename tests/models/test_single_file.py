@@ -107,6 +107,7 @@ def test_a_file_of_save_pretrained_is_read_with_its_config_beside_it(tmp_path: P
     own = model.state_dict()
     quantized = {key: value for key, value in loaded.items() if isinstance(value, QuantizedTensor)}
     assert quantized
+    assert loaded.keys() <= own.keys() or name == "qwen3_moe"
     if name != "qwen3_moe":  # whose experts lie in the file one by one
         assert all(same_stored(value, own[key]) for key, value in quantized.items())
     (tmp_path / "config.json").unlink()
