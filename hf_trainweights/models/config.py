@@ -4,39 +4,28 @@ from __future__ import annotations
 
 import copy
 import inspect
-import json
-import logging
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal, Never
 
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import most_exact, select
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.overrides import check_overrides, format_of, left_out, named
+from hf_trainweights.models.config_checks import (
+    OVERRIDE_ORDER,
+    check_names,
+    check_unknown,
+    in_order,
+    right_argument,
+)
+from hf_trainweights.models.overrides import check_overrides, format_of
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
-_ORDER = "override_order"
-
-# Arguments of other libraries' configurations: those that tell the number of bits, and what to write for others.
-_BITS = ("bits", "w_bit", "num_bits", "nbits")
-_ELSEWHERE = {
-    **dict.fromkeys(
-        ("quant_type", "bnb_4bit_quant_type", "weights", "weights_dtype"),
-        'Name the format: TrainWeightsConfig("int4").',
-    ),
-    **dict.fromkeys(("llm_int8_skip_modules", "ignore", "modules_to_exclude"), 'Write "modules_to_not_convert".'),
-    **dict.fromkeys(("bnb_4bit_compute_dtype", "compute_dtype", "dtype"), "Pass dtype to from_pretrained."),
-    "q_group_size": 'Write "group_size".',
-}
-
 # The formats that come with the package, which editors complete, or one that was registered.
 FormatName = Literal["int8", "int4", "float8_e4m3"] | str
-
-_logger = logging.getLogger(__name__)
 
 
 class TrainWeightsConfig(QuantizationConfigMixin):
@@ -87,7 +76,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         **unknown: Never,
     ):
         for name, value in unknown.items():
-            raise ConfigError(name, f"one of {', '.join(_known_keys())}", repr(value), _right_argument(name, value))
+            known = _known_keys()
+            raise ConfigError(name, f"one of {', '.join(known)}", repr(value), right_argument(name, value, known))
         if quant_method != QUANT_METHOD:
             raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
         self.quant_method = quant_method  # type: ignore[assignment]
@@ -101,8 +91,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         self.version = version
         self.format = format
         self.activations = activations
-        self.group_size = _format_of(format, group_size, activations).get_config().get("group_size")
-        self.modules_to_not_convert = _check_names(modules_to_not_convert)
+        self.group_size = (
+            _format_of(format, group_size=group_size, activations=activations).get_config().get("group_size")
+        )
+        self.modules_to_not_convert = check_names(modules_to_not_convert)
         self.overrides = check_overrides(overrides)
         if type(include_embeddings) is not bool:
             raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
@@ -136,9 +128,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         try:
             result = super().from_dict(known, **kwargs)
             config: Any = result[0] if isinstance(result, tuple) else result
-            config.overrides = _in_order(config.overrides, config_dict.get(_ORDER))
-            for key in config_dict.keys() - known.keys() - {_ORDER}:
-                _check_unknown(key, config_dict[key])
+            config.overrides = in_order(config.overrides, config_dict.get(OVERRIDE_ORDER))
+            for key in config_dict.keys() - known.keys() - {OVERRIDE_ORDER}:
+                check_unknown(key, config_dict[key], _known_keys(), hasattr(cls, key))
                 setattr(config, key, config_dict[key])
         except ConfigError as error:
             where = f"quantization_config (in config.json, or passed as a dict): {error.where}"
@@ -176,16 +168,14 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """
         unknown = sorted(vars(self).keys() - _known_keys())
         if unknown:
-            expected, next_step = (
-                f"keys among {', '.join(_known_keys())}",
-                _right_argument(unknown[0], vars(self)[unknown[0]]),
-            )
-            raise ConfigError("quantization_config", expected, ", ".join(unknown), next_step)
+            known = _known_keys()
+            next_step = right_argument(unknown[0], vars(self)[unknown[0]], known)
+            raise ConfigError("quantization_config", f"keys among {', '.join(known)}", ", ".join(unknown), next_step)
 
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
-        return _format_of(self.format, self.group_size, self.activations)
+        return _format_of(self.format, group_size=self.group_size, activations=self.activations)
 
     def format_for(
         self, names: Iterable[str], selected: Mapping[str, Collection[str]] | None = None
@@ -215,7 +205,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """
         values = copy.deepcopy(self.__dict__)
         order = list(self.overrides or ())
-        return values if order == sorted(order) else {**values, _ORDER: order}
+        return values if order == sorted(order) else {**values, OVERRIDE_ORDER: order}
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, TrainWeightsConfig) and self.to_dict() == other.to_dict()
@@ -223,56 +213,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     __hash__ = None  # type: ignore[assignment]
 
 
-def _in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] | None:
-    """Return overrides in the order that a configuration names: of several expressions that match the first wins."""
-    if order is None:
-        return overrides
-    if not isinstance(order, list) or sorted(map(str, order)) != sorted(overrides or ()):
-        expected, next_step = "the keys of overrides, each once", "Repair it, or restore config.json from a copy."
-        raise ConfigError(_ORDER, expected, repr(order)[:200], next_step)
-    return {selector: (overrides or {})[selector] for selector in order}
-
-
 def _known_keys() -> list[str]:
     return [name for name in inspect.signature(TrainWeightsConfig).parameters if name != "unknown"]
 
 
-def _right_argument(name: str, value: object) -> str:
-    """Return what to write in place of an argument that there is not: most are another library's."""
-    bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(name, value if name in _BITS else None)
-    if bits in (4, 8):
-        return f'Write TrainWeightsConfig("int{bits}").'
-    return did_you_mean(name, _known_keys(), _ELSEWHERE.get(name, "Leave it out."))
-
-
-def _format_of(name: str, group_size: int | None, activations: str | None) -> Format:
-    parameters = {"group_size": group_size, "activations": activations}
+def _format_of(name: str, **parameters: Any) -> Format:
     return get_format({"format": name, **{key: value for key, value in parameters.items() if value is not None}})
-
-
-def _check_names(names: Sequence[str] | None) -> list[str] | None:
-    if names is None:
-        return None
-    if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
-        raise ConfigError(
-            "modules_to_not_convert",
-            "a list of module names",
-            repr(names),
-            'Write ["lm_head"], even for a single name.',
-        )
-    with named("modules_to_not_convert"):
-        left_out(names, ())
-    return list(names)
-
-
-def _check_unknown(key: str, value: Any) -> None:
-    if key == "dequantize" and value:
-        raise ConfigError(key, "no such key", repr(value), "Load the model, then call model.dequantize().")
-    known = ", ".join(_known_keys())
-    try:
-        json.dumps(value)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(key, f"one of {known}, or a JSON value to keep", repr(value), "Leave it out.") from error
-    if hasattr(TrainWeightsConfig, key):
-        raise ConfigError(key, f"one of {known}", "the name of a method", "Leave it out.")
-    _logger.warning("TrainWeightsConfig keeps %s=%r but does not use it: it knows %s.", key, value, known)
