@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import inspect
-import socket
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -23,25 +20,6 @@ from hf_trainweights.errors import UnsupportedError
 pytestmark = pytest.mark.slow
 
 PROCESSES = 2
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def in_process(rank: int, port: int, body: Callable[[int, Path], None], directory: Path) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=PROCESSES)
-    try:
-        body(rank, directory)
-    finally:
-        dist.destroy_process_group()
-
-
-def in_processes(body: Callable[[int, Path], None], directory: Path) -> None:
-    mp.spawn(in_process, (free_port(), body, directory), nprocs=PROCESSES)
 
 
 def module(form: str) -> nn.Sequential:
@@ -61,19 +39,9 @@ def trains(rank: int, directory: Path, form: str) -> None:
     torch.save(layers[1].weight.grad, directory / f"{rank}.pt")
 
 
-def trains_int8(rank: int, directory: Path) -> None:
-    trains(rank, directory, "int8")
-
-
-def trains_int4(rank: int, directory: Path) -> None:
-    trains(rank, directory, "int4")
-
-
-@pytest.mark.parametrize("body", [trains_int8, trains_int4])
-def test_data_parallel_training_averages_gradients_over_quantized_weights(
-    body: Callable[[int, Path], None], tmp_path: Path
-) -> None:
-    in_processes(body, tmp_path)
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_data_parallel_training_averages_gradients_over_quantized_weights(form: str, tmp_path: Path) -> None:
+    run_ranks(PROCESSES, trains, tmp_path, form)
     gradients = [torch.load(tmp_path / f"{rank}.pt") for rank in range(PROCESSES)]
     assert torch.equal(*gradients)
     assert gradients[0].any()
@@ -89,7 +57,7 @@ def differs(rank: int, directory: Path) -> None:
 
 
 def test_processes_with_different_quantized_weights_are_told_what_to_do(tmp_path: Path) -> None:
-    in_processes(differs, tmp_path)
+    run_ranks(PROCESSES, differs, tmp_path)
     texts = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert list(texts) == ["1"]
     assert "give all processes the same quantized weights first: load one checkpoint, or set one seed" in texts["1"]
@@ -109,7 +77,7 @@ def shards(rank: int, directory: Path) -> None:
 
 @pytest.mark.skipif("ignored_params" not in inspect.signature(fully_shard).parameters, reason="later than this PyTorch")
 def test_fully_shard_is_told_to_leave_quantized_weights_out_and_does(tmp_path: Path) -> None:
-    in_processes(shards, tmp_path)
+    run_ranks(PROCESSES, shards, tmp_path)
     texts = [file.read_text() for file in tmp_path.iterdir()]
     assert len(texts) == PROCESSES
     assert all("pass them to fully_shard as ignored_params" in text for text in texts)
