@@ -89,7 +89,8 @@ class _Best:
     """The best group scales and zero points so far, the first of equal ones."""
 
     def __init__(self, grid: Grid, groups: Tensor):
-        self._grid, self._groups, self._scratch = grid, groups, torch.empty_like(groups)
+        self._grid, self._groups = grid, groups
+        self._exact, self._rounded = torch.empty_like(groups), torch.empty_like(groups)
         self.scale = self.zero = groups.new_zeros(groups.shape[1])
         self._error = groups.new_full(self.scale.shape, torch.inf)
 
@@ -102,8 +103,8 @@ class _Best:
 
     def try_zero(self, scale: Tensor, zero: Tensor) -> None:
         """Try group scales and zero points; keep those of a smaller squared error."""
-        exact = _steps(self._grid, self._groups, scale, zero)
-        rounded = torch.round(exact, out=self._scratch).clamp_(0, self._grid.largest_code)
+        exact = _steps(self._grid, self._groups, scale, zero, self._exact)
+        rounded = torch.round(exact, out=self._rounded).clamp_(0, self._grid.largest_code)
         error = _sum(exact.sub_(rounded).square_()) * scale.square()
         better = error < self._error
         self._error = torch.where(better, error, self._error)
@@ -123,7 +124,7 @@ def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tenso
     Returns:
         New float32 codes of the shape of `groups`.
     """
-    codes = _steps(grid, groups, scale, zero).round_()
+    codes = _steps(grid, groups, scale, zero, torch.empty_like(groups)).round_()
     farthest = grid.largest_code * grid.code_units * scale
     if not bool(((limit < farthest) & (limit > 0)).any()):
         return codes.clamp_(0, grid.largest_code)
@@ -134,9 +135,10 @@ def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tenso
     return torch.where(limit > 0, codes.clamp(lowest, highest), 0)
 
 
-def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-    """Return the codes as exact numbers, not rounded and not clamped."""
-    return (groups * (scale * grid.code_units).reciprocal_()).add_(zero * (grid.zero_units / grid.code_units))
+def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, out: Tensor) -> Tensor:
+    """Return the codes as exact numbers in `out`, not rounded and not clamped."""
+    steps = torch.mul(groups, (scale * grid.code_units).reciprocal_(), out=out)
+    return steps.add_(zero * (grid.zero_units / grid.code_units))
 
 
 def _sum(squares: Tensor) -> Tensor:
