@@ -49,6 +49,7 @@ def variants() -> Iterator[Format]:
 
 
 VARIANTS = list(variants())
+COLUMN_SCALED = get_format({"format": "int4", "group_size": 32, "column_scale": True})
 each_format = pytest.mark.parametrize("form", VARIANTS, ids=str)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -482,7 +483,7 @@ def golden_weight(dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
-@each_format
+@pytest.mark.parametrize("form", [*VARIANTS, COLUMN_SCALED], ids=str)
 def test_golden_bytes_are_written_and_read_as_ever(form: Format) -> None:
     file = GOLDEN / f"{str(form).replace(' ', '_')}.safetensors"
     if os.environ.get(WRITE_GOLDEN) == "1" and not file.exists():

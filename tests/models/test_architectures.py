@@ -16,9 +16,10 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 
 # The group size must divide 64, the rows of the tiny models.
 FORMATS = {
-    "int8": {},
-    "int4": {"group_size": 32},
-    "float8_e4m3": {},
+    "int8": {"format": "int8"},
+    "int4": {"format": "int4", "group_size": 32},
+    "float8_e4m3": {"format": "float8_e4m3"},
+    "codebook4 with column scales": {"format": "codebook4", "column_scale": True},
 }
 SERIALIZATIONS = {
     "safetensors": {},
@@ -28,7 +29,7 @@ SERIALIZATIONS = {
 }
 # Of the outputs to the float model's: the worst architecture, rounded down. Among the mixtures of experts, a token
 # that goes to another expert costs more than all the rounding does.
-LEAST_COSINE = {"int8": 0.995, "int4": 0.85, "float8_e4m3": 0.97}
+LEAST_COSINE = {"int8": 0.995, "int4": 0.85, "float8_e4m3": 0.97, "codebook4 with column scales": 0.7}
 CAUSAL = [name for name, each in ARCHITECTURES.items() if each.auto_class is AutoModelForCausalLM]
 GENERATING = [name for name, each in ARCHITECTURES.items() if each.generates]
 MOE = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
@@ -72,7 +73,7 @@ def quantized(architecture: Architecture, float_directory: Path, format_name: st
 def load_quantized(
     architecture: Architecture, float_directory: Path, format_name: str, **config: object
 ) -> PreTrainedModel:
-    config = TrainWeightsConfig(format_name, **FORMATS[format_name], **config)
+    config = TrainWeightsConfig(**FORMATS[format_name], **config)
     return load(architecture.auto_class, float_directory, quantization_config=config)
 
 
@@ -166,7 +167,7 @@ def test_quantizing_in_place_gives_the_same_model(
     architecture: Architecture, quantized: Quantized, format_name: str
 ) -> None:
     model = architecture.build()
-    quantize_(model, TrainWeightsConfig(format_name, **FORMATS[format_name]))
+    quantize_(model, TrainWeightsConfig(**FORMATS[format_name]))
     assert quantized_names(model) == quantized_names(quantized.model)
     assert_same(outputs(model, architecture.inputs(model)), quantized.outputs)
 

@@ -243,8 +243,15 @@ BAD = {
         "activations: expected .* None with a group_size, found 'int8' with group_size 32",
     ),
     "activations": ({"format": "int8", "activations": "int4"}, 'activations: expected "int8" or None'),
-    "activations of int4": ({"format": "int4", "activations": "int8"}, "format int4: expected group_size, found activ"),
-    "no group size": ({"format": "float8_e4m3", "group_size": 32}, "format float8_e4m3: expected no parameters"),
+    "activations of int4": (
+        {"format": "int4", "activations": "int8"},
+        "format int4: expected .*column_scale, found activ",
+    ),
+    "no group size": (
+        {"format": "float8_e4m3", "group_size": 32},
+        "float8_e4m3: expected column_scale, found",
+    ),
+    "column scale": ({"column_scale": 1}, "column_scale: expected True or False, found 1"),
     "include": ({"include_embeddings": 1}, "include_embeddings: expected True or False, found 1"),
     "base": ({"base_model": 1}, "base_model: expected the id of a repository or None, found 1"),
     "skip text": ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert: expected a list of module names"),
@@ -262,7 +269,7 @@ BAD = {
     "override dict": ({"overrides": {"a": {}}}, rf"overrides\['a'\]: expected one of {ALL_FORMATS}, found None"),
     "override parameter": (
         {"overrides": {"a": {"format": "int4", "bits": 3}}},
-        r"overrides\['a'\].*group_size, found bits",
+        r"overrides\['a'\].*group_size, column_scale, found bits",
     ),
     "override group": ({"overrides": {"a": {"format": "int4", "group_size": 1}}}, r"overrides\['a'\].*32, 64, 128"),
     "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides: expected a regular expression, found '\*'"),
