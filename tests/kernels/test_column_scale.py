@@ -1,0 +1,87 @@
+"""Products with column scales: as near as the dequantized product, in every layout, with gradients, and compiled."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from weights import random_weight, same_bytes
+
+from hf_trainweights import QuantizedTensor
+from hf_trainweights.formats import get_format
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.kernels.column_scale import WithColumnScale
+
+INNER = {
+    "int8": {"format": "int8"},
+    "int8_g32": {"format": "int8", "group_size": 32},
+    "int4": {"format": "int4", "group_size": 32},
+    "codebook4": {"format": "codebook4"},
+}
+# Below and above the sizes at which kernels change their way.
+ROWS = (1, 4, 64)
+N, K = 640, 512
+
+each_inner = pytest.mark.parametrize("inner", INNER)
+each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+
+def column_scaled(inner: str, dtype: torch.dtype) -> QuantizedTensor:
+    """Return a weight whose columns differ by a factor of ten, in the layout that a module gives it."""
+    values = random_weight(N, K) * torch.logspace(-1, 0, K)
+    weight = QuantizedTensor.quantize(values.to(dtype), get_format({**INNER[inner], "column_scale": True}))
+    return weight.in_layout(weight.best_layout())
+
+
+def error(result: Tensor, exact: Tensor) -> float:
+    return ((result.double() - exact).norm() / exact.norm()).item()
+
+
+@each_inner
+@each_dtype
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_product_is_as_near_as_the_dequantized_one(inner: str, dtype: torch.dtype, rows: int) -> None:
+    weight, x = column_scaled(inner, dtype), random_weight(rows, K, dtype=dtype, seed=1)
+    exact = F.linear(x.double(), weight.dequantize(torch.float64))
+    with torch.no_grad():
+        found = error(F.linear(x, weight), exact)
+    assert found <= max(1.5 * error(F.linear(x, weight.dequantize()), exact), 1e-6)
+
+
+@each_inner
+@each_dtype
+def test_gradients_are_those_of_the_dequantized_weight(inner: str, dtype: torch.dtype) -> None:
+    weight, x = column_scaled(inner, dtype), random_weight(3, K, dtype=dtype, seed=1)
+    gradients = []
+    for each in (weight, weight.dequantize()):
+        x = x.detach().clone().requires_grad_()
+        F.linear(x, each).sum().backward()
+        gradients.append(x.grad)
+    torch.testing.assert_close(*gradients)
+
+
+def test_the_inner_formats_layout_is_kept_and_exact_both_ways() -> None:
+    weight = column_scaled("int4", torch.bfloat16)
+    canonical = weight.canonical()
+    if weight.kernel_layout is not None:
+        assert isinstance(weight.kernel_layout, WithColumnScale)
+    for name, stored in canonical.in_layout(weight.kernel_layout).canonical().tensors.items():
+        assert same_bytes(stored, canonical.tensors[name])
+
+
+@each_inner
+@each_dtype
+def test_rows_are_looked_up_in_every_layout(inner: str, dtype: torch.dtype) -> None:
+    weight, indices = column_scaled(inner, dtype), torch.tensor([[5, 0], [639, 5]])
+    assert torch.equal(F.embedding(indices, weight), weight.dequantize()[indices])
+
+
+@pytest.mark.parametrize("inner", ["int8", "int4"])
+def test_a_compiled_layer_computes_as_the_layer_does(inner: str) -> None:
+    layer = nn.Linear(K, N, dtype=torch.bfloat16).requires_grad_(False)
+    layer.weight = nn.Parameter(column_scaled(inner, torch.bfloat16), requires_grad=False)
+    x = random_weight(7, K, dtype=torch.bfloat16, seed=2)
+    with torch.no_grad():
+        compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+        torch.testing.assert_close(compiled, layer(x))
