@@ -38,7 +38,8 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
     *lead, K = codes.shape
     if K % COLUMNS:
         raise QuantizationError("codes", f"a multiple of {COLUMNS} columns to pack", f"{K}", "Use int8.")
-    words = codes.contiguous().view(torch.int32).unflatten(-1, (K // COLUMNS, -1))
+    # Flat, because a view as wider words needs strides that even a contiguous tensor without columns does not have.
+    words = codes.flatten().view(torch.int32).view(*lead, K // COLUMNS, COLUMNS // 4)
     packed = words.new_zeros(*lead, K // COLUMNS, bits)
     for plane, start, fields, mask in _planes(bits):
         parts = words.unflatten(-1, (fields, plane))
@@ -62,7 +63,8 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
         >>> unpack_planes(pack_planes(torch.arange(32, dtype=torch.uint8), 5), 5).tolist() == list(range(32))
         True
     """
-    words = packed.unflatten(-1, (packed.shape[-1] // bits, bits))
+    *lead, count = packed.shape
+    words = packed.unflatten(-1, (count // bits, bits))
     codes = words.new_empty(*words.shape[:-1], COLUMNS // 4)
     for plane, start, fields, mask in _planes(bits):
         parts = codes.unflatten(-1, (fields, plane))
@@ -72,7 +74,7 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
                 parts[..., field, :].bitwise_or_(part.bitwise_left_shift_(start))
             else:
                 parts[..., field, :] = part
-    return codes.flatten(-2).view(torch.uint8)
+    return codes.flatten().view(torch.uint8).view(*lead, count // bits * COLUMNS)
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:
