@@ -90,7 +90,8 @@ def code_histogram(weight: Tensor) -> Histogram | None:
         weight: A weight.
 
     Returns:
-        A bin for each integer, or 64 bins where there would be more; None for a weight that is more than codes and scales along K.
+        A bin for each integer, or 64 bins where there would be more; None for a weight that is more than codes
+            and scales along K.
     """
     # Beside other tensors than these, such as column scales, values are no codes times scales.
     if not isinstance(weight, QuantizedTensor) or weight.format.tensor_names != ("qdata", "scale"):
