@@ -25,6 +25,7 @@ from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
+from hf_trainweights.models.ranks import failing_alike
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
@@ -124,7 +125,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [], model.config.name_or_path or "")
+        with failing_alike(is_loaded_by_ranks(model)):
+            files = kwargs.get("checkpoint_files") or []
+            self.state.stored = check_weight_files(files, model.config.name_or_path or "")
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
@@ -180,8 +183,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if self._whole_reads is not None:
             self._whole_reads.remove()
             self._whole_reads = None
-        if self.state.error is not None:
-            raise self.state.error
+        with failing_alike(is_loaded_by_ranks(model)):
+            if self.state.error is not None:
+                raise self.state.error
         run_on_parts(model, lambda part: isinstance(part, QuantizedTensor))
         if not self.pre_quantized and self.quantization_config.base_model is None:
             # A copy: the user may quantize another model by the same configuration.
