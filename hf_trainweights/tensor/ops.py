@@ -99,8 +99,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
             "one seed before the module is made."
             if isinstance(target, QuantizedTensor)
-            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). FSDP shards no quantized "
-            "weights: pass them to fully_shard as ignored_params, or dequantize the module first."
+            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). fully_shard cuts quantized "
+            "weights along their first dimension alone: for them let shard_placement_fn return None."
         )
         expected = "two quantized tensors of one format, shape and scale dtype"
         found = f"{_describe(source)} to be copied into {_describe(target)}"
