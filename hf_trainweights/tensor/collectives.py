@@ -1,7 +1,6 @@
-"""What FSDP2 and DTensor ask of a quantized weight beyond what any module does; importing this module registers it.
+"""How a quantized weight travels between ranks: stored tensor by stored tensor; importing this module registers it.
 
-`fully_shard` allocates each shard by `new_zeros`, copies a chunk of the weight into it, and keeps a flat view of it.
-`DTensor.full_tensor` pads, gathers and cuts.
+`DTensor.full_tensor` gathers the rows of all ranks, and `distribute_tensor` scatters them.
 """
 
 from __future__ import annotations
@@ -10,132 +9,55 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.tensor  # defines the functional collectives
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
-from hf_trainweights.tensor import ops as _ops  # noqa: F401  (its handlers, which some of these extend, come first)
+from hf_trainweights.tensor.dispatch import unsupported_collective
 from hf_trainweights.tensor.handlers import HANDLERS, implements
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.read_only import read_only
-from hf_trainweights.tensor.sharding import pad_rows
 
-aten = torch.ops.aten
 _functional = torch.ops._c10d_functional
-
-_new_tensor = HANDLERS[aten.new_zeros.default].function
-_view = HANDLERS[aten.view.default].function
-_alias = HANDLERS[aten.alias.default].function
-_slice_rows = HANDLERS[aten.slice.Tensor].function
-
-
-class FlatWeight(Tensor):
-    """What `weight.view(-1)` is among several ranks: the float weight, made at each use, so that it takes no memory.
-
-    FSDP keeps such a view of every shard and never reads it. A dequantized one would take the memory of the float
-    weight.
-    """
-
-    weight: QuantizedTensor
-
-    @classmethod
-    def of(cls, weight: QuantizedTensor) -> FlatWeight:
-        """Return the view.
-
-        Args:
-            weight: The weight.
-        """
-        flat = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
-            cls, (weight.numel(),), dtype=weight.dtype, device=weight.device, storage_size=0
-        )
-        flat.weight = weight
-        return flat
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _compute_in_float(func, args, kwargs or {})
-
-    @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        return _compute_in_float(func, args, kwargs or {})
-
-
-def _compute_in_float(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    with torch._C.DisableTorchFunctionSubclass():
-        args, kwargs = tree_map_only(
-            FlatWeight, lambda flat: read_only(flat.weight.dequantize().reshape(-1)), (args, kwargs)
-        )
-    return func(*args, **kwargs)
-
-
-def _among_ranks() -> bool:
-    return dist.is_available() and dist.is_initialized()
-
-
-@implements(aten.new_zeros.default)
-def _new_zeros(func: Any, tensor: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Any:
-    """Return a quantized weight for the rows of a shard; for any other size, and outside of ranks, float zeros."""
-    rows = tuple(size[1:]) == tuple(tensor.shape[1:]) and len(size) == tensor.dim()
-    if not _among_ranks() or not rows or any(kwargs.values()):
-        return _new_tensor(func, tensor, size, **kwargs)
-    zeros = tensor.map_rows(lambda stored: stored.new_zeros(size[0], *stored.shape[1:]))
-    zeros.padded_rows = size[0]
-    return zeros
-
-
-@implements(aten.slice.Tensor, any_layout=True)
-def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
-    """Let the first rows of a shard know what the shard knew: FSDP keeps the padded one and shows these."""
-    part = _slice_rows(func, tensor, dim, start, end, step)
-    if tensor.padded_rows is not None and isinstance(part, QuantizedTensor) and dim == 0 and not start:
-        part.padded_rows = tensor.padded_rows
-    return part
-
-
-@implements(aten.view.default)
-def _flatten(func: Any, tensor: QuantizedTensor, shape: Sequence[int]) -> Any:
-    if _among_ranks() and list(shape) in ([-1], [tensor.numel()]):
-        return FlatWeight.of(tensor)
-    return _view(func, tensor, shape)
-
-
-@implements(aten.as_strided.default)
-def _cut_padding(
-    func: Any, tensor: QuantizedTensor, size: Sequence[int], stride: Sequence[int], offset: Any = 0
-) -> Any:
-    """Cut off the rows that padding has added."""
-    del func
-    rows = tuple(size[1:]) == tuple(tensor.shape[1:]) and size[0] <= tensor.shape[0]
-    if not rows or tuple(stride) != tuple(tensor.stride()) or offset:
-        return NotImplemented
-    return _slice_rows(aten.slice.Tensor, tensor, 0, 0, size[0])
-
-
-@implements(aten.constant_pad_nd.default)
-def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0) -> Any:
-    """Add rows behind the others, as many for a collective as other ranks have."""
-    del func
-    if len(pad) != 2 * tensor.dim() or any(pad[:-1]) or pad[-1] < 0 or value:
-        return NotImplemented
-    return pad_rows(tensor, pad[-1])
-
-
-@implements(aten.is_pinned.default, any_layout=True)
-def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> bool:
-    return all(func(held, *args, **kwargs) for held in tensor.held.tensors.values())
 
 
 @implements(_functional.all_gather_into_tensor.default)
 def _gather(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     # It waits at once. PyTorch would wait for the wrapper, which no collective writes, and read the codes too early.
-    return tensor.map_rows(lambda stored: _functional.wait_tensor.default(func(stored.contiguous(), *args, **kwargs)))
+    def gather(stored: Tensor) -> Tensor:
+        gathered = func(_as_sent(stored.contiguous()), *args, **kwargs)
+        return _functional.wait_tensor.default(gathered).view(stored.dtype)
+
+    return tensor.map_rows(gather)
 
 
-@implements(_functional.wait_tensor.default, any_layout=True)
+# PyTorch 2.8 has no `_wrap_tensor_autograd`.
+_WAITING = [
+    getattr(_functional, name) for name in ("wait_tensor", "_wrap_tensor_autograd") if hasattr(_functional, name)
+]
+
+
+@implements(*(op.default for op in _WAITING), any_layout=True)
 def _wait(func: Any, tensor: QuantizedTensor) -> Any:
     del func
-    return _alias(aten.alias.default, tensor)
+    alias = torch.ops.aten.alias.default
+    return HANDLERS[alias].function(alias, tensor)
+
+
+@implements(torch.ops.c10d.scatter_.default)
+def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], *args: Any) -> Any:
+    """Let the first rank send the others their rows: `distribute_tensor`, with which a full state dict is loaded."""
+    weights = [*outputs, *(weight for row in inputs for weight in row)]
+    if not all(isinstance(weight, QuantizedTensor) and weight.kernel_layout is None for weight in weights):
+        raise unsupported_collective(func)
+    works = []
+    for name in outputs[0].format.tensor_names:
+        received = [_as_sent(output.tensors[name]) for output in outputs]
+        sent = [[_as_sent(weight.tensors[name].contiguous()) for weight in row] for row in inputs]
+        works.append(func(received, sent, *args)[1])
+    for work in works:
+        torch.distributed.Work.unbox(work).wait()
+    return outputs, works[-1]
+
+
+def _as_sent(stored: Tensor) -> Tensor:
+    # Gloo does not know float8, whose bytes are sent.
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
