@@ -1,7 +1,7 @@
 """Experts quantized one by one while they load, so that no merged float weight is ever in memory.
 
-Rows are quantized independently, so stacking and concatenating rows of codes gives the very tensors that quantizing the
-merged weight gives.
+Experts are quantized independently, and rows too, except in formats in which the rows of an expert share something. So
+stacking and concatenating rows of codes gives the very tensors that quantizing the merged weight gives.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ def quantize_experts(
         if not weights:
             continue
         _check_expert(weights, N, K)
+        if form.shared_names and len(weights) > 1:
+            # What all rows of an expert share is chosen by all of them.
+            weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
         row = 0
         for source_name, weight in weights:
             stored = form.quantize(weight, source_name)
@@ -58,7 +61,8 @@ def quantize_experts(
                 dtype = weight.dtype
                 merged = form.empty(shape, dtype, weight.device)
             for key, tensor in stored.items():
-                merged[key][expert, row : row + weight.shape[0]].copy_(tensor)
+                rows = slice(None) if key in form.shared_names else slice(row, row + weight.shape[0])
+                merged[key][expert, rows].copy_(tensor)
             row += weight.shape[0]
         expert += 1
     return QuantizedTensor(merged, form, shape, dtype)
@@ -67,8 +71,11 @@ def quantize_experts(
 def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:
     shapes = [tuple(weight.shape) for _, weight in weights]
     if {shape[1:] for shape in shapes} != {(K,)} or sum(shape[0] for shape in shapes) != N:
-        names = " and ".join(source_name for source_name, _ in weights)
-        raise wrong_shape(names, (N, K), " and ".join(map(str, shapes)))
+        raise wrong_shape(_names(weights), (N, K), " and ".join(map(str, shapes)))
+
+
+def _names(weights: Sequence[tuple[str, Tensor]]) -> str:
+    return " and ".join(source_name for source_name, _ in weights)
 
 
 def wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileError:

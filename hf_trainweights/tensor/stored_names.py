@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
@@ -34,7 +35,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
 
 def stored_suffixes() -> tuple[str, ...]:
     """Return the suffixes that names in a file may have: the tensors of all registered formats, and `format`."""
-    tensor_names = {name for form in FORMATS.values() for name in form.tensor_names}
+    tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
     return (*sorted(tensor_names), FORMAT_SUFFIX)
 
 
