@@ -10,7 +10,8 @@ from transformers import PreTrainedModel
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.host.tensor_parallel import plan_of
 from hf_trainweights.models.load_state import LoadState
-from hf_trainweights.tensor.shards import Placed, check_parts, has_own_codes
+from hf_trainweights.tensor.placements import Placed, check_parts
+from hf_trainweights.tensor.shards import has_own_codes
 
 
 def cut_plans(

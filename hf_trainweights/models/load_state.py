@@ -13,8 +13,9 @@ from hf_trainweights.models.host.tensor_parallel import LocalPart
 from hf_trainweights.models.stored_weights import StoredWeight
 from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.modules import as_parameter
+from hf_trainweights.tensor.placements import is_distributed, local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import cut, is_distributed, local_tensor
+from hf_trainweights.tensor.shards import cut
 
 
 class LoadState:

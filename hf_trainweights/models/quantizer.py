@@ -35,8 +35,8 @@ from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import local_tensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
 _logger = logging.get_logger(__name__)

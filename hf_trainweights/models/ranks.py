@@ -12,7 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import SaveError, TrainWeightsError
-from hf_trainweights.tensor.shards import gather, is_distributed
+from hf_trainweights.tensor.placements import is_distributed
+from hf_trainweights.tensor.shards import gather
 
 _Result = TypeVar("_Result")
 

@@ -12,8 +12,8 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import load_offloaded
 from hf_trainweights.models.host.models import has_adapters, tied_names
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import local_tensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
 
 

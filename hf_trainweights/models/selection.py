@@ -17,8 +17,8 @@ from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
 from hf_trainweights.models.overrides import left_out, listed
 from hf_trainweights.models.summary import Choice, Summary, check_not_empty
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import local_tensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"

@@ -6,8 +6,8 @@ import warnings
 
 from transformers import PreTrainedModel
 
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import local_tensor
 
 
 def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:

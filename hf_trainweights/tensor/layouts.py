@@ -12,8 +12,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import local_tensor
 
 # Freed memory that is kept at most while weights are exchanged.
 _FREED_BYTES = 4 << 20

@@ -7,8 +7,8 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.shards import is_distributed, local_tensor, with_local
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:

@@ -18,17 +18,12 @@ from weights import FORMS, random_weight, same_stored
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.tensor.shards import (
-    Placed,
-    check_parts,
-    cut,
-    has_own_codes,
-    is_distributed,
-    local_tensor,
-    with_local,
-)
+from hf_trainweights.tensor.placements import Placed, check_parts, is_distributed, local_tensor, with_local
+from hf_trainweights.tensor.shards import cut, has_own_codes
 
+FORMATS = FORMS | {"int4_g32_columns": get_format({"format": "int4", "group_size": 32, "column_scale": True})}
 # K = 512, so that every format has whole groups in a half and in a quarter of it.
 LAYOUTS = {
     "matrix": ((8, 512), False),
@@ -82,10 +77,10 @@ def float_part(weight: Tensor, placement: Any, ranks: int, rank: int) -> Tensor:
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, layout: str, placement: str, ranks: int) -> None:
     (shape, transposed), place = LAYOUTS[layout], PLACEMENTS[placement]
-    weight = QuantizedTensor.quantize(random_weight(*shape), FORMS[form], transposed)
+    weight = QuantizedTensor.quantize(random_weight(*shape), FORMATS[form], transposed)
     for rank in range(ranks):
         with rank_of(ranks, rank):
             whole = placed(shape, place)
@@ -109,23 +104,23 @@ def fits(form: Format, transposed: bool, shape: tuple[int, ...], placement: Any,
     reduced = len(shape) - 2 if transposed else len(shape) - 1
     dim, factor = placement.dim % len(shape), getattr(placement, "split_factor", 1)
     piece = shape[dim] // factor // ranks
-    return piece % (getattr(form, "group_size", None) or 1) == 0 if dim == reduced else piece > 0
+    return piece % form.column_step == 0 if dim == reduced else piece > 0
 
 
 @pytest.mark.parametrize("placement", ["first", "last", "packed_before_last"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", FORMATS)
 def test_a_part_that_has_its_own_codes_is_quantized_to_those_of_the_whole(
     form: str, layout: str, placement: str
 ) -> None:
     (shape, transposed), place = LAYOUTS[layout], PLACEMENTS[placement]
     dense = random_weight(*shape)
-    weight = QuantizedTensor.quantize(dense, FORMS[form], transposed)
+    weight = QuantizedTensor.quantize(dense, FORMATS[form], transposed)
     for rank in range(2):
         with rank_of(2, rank):
             whole = placed(shape, place)
             part = cut(weight, whole)
-            own = QuantizedTensor.quantize(float_part(dense, place, 2, rank), FORMS[form], transposed)
+            own = QuantizedTensor.quantize(float_part(dense, place, 2, rank), FORMATS[form], transposed)
             same = same_stored(own, part)
             assert same or not has_own_codes(Placed("weight", weight.format, transposed, whole))
 
@@ -134,7 +129,7 @@ def test_a_row_that_is_cut_shares_its_scale_and_other_rows_do_not() -> None:
     with rank_of(2, 0):
         rows, columns = placed((8, 512), Shard(0)), placed((8, 512), Shard(1))
         for form, expected in (("int8", [True, False]), ("int8_g32", [True, True]), ("int4", [True, True])):
-            assert [has_own_codes(Placed("w", FORMS[form], False, whole)) for whole in (rows, columns)] == expected
+            assert [has_own_codes(Placed("w", FORMATS[form], False, whole)) for whole in (rows, columns)] == expected
 
 
 def test_rows_that_do_not_divide_leave_the_last_rank_fewer() -> None:
@@ -167,11 +162,11 @@ def test_a_mesh_of_two_dimensions_cuts_twice() -> None:
 def test_every_rank_refuses_what_it_or_another_cannot_hold(form: str, shape: Any, place: Any, found: str) -> None:
     for rank in range(2):
         with rank_of(2, rank):
-            whole = Placed("layers.0.o_proj.weight", FORMS[form], False, placed(shape, place), "the style 'rowwise'")
+            whole = Placed("layers.0.o_proj.weight", FORMATS[form], False, placed(shape, place), "the style 'rowwise'")
             with pytest.raises(UnsupportedError, match=found) as raised:
                 check_parts(whole)
     assert "layers.0.o_proj.weight: expected a weight in" in str(raised.value)
-    assert "that the style 'rowwise' can cut for 2 ranks between its groups and words" in str(raised.value)
+    assert "that the style 'rowwise' can cut for 2 ranks between its groups" in str(raised.value)
 
 
 def test_the_local_tensor_is_the_very_object_that_is_held() -> None:

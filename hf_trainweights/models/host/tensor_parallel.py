@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
-from hf_trainweights.tensor.shards import is_distributed, local_tensor
+from hf_trainweights.tensor.placements import is_distributed, local_tensor
 
 
 class LocalPart:
