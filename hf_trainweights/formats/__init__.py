@@ -10,6 +10,7 @@ from typing import Any
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -20,6 +21,7 @@ FORMATS: dict[str, type[Format]] = {
     "int8": Int8,
     "int4": Int4,
     "float8_e4m3": Float8E4M3,
+    "coded": Coded,
 }
 
 # What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".

@@ -104,8 +104,9 @@ class TrainWeightsDeserialize(QuantizerOp):
             if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
         }
 
-        def make() -> QuantizedTensor:
-            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
+        def make() -> Tensor:
+            shape = skeleton.shape
+            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
             _check_shape(full_layer_name, weight, skeleton.shape)
             return weight
 

@@ -31,8 +31,8 @@ class LoadState:
         self.stored: Mapping[str, StoredWeight] = {}
         self.error: TrainWeightsError | None = None
 
-    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter:
-        """Return a quantized parameter, or once the load has failed a stand-in for it that takes no memory.
+    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor:
+        """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
         Args:
             skeleton: The parameter of the model on the meta device.
@@ -40,7 +40,8 @@ class LoadState:
         """
         if self.error is None:
             try:
-                return as_parameter(make())
+                weight = make()
+                return as_parameter(weight) if isinstance(weight, QuantizedTensor) else weight
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)
