@@ -12,6 +12,7 @@ from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
+from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -29,6 +30,7 @@ FORMATS: dict[str, type[Format]] = {
     "uint4": UInt4,
     "uint5": UInt5,
     "uint6": UInt6,
+    "coded": Coded,
 }
 
 # What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".

@@ -18,6 +18,7 @@ from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newe
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.notebook import html_table
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
@@ -100,13 +101,14 @@ def inspect_weights(path: str | Path) -> Inspection:
                 members += _members(file)
             else:
                 tensors |= _read(file, part)
-    entries = [_entry(stored) for stored in fold_weights(tensors, default)]
+    entries = [_entry(stored) for stored in fold_weights(tensors, default, values=False)]
     return Inspection((*entries, *members), unsafe)
 
 
 def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     tensors = {stored.key: stored for stored in read_tensors(file, part, values=False)}
-    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] == FORMAT_SUFFIX]
+    telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
         # In an encoded file of quantized weights, the values of these tensors say how to read the others.
         tensors = {stored.key: stored for stored in read_tensors(file, part)}
@@ -157,12 +159,15 @@ def _members(file: Path) -> list[Entry]:
         ]
 
 
-def fold_weights(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
+def fold_weights(
+    tensors: dict[str, StoredTensor], default: Format | None, values: bool = True
+) -> Iterable[StoredTensor]:
     """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them.
 
     Args:
         tensors: What lies in the files, by name.
         default: The format that the configuration names; None to leave stored tensors as they are.
+        values: False to leave coded weights undecoded: they are on the meta device.
 
     Raises:
         CorruptFileError: A stored tensor is missing or does not fit its format.
@@ -182,10 +187,14 @@ def fold_weights(tensors: dict[str, StoredTensor], default: Format | None) -> It
             continue
         plain = {suffix: part.tensor for suffix, part in parts.items()}
         # Without a scale any dtype will do: unflatten_weight reports that it is missing.
-        dtype = plain["scale"].dtype if "scale" in plain else torch.float32
-        weight = unflatten_weight(parsed[0], plain, dtype, default)
+        dtype = plain["scale"].dtype if "scale" in plain else None if _is_coded(plain) else torch.float32
+        weight = unflatten_weight(parsed[0], plain, dtype, default, values=values)
         stored_bytes = total_bytes(part.stored_bytes for part in parts.values())
         yield replace(stored, key=parsed[0], tensor=weight, stored_bytes=stored_bytes)
+
+
+def _is_coded(suffixes: Iterable[str]) -> bool:
+    return not {CODED_SUFFIX, CODED_FLOAT_SUFFIX}.isdisjoint(suffixes)
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:

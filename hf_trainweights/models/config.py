@@ -24,8 +24,10 @@ from hf_trainweights.models.overrides import check_overrides, format_of
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
+# A file with coded tensors has this version: a package that does not know them says that it is too old.
+CODED_VERSION = 2
 # The formats that come with the package, which editors complete, or one that was registered.
-FormatName = Literal["int8", "int4", "float8_e4m3"] | str
+FormatName = Literal["int8", "int4", "float8_e4m3", "coded"] | str
 
 
 class TrainWeightsConfig(QuantizationConfigMixin):
@@ -48,6 +50,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
+        bits: Bits of a weight in a file, scales included, with format "coded": from 2 to 8, 4 if not given.
+        compress: Whether saved files keep all weights entropy-coded, without loss, where that saves 2 % or more. Files
+            need this version of the package or a newer one.
 
     A selector is the full name of a module or parameter (`lm_head`), or whole parts of such names (`down_proj`,
     `layers.0`, `mlp.down_proj`), or `re:` and a regular expression for a full name. A module is selected with all that
@@ -76,6 +81,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
         column_scale: bool = False,
+        bits: float | None = None,
+        compress: bool = False,
         **unknown: Never,
     ):
         for name, value in unknown.items():
@@ -84,19 +91,19 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if quant_method != QUANT_METHOD:
             raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
         self.quant_method = quant_method  # type: ignore[assignment]
-        if type(version) is not int or version != CONFIG_VERSION:
+        if type(version) is not int or version not in (CONFIG_VERSION, CODED_VERSION):
             raise ConfigError(
                 "version",
-                f"{CONFIG_VERSION}",
+                f"{CONFIG_VERSION} or {CODED_VERSION}",
                 repr(version),
                 "Install the hf_trainweights that wrote this model, or newer.",
             )
-        self.version = version
         self.format = format
         self.activations = activations
         self.column_scale = column_scale
-        self.group_size = group_size
-        self.group_size = self.default_format.get_config().get("group_size")
+        self.group_size, self.bits = group_size, bits
+        chosen = self.default_format.get_config()
+        self.group_size, self.bits = chosen.get("group_size"), chosen.get("bits")
         self.modules_to_not_convert = check_names(modules_to_not_convert)
         self.overrides = check_overrides(overrides)
         if type(include_embeddings) is not bool:
@@ -105,6 +112,16 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if not isinstance(base_model, str | None):
             raise ConfigError("base_model", "the id of a repository or None", repr(base_model), "Leave it out.")
         self.base_model = base_model
+        if type(compress) is not bool:
+            raise ConfigError("compress", "True or False", repr(compress), "Pass one of these.")
+        self.compress = compress
+        self.version = self._needed_version()
+
+    def _needed_version(self) -> int:
+        """Return the lowest version of the layout that has all that this configuration says."""
+        formats = [self.default_format, *map(format_of, (self.overrides or {}).values())]
+        coded = self.compress or any(form is not None and form.is_coded_in_files for form in formats)
+        return CODED_VERSION if coded else CONFIG_VERSION
 
     @classmethod
     def from_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base returns a tuple where it is asked to)
@@ -178,7 +195,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
-        parameters = {"group_size": self.group_size, "activations": self.activations, "column_scale": self.column_scale}
+        parameters = {name: getattr(self, name) for name in ("group_size", "activations", "bits", "column_scale")}
         return get_format(
             {"format": self.format, **{key: value for key, value in parameters.items() if value is not None}}
         )
@@ -210,9 +227,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             overrides where that is another.
         """
         values = copy.deepcopy(self.__dict__)
-        if not self.column_scale:
-            # Earlier versions do not know the key.
-            del values["column_scale"]
+        # Earlier versions do not know these.
+        for key, usual in (("bits", None), ("column_scale", False), ("compress", False)):
+            if values[key] == usual:
+                del values[key]
         order = list(self.overrides or ())
         return values if order == sorted(order) else {**values, OVERRIDE_ORDER: order}
 

@@ -109,9 +109,10 @@ class TrainWeightsDeserialize(QuantizerOp):
             if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
         }
 
-        def make() -> QuantizedTensor:
-            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
-            _check_shape(full_layer_name, weight, self.state.shape_read(full_layer_name, skeleton))
+        def make() -> Tensor:
+            shape = self.state.shape_read(full_layer_name, skeleton)
+            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
+            _check_shape(full_layer_name, weight, shape)
             return self.state.own_part(full_layer_name, weight, skeleton)
 
         return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}

@@ -36,8 +36,8 @@ class LoadState:
         self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
 
-    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter | LocalPart:
-        """Return a quantized parameter, or once the load has failed a stand-in for it that takes no memory.
+    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
+        """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
         Where ranks hold parts of the weight, it is the part of this rank.
 
@@ -48,7 +48,9 @@ class LoadState:
         if self.error is None:
             try:
                 weight = make()
-                return LocalPart(weight) if is_distributed(skeleton) else as_parameter(weight)
+                if is_distributed(skeleton):
+                    return LocalPart(weight)
+                return as_parameter(weight) if isinstance(weight, QuantizedTensor) else weight
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)

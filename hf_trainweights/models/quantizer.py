@@ -146,9 +146,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
-        # A quantized checkpoint knows better than the configuration: its scales may have another dtype.
+        # A quantized checkpoint knows better than the configuration: its scales may have another dtype. Coded tensors
+        # take more bytes in memory than there.
         stored = self.state.stored.get(param_name) if self.pre_quantized else None
-        return (stored.stored_bytes if stored else choice.bytes_after) / max(1, choice.numel)
+        size_bytes = choice.bytes_after if stored is None or stored.is_coded else stored.stored_bytes
+        return size_bytes / max(1, choice.numel)
 
     # While the weights are loaded
 
@@ -165,7 +167,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         # The files tell what is quantized: config.json does not keep the order of the overrides.
-        stored = {name for name, weight in self.state.stored.items() if weight.kind == "quantized"}
+        stored = {name for name, weight in self.state.stored.items() if weight.is_coded or weight.kind == "quantized"}
         leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
         return deserialize_converters(self.state, leaves | {"weight"}, cut_on_cpu=self._whole_reads is not None)
 
@@ -220,7 +222,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards), {}
+        compress = self.quantization_config.compress
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards, compress), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""
