@@ -33,11 +33,7 @@ def quantize_experts(
         QuantizationError: A tensor holds NaN or Inf.
     """
     E, N, K = shape
-    if any(len(part) != E for part in parts):
-        counts = " and ".join(str(len(part)) for part in parts)
-        raise CorruptFileError(
-            name, f"{E} experts", counts, "A shard is missing; download or save the model and its config.json again."
-        )
+    _check_count(name, E, parts)
     merged: dict[str, Tensor] = {}
     dtype = torch.float32
     for expert in range(E):
@@ -53,6 +49,40 @@ def quantize_experts(
                 merged[key][expert, row : row + weight.shape[0]].copy_(tensor)
             row += weight.shape[0]
     return QuantizedTensor(merged, form, shape, dtype)
+
+
+def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[NamedLoad]], numbers: Tensor) -> Tensor:
+    """Return some rows of experts, read expert by expert.
+
+    Args:
+        name: Full name of the merged weight.
+        shape: Its shape, `[E, N, K]`.
+        parts: As for `quantize_experts`.
+        numbers: The rows' numbers among those of all experts, in order.
+
+    Returns:
+        New float rows `[n, K]`.
+
+    Raises:
+        CorruptFileError: An expert is missing, or a tensor has another shape.
+    """
+    E, N, K = shape
+    _check_count(name, E, parts)
+    found = []
+    for expert in range(E):
+        wanted = numbers[numbers // N == expert] % N
+        if len(wanted):
+            weights = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
+            _check_expert(weights, N, K)
+            found.append(torch.cat([weight for _, weight in weights])[wanted])
+    return torch.cat(found)
+
+
+def _check_count(name: str, E: int, parts: Sequence[Sequence[NamedLoad]]) -> None:
+    if any(len(part) != E for part in parts):
+        counts = " and ".join(str(len(part)) for part in parts)
+        next_step = "A shard is missing; download or save the model and its config.json again."
+        raise CorruptFileError(name, f"{E} experts", counts, next_step)
 
 
 def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,8 @@ from hf_trainweights.models.stored_weights import StoredWeight
 from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+Made = TypeVar("Made")
 
 
 class LoadState:
@@ -38,13 +41,30 @@ class LoadState:
             skeleton: The parameter of the model on the meta device.
             make: Makes the weight; a typed error that it raises is kept, with the file that the weight lies in.
         """
+        made = self.attempt(make)
+        return self.stand_in(skeleton) if made is None else as_parameter(made)
+
+    def attempt(self, make: Callable[[], Made]) -> Made | None:
+        """Return what a function makes, or None once the load has failed.
+
+        Args:
+            make: The function; a typed error that it raises is kept, with the file that the weight lies in.
+        """
         if self.error is None:
             try:
-                return as_parameter(make())
+                return make()
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)
                 self.error.__cause__ = error
+        return None
+
+    def stand_in(self, skeleton: Tensor) -> nn.Parameter:
+        """Return a parameter that takes no memory.
+
+        Args:
+            skeleton: The parameter of the model on the meta device.
+        """
         stand_in = torch.zeros((), dtype=skeleton.dtype).expand(skeleton.shape)
         return nn.Parameter(stand_in, requires_grad=False)
 

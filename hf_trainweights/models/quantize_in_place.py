@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.arithmetic import largest_magnitude
+from hf_trainweights.models.budget_plan import check_loaded, plan_in_memory, weight_of
 from hf_trainweights.models.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
@@ -54,7 +55,10 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig | FormatName | Mappi
         raise ConfigError("module", "an nn.Module", repr(module)[:80], next_step)
     config = TrainWeightsConfig.of(config)
     config.check_quantizing()
-    summary = choose(module, config, modules_kept_in_float(module, config.include_embeddings))
+    skip = modules_kept_in_float(module, config.include_embeddings)
+    if config.needs_plan:
+        config = plan_in_memory(module, config, skip)
+    summary = choose(module, config, skip)
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)
@@ -108,27 +112,20 @@ def quantize_chosen(module: nn.Module, summary: Summary) -> None:
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
     """
     # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
-    todo = [choice for choice in summary.quantized if not isinstance(_weight(choice), QuantizedTensor)]
+    todo = [choice for choice in summary.quantized if not isinstance(weight_of(choice), QuantizedTensor)]
     for choice in todo:
         _check_values(choice)
     places = parameter_places(module)
     for choice in todo:
         assert choice.format is not None
-        weight = _weight(choice)
+        weight = weight_of(choice)
         tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 
-def _weight(choice: Choice) -> Tensor:
-    return getattr(choice.module, choice.name.rpartition(".")[2])
-
-
 def _check_values(choice: Choice) -> None:
-    weight = _weight(choice)
-    if weight.is_meta:
-        raise QuantizationError(
-            choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
-        )
+    weight = weight_of(choice)
+    check_loaded(choice.name, weight)
     if not _all_finite(weight.detach()):
         raise QuantizationError(
             choice.name,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from typing import Any
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget_load import measure_checkpoint
+from hf_trainweights.models.budget_plan import plan_by_losses
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
@@ -37,6 +40,18 @@ from hf_trainweights.tensor.stored_names import FoldStoredTensors
 _logger = logging.get_logger(__name__)
 
 
+class _ToPlan(NamedTuple):
+    """A load whose formats are still to be chosen for a budget.
+
+    Args:
+        model: The model on the meta device.
+        files: The files of its checkpoint.
+    """
+
+    model: PreTrainedModel
+    files: Sequence[str | os.PathLike[str]]
+
+
 class TrainWeightsHfQuantizer(HfQuantizer):
     """Quantizes a model while it loads, and loads, saves and reports a quantized one.
 
@@ -57,6 +72,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
+        self._to_plan: _ToPlan | None = None
         # What one save was given instead of the model's own, and whether it writes guards; it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
@@ -119,17 +135,39 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [], model.config.name_or_path or "")
+        files = kwargs.get("checkpoint_files") or []
+        self.state.stored = check_weight_files(files, model.config.name_or_path or "")
+        self._choose(model)
+        if self.pre_quantized:
+            expect_unused(model, NOTICE_NAME)
+            check_guards(model, self.state.choices, self.state.stored)
+        elif self.quantization_config.needs_plan:
+            if not files:
+                next_step = "Load the float model, then call quantize_(model, config)."
+                raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)
+            self._to_plan = _ToPlan(model, files)
+        return model
+
+    def _choose(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
-        if self.pre_quantized:
-            expect_unused(model, NOTICE_NAME)
-            check_guards(model, self.state.choices, self.state.stored)
         self._model_bytes = summary.bytes_after
-        return model
+
+    def _plan(self, conversions: list[Any]) -> None:
+        """Choose formats for a budget. The files are read for it, once the conversions of this load are known."""
+        if self._to_plan is None:
+            return
+        (model, files), self._to_plan = self._to_plan, None
+        config = self.quantization_config
+        skip = modules_kept_in_float(model, config.include_embeddings)
+        losses = measure_checkpoint(model, files, conversions, config, skip, self.state)
+        # A copy: the user may quantize another model by the same configuration.
+        self.quantization_config = plan_by_losses(model, config, skip, losses)
+        model.config.quantization_config = self.quantization_config
+        self._choose(model)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
@@ -165,6 +203,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Return the model's converters and our own; experts are quantized before they are merged."""
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
+        self._plan(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
 
-from hf_trainweights.models.host.converters import QuantizerOp
+from hf_trainweights.models.host.converters import QuantizerOp, offer_before_merging
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.host.versions import private
+from hf_trainweights.models.host.versions import private, private_attribute
 
 
 def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
@@ -95,6 +99,33 @@ def load_offloaded(model: PreTrainedModel, name: str) -> Tensor:
         UnsupportedError: The installed Transformers is not supported.
     """
     return private("integrations.accelerate", "load_offloaded_parameter")(model, name)
+
+
+def read_by(
+    quantizer: HfQuantizer,
+    model: PreTrainedModel,
+    files: Sequence[str | os.PathLike[str]],
+    dtype: torch.dtype,
+    conversions: Sequence[Any],
+) -> None:
+    """Let Transformers read a checkpoint and hand its tensors to a quantizer, as it does while it loads a model.
+
+    Args:
+        quantizer: The quantizer.
+        model: A model on the meta device, which gets what the quantizer returns.
+        files: The checkpoint's files.
+        dtype: The dtype to load them in.
+        conversions: How the tensors in them become parameters; those of experts are offered one by one.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    options = private("modeling_utils", "LoadStateDictConfig")(
+        dtype=dtype,
+        hf_quantizer=quantizer,
+        weight_mapping=[offer_before_merging(copy.deepcopy(each)) for each in conversions],
+    )
+    private_attribute(model, "_load_pretrained_model")(model, None, [str(file) for file in files], options)
 
 
 def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:
