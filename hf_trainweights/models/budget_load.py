@@ -1,27 +1,30 @@
-"""What formats lose of the weights of a checkpoint, measured before it is loaded, with one weight in memory at a time.
+"""What is to be known of the weights of a checkpoint before it is loaded, with one float weight in memory at a time.
 
 The checkpoint is read by Transformers itself, as it will be when it is loaded: the same files, conversions and dtypes.
-Each weight is measured and dropped.
+Each weight is measured, and kept in four bits: a model of these tells which weights matter most, and is dropped then.
 """
 
 from __future__ import annotations
 
 import copy
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
+from hf_trainweights.models.budget_measure import FEW_BITS, in_few_bits, sensitivities_of_tokens
 from hf_trainweights.models.budget_options import relative_errors, rows_of
-from hf_trainweights.models.budget_plan import Losses, stored_shape, weight_of, weights_to_plan
+from hf_trainweights.models.budget_plan import Losses, Measurements, weight_of, weights_to_plan
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.experts import rows_of_experts
+from hf_trainweights.models.experts import quantize_experts, rows_of_experts
 from hf_trainweights.models.host.checkpoints import read_by
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp
 from hf_trainweights.models.load_state import LoadState
+from hf_trainweights.models.selection import choose
 from hf_trainweights.models.summary import Choice
 
 
@@ -32,8 +35,8 @@ def measure_checkpoint(
     config: TrainWeightsConfig,
     skip: Sequence[str],
     state: LoadState,
-) -> dict[str, Losses]:
-    """Return what each candidate loses of the weights of a checkpoint.
+) -> Measurements:
+    """Measure the weights of a checkpoint.
 
     Args:
         model: The model on the meta device; it stays as it is.
@@ -44,36 +47,32 @@ def measure_checkpoint(
         state: What the operations of this load share; it keeps the first error.
 
     Returns:
-        The losses by name of the weight; a weight that the checkpoint lacks is missing.
+        What is known of the weights that the checkpoint has.
 
     Raises:
         TrainWeightsError: A weight cannot be quantized, or is not what config.json says.
         UnsupportedError: The installed Transformers is not supported.
     """
     copied = copy.deepcopy(model)
-    weights = {choice.name: choice for choice in weights_to_plan(copied, config, skip)}
-    measuring = _Measuring(config, weights, {name for name, _ in copied.named_parameters()}, state)
-    # Transformers casts what is to be quantized to the dtype of the load, which these have too.
-    for dtype in {weight_of(choice).dtype for choice in weights.values()}:
-        read_by(measuring, copied, files, dtype, conversions)
+    planned = weights_to_plan(copied, config, skip)
+    chosen = {choice.name: choice for choice in choose(copied, config, skip).quantized}
+    measure = _Measure({each.name for each in planned}, chosen, state)
+    read_by(_Measuring(config, measure), copied, files, weight_of(planned[0]).dtype if planned else None, conversions)
     if state.error is not None:
         raise state.error
-    return measuring.operation.losses
+    return Measurements(measure.losses, sensitivities_of_tokens(copied, planned))
 
 
 class _Measuring(HfQuantizer):
-    """A quantizer that measures the weights it is given, and lets Transformers keep none."""
+    """A quantizer that measures the weights it is given, and keeps them in few bits."""
 
-    def __init__(
-        self, config: TrainWeightsConfig, weights: Mapping[str, Choice], parameters: set[str], state: LoadState
-    ):
+    def __init__(self, config: TrainWeightsConfig, operation: _Measure):
         super().__init__(config, pre_quantized=False)
-        self.parameters = parameters
-        self.operation = _Measure(weights, state)
+        self.operation = operation
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
-        """Return whether a tensor comes to the operation: all but buffers, so that no float weight stays in memory."""
-        return param_name in self.parameters
+        """Return whether a tensor comes to the operation."""
+        return param_name in self.operation.chosen
 
     def get_quantize_ops(self) -> QuantizerOp:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the operation that measures a weight."""
@@ -90,15 +89,16 @@ class _Measuring(HfQuantizer):
 
 
 class _Measure(QuantizerOp):
-    """Measures weights as they are loaded.
+    """Measures weights as they are loaded, and returns them in few bits: enough to see how much each one matters.
 
     Args:
-        weights: The weights to measure, by name.
+        planned: Names of the weights whose formats are to be chosen.
+        chosen: The choices for these and for all others that are to be quantized.
         state: What the operations of this load share.
     """
 
-    def __init__(self, weights: Mapping[str, Choice], state: LoadState):
-        self.weights, self.state = weights, state
+    def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState):
+        self.planned, self.chosen, self.state = planned, chosen, state
         self.losses: dict[str, Losses] = {}
 
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
@@ -111,15 +111,18 @@ class _Measure(QuantizerOp):
             model: The model on the meta device.
 
         Returns:
-            Full parameter name to a stand-in that takes no memory.
+            Full parameter name to a quantized parameter.
         """
-        for name, value in input_dict.items():
-            weight = value[0] if isinstance(value, list) else value
-            choice = self.weights.get(name)
-            if choice is not None and weight.shape == model.get_parameter_or_buffer(name).shape:
-                stored = weight.transpose(-1, -2) if choice.transposed else weight
-                self._measure(name, stored.shape, rows_of(stored))
-        return {name: self.state.stand_in(model.get_parameter_or_buffer(name)) for name in input_dict}
+        loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {name: self._quantize(name, weight, model) for name, weight in loaded.items()}
+
+    def _quantize(self, name: str, weight: Tensor, model: Any) -> Tensor:
+        choice, skeleton = self.chosen.get(name), model.get_parameter_or_buffer(name)
+        if choice is None or weight.shape != skeleton.shape:
+            return weight
+        stored = weight.transpose(-1, -2) if choice.transposed else weight
+        self._measure(name, stored.shape, rows_of(stored))
+        return self.state.parameter_or_stand_in(skeleton, partial(in_few_bits, choice, weight))
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Tensor | None:
         """Measure experts before they are merged.
@@ -130,17 +133,19 @@ class _Measure(QuantizerOp):
             model: The model on the meta device.
 
         Returns:
-            A stand-in; None where the layer keeps the merged weight transposed, which is measured as a whole.
+            A quantized parameter; None where it stays float, or where its layer keeps it transposed.
         """
-        choice = self.weights.get(name)
-        if choice is not None and choice.transposed:
+        choice = self.chosen.get(name)
+        if choice is None or choice.transposed:
             return None
-        if choice is not None:
-            shape = stored_shape(choice)
-            self._measure(name, shape, lambda numbers: rows_of_experts(name, shape, parts, numbers))
-        return self.state.stand_in(model.get_parameter_or_buffer(name))
+        skeleton = model.get_parameter_or_buffer(name)
+        self._measure(name, skeleton.shape, lambda numbers: rows_of_experts(name, skeleton.shape, parts, numbers))
+        form = FEW_BITS.fallback(skeleton.shape)
+        make = partial(quantize_experts, name, skeleton.shape, form, parts)
+        return self.state.parameter_or_stand_in(skeleton, make)
 
     def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:
-        losses = self.state.attempt(lambda: relative_errors(name, shape, rows))
-        if losses is not None:
-            self.losses[name] = losses
+        if name in self.planned:
+            losses = self.state.attempt(partial(relative_errors, name, shape, rows))
+            if losses is not None:
+                self.losses[name] = losses

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 from torch import Tensor, nn
 
@@ -12,7 +14,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.budget import Budget
 from hf_trainweights.models.budget_bytes import file_bytes, file_bytes_in, rest_bytes
 from hf_trainweights.models.budget_choice import Option, choose_options, smallest_bytes
-from hf_trainweights.models.budget_options import CANDIDATES, candidates, relative_errors, rows_of
+from hf_trainweights.models.budget_options import CANDIDATES, candidates
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.selection import OVERRIDE, choose
@@ -21,6 +23,20 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What each candidate loses of a weight, see `relative_errors`.
 Losses = Mapping[Format, float]
+
+
+@dataclass(frozen=True)
+class Measurements:
+    """What is known of the weights of a model.
+
+    Args:
+        losses: What each candidate loses of a weight, by its name; none for a weight that a checkpoint lacks.
+        sensitivities: How much a relative error of each weight changes what the model returns, in any unit; of some
+            weights or of all it may be missing.
+    """
+
+    losses: Mapping[str, Losses]
+    sensitivities: Mapping[str, float]
 
 
 def weights_to_plan(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> list[Choice]:
@@ -78,37 +94,16 @@ def stored_shape(choice: Choice) -> tuple[int, ...]:
     return (*lead, K, N) if choice.transposed else (*lead, N, K)
 
 
-def plan_in_memory(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> TrainWeightsConfig:
-    """Return a configuration with a plan for a module whose weights are loaded.
-
-    Args:
-        module: The module.
-        config: A configuration with a budget.
-        skip: As for `choose`.
-
-    Raises:
-        ConfigError: The budget is smaller than the smallest model, or nothing is left to choose formats for.
-        QuantizationError: A weight holds NaN or Inf, or is on the meta device.
-    """
-    losses = {}
-    for choice in weights_to_plan(module, config, skip):
-        weight = weight_of(choice).detach()
-        check_loaded(choice.name, weight)
-        stored = weight.transpose(-1, -2) if choice.transposed else weight
-        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored))
-    return plan_by_losses(module, config, skip, losses)
-
-
-def plan_by_losses(
-    module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], losses: Mapping[str, Losses]
+def plan(
+    module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], measured: Measurements
 ) -> TrainWeightsConfig:
-    """Return a configuration with a plan for a module.
+    """Return a configuration with a format for each weight of a module.
 
     Args:
         module: The module, also on the meta device.
         config: A configuration with a budget.
         skip: As for `choose`.
-        losses: What each candidate loses, by name of the weight; those of a weight that a checkpoint lacks are missing.
+        measured: What is known of its weights.
 
     Raises:
         ConfigError: The budget is smaller than the smallest model.
@@ -123,8 +118,12 @@ def plan_by_losses(
     else:
         limit, size = math.floor((config.budget.bits or 0) * count / 8), stored_bytes_in
         fixed = sum(each.bytes_after for each in others)
+    matters = _importance(weights, measured.sensitivities)
     options = {
-        each.name: [_option(each, form, size, losses.get(each.name, {})) for form in candidates(stored_shape(each))]
+        each.name: [
+            Option(form, size(each, form), matters[each.name] * measured.losses.get(each.name, {}).get(form, 0.0))
+            for form in candidates(stored_shape(each))
+        ]
         for each in weights
     }
     least = fixed + smallest_bytes(options)
@@ -159,8 +158,16 @@ def stored_bytes_in(choice: Choice, form: Format) -> int:
     return form.stored_bytes(stored_shape(choice), weight_of(choice).dtype)
 
 
-def _option(choice: Choice, form: Format, size: Callable[[Choice, Format], int], losses: Losses) -> Option:
-    return Option(form, size(choice, form), importance(choice) * losses.get(form, 0.0))
+def _importance(weights: Sequence[Choice], measured: Mapping[str, float]) -> dict[str, float]:
+    """Return how much a relative error of each weight matters beside the same error of the others.
+
+    A weight of which that is not known, such as an embedding, counts by its size, like the median of the others; if it
+    is known of none, by the root of its size: errors of small weights matter more than in proportion.
+    """
+    if not measured:
+        return {each.name: math.sqrt(each.numel) for each in weights}
+    density = statistics.median_low([measured[each.name] / each.numel for each in weights if each.name in measured])
+    return {each.name: measured.get(each.name, density * each.numel) for each in weights}
 
 
 def _too_small(budget: Budget, least: int, count: int) -> ConfigError:
@@ -172,12 +179,3 @@ def _too_small(budget: Budget, least: int, count: int) -> ConfigError:
         where, found, expected = "bits", f"{budget.bits}", f"at least {bits:.2f}"
     next_step = "Give as much, or let include_embeddings and fewer exceptions make the rest smaller."
     return ConfigError(where, f"{expected}, which the smallest formats take ({smallest})", found, next_step)
-
-
-def importance(choice: Choice) -> float:
-    """Return how much a relative error of a weight matters beside the same error of another one.
-
-    Args:
-        choice: The choice for it.
-    """
-    return math.sqrt(choice.numel)

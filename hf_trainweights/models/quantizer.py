@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.budget_load import measure_checkpoint
-from hf_trainweights.models.budget_plan import plan_by_losses
+from hf_trainweights.models.budget_plan import plan
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
@@ -163,9 +163,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         (model, files), self._to_plan = self._to_plan, None
         config = self.quantization_config
         skip = modules_kept_in_float(model, config.include_embeddings)
-        losses = measure_checkpoint(model, files, conversions, config, skip, self.state)
+        measured = measure_checkpoint(model, files, conversions, config, skip, self.state)
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = plan_by_losses(model, config, skip, losses)
+        self.quantization_config = plan(model, config, skip, measured)
         model.config.quantization_config = self.quantization_config
         self._choose(model)
 
