@@ -11,17 +11,10 @@ from torch import Tensor
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
 
-# From the smallest to the most exact. Formats that are larger than another one and lose more are left out.
-CANDIDATES: tuple[Format, ...] = tuple(
-    map(
-        get_format,
-        (
-            {"format": "int4", "group_size": 128},
-            {"format": "int4", "group_size": 64},
-            {"format": "int4", "group_size": 32},
-            {"format": "int8"},
-        ),
-    )
+# From the smallest to the most exact.
+CANDIDATES: tuple[Format, ...] = (
+    *(get_format({"format": f"uint{bits}", "group_size": size}) for bits in range(2, 7) for size in (32, 16)),
+    get_format({"format": "int8"}),
 )
 
 # A weight's relative error is known to 0.02 dB from this many of its elements: rows, evenly spaced.
