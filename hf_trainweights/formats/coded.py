@@ -58,6 +58,7 @@ class Coded(Format):
     """
 
     name: ClassVar[str] = "coded"
+    rows_are_independent: ClassVar[bool] = False
     is_coded_in_files: ClassVar[bool] = True
     # What int8's kernels ask their format for.
     group_size: ClassVar[None] = None

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.coded_weights import (
     CODED_FLOAT_SUFFIX,
     CODED_SUFFIX,
@@ -30,7 +31,6 @@ from hf_trainweights.tensor.coded_weights import (
     encode_float,
     encode_stored,
 )
-from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
