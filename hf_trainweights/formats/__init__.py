@@ -10,10 +10,12 @@ from typing import Any
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
 
 __all__ = ["FORMATS", "Format", "float32_blocks", "get_format", "reciprocal", "round_scale", "scale_codes"]
 
@@ -21,6 +23,12 @@ FORMATS: dict[str, type[Format]] = {
     "int8": Int8,
     "int4": Int4,
     "float8_e4m3": Float8E4M3,
+    "codebook4": Codebook4,
+    "uint2": UInt2,
+    "uint3": UInt3,
+    "uint4": UInt4,
+    "uint5": UInt5,
+    "uint6": UInt6,
 }
 
 # What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".

@@ -98,6 +98,15 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
     return rounded.masked_fill_(scale == 0, 0.0)
 
 
+def smallest_scale(dtype: torch.dtype) -> float:
+    """Return the smallest scale other than zero that a weight may have.
+
+    Args:
+        dtype: Dtype in which the scale is stored.
+    """
+    return _SMALLEST_SCALE[dtype]
+
+
 def reciprocal(scale: Tensor) -> Tensor:
     """Return float32 1 / scale, and 0 where the scale is 0, so that an all-zero row keeps codes of 0.
 
