@@ -26,7 +26,7 @@ FORMS |= {
 }
 FORMS |= {
     f"{name}_column_scale": get_format({**FORMS[name].get_config(), "column_scale": True})
-    for name in ("int8", "int4_g32", "float8_e4m3")
+    for name in ("int8", "int4_g32", "codebook4")
 }
 
 

@@ -105,12 +105,8 @@ class Codebook4(Format):
         values = pairs.index_select(0, qdata.view(torch.uint8).flatten().to(torch.int32))
         groups = values.view(*qdata.shape[:-1], K // GROUP_SIZE, GROUP_SIZE)
         codes = unpack_bits(tensors["group_scale"], GROUP_BITS, K // GROUP_SIZE)
-        scale = tensors["scale"].to(wide)
-        if scale.dtype == torch.float32 and tensors["scale"].dtype != torch.float32:
-            # A factor times a 16-bit scale is exact too, so one pass over the weight does.
-            groups.mul_(_group_scale(codes, scale).unsqueeze(-1))
-        else:
-            groups.mul_(_group_scale(codes, torch.ones_like(scale)).to(wide).unsqueeze(-1)).mul_(scale.unsqueeze(-1))
+        factors = _group_scale(codes, torch.ones_like(tensors["scale"])).to(wide)
+        groups.mul_(factors.unsqueeze(-1)).mul_(tensors["scale"].to(wide).unsqueeze(-1))
         return groups.to(dtype).view(*qdata.shape[:-1], K)
 
 
