@@ -17,12 +17,12 @@ Paths = Mapping[str, Sequence[str | int]]
 
 @dataclass(frozen=True)
 class StateName:
-    """The name of a tensor in an optimizer's state.
+    """The name of a value in an optimizer's state dict.
 
     Args:
         optimizer: Where the optimizer's state dict stands, "" for the top.
-        parameter: The parameter's name.
-        key: `exp_avg`, `exp_avg_sq`, `step`, ...
+        parameter: The parameter's name, or that of a group.
+        key: `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
     """
 
     optimizer: str
@@ -37,7 +37,8 @@ def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
         names: All names, those of objects included.
 
     Returns:
-        An entry for each name that is of a state. A name that ends like Adam's moments is one even without groups.
+        An entry for each name that is of a state, or of a group. One that ends like Adam's moments is of a state even
+        without groups.
 
     Examples:
         >>> optimizer_states(["optim.state.0.weight.exp_avg", "optim.param_groups", "model.0.weight"])
@@ -49,18 +50,12 @@ def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
     }
     found = {}
     for name, each in parts.items():
-        for depth, part in enumerate(each[:-2]):
+        for depth, part in enumerate(each[:-1]):
             prefix, key = ".".join(each[:depth]), each[-1]
-            if part == "state" and (prefix in optimizers or key in MOMENTS):
+            if part == "param_groups" or (part == "state" and (prefix in optimizers or key in MOMENTS)):
                 found[name] = StateName(prefix, ".".join(each[depth + 1 : -1]), key)
                 break
     return found
-
-
-def group_name(state: StateName, field: str) -> tuple[str, str]:
-    """Return the two names under which a field of a parameter's group may stand, as a list of groups and alone."""
-    prefix = f"{state.optimizer}." if state.optimizer else ""
-    return f"{prefix}param_groups", f"{prefix}param_groups.{state.parameter}.{field}"
 
 
 def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
