@@ -15,6 +15,7 @@ from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
+from hf_trainweights.inspection.sharded_tensors import ShardedTensors, read_part
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.notebook import html_table
@@ -68,7 +69,8 @@ def inspect_weights(path: str | Path) -> Inspection:
     """List the tensors of a model, a checkpoint, or one file.
 
     Args:
-        path: A directory with weights, a `.safetensors` file, or a file that torch.save wrote.
+        path: A directory with weights, also of a sharded checkpoint, a `.safetensors` file, or a file that torch.save
+            wrote.
 
     Returns:
         The tensors. The `config.json` beside the files names the format of quantized weights; without one, their
@@ -95,7 +97,7 @@ def inspect_weights(path: str | Path) -> Inspection:
     unsafe: dict[str, tuple[str, ...]] = {}
     for part, files in find_parts(path).items():
         for file in files:
-            calls = _unsafe_calls(file)
+            calls = () if file.is_dir() else _unsafe_calls(file)
             if calls:
                 unsafe[file.name] = calls
                 members += _members(file)
@@ -106,12 +108,16 @@ def inspect_weights(path: str | Path) -> Inspection:
 
 
 def _read(file: Path, part: str) -> dict[str, StoredTensor]:
-    tensors = {stored.key: stored for stored in read_tensors(file, part, values=False)}
+    tensors = dict(
+        ShardedTensors(file, part, values=False)
+        if file.is_dir()
+        else {stored.key: stored for stored in read_tensors(file, part, values=False)}
+    )
     telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
         # In an encoded file of quantized weights, the values of these tensors say how to read the others.
-        tensors = {stored.key: stored for stored in read_tensors(file, part)}
+        tensors |= read_part([file], part)
     return tensors
 
 
