@@ -99,8 +99,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
             "one seed before the module is made."
             if isinstance(target, QuantizedTensor)
-            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). FSDP shards no quantized "
-            "weights: pass them to fully_shard as ignored_params, or dequantize the module first."
+            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). fully_shard cuts quantized "
+            "weights along their first dimension alone: for them let shard_placement_fn return None."
         )
         expected = "two quantized tensors of one format, shape and scale dtype"
         found = f"{_describe(source)} to be copied into {_describe(target)}"
@@ -249,7 +249,7 @@ def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     return return_and_correct_aliasing(func, (tensor, *dims), {}, flipped)
 
 
-@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
+@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default, any_layout=True)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: Any) -> Any:
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))
