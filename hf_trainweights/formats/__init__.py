@@ -37,6 +37,7 @@ FORMATS: dict[str, type[Format]] = {
 _ELSEWHERE = {
     r"fp8|f8|float8|e4m3|e5m2": "float8_e4m3",
     r"q4k|hqq4|uint4|asym": "uint4",
+    r"iq4|codebook": "codebook4",
     r"(?:nf|fp|i|u?int|w|q)4|4bit|mxfp4": "int4",
     r"(?:i|u?int|w|q)8|8bit": "int8",
     **{rf"(?:nf|i|u?int|iq|w|q|hqq){bits}|^{bits}bit": f"uint{bits}" for bits in (2, 3, 5, 6)},

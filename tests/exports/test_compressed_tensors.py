@@ -148,6 +148,8 @@ def test_no_weights_are_refused() -> None:
     [
         ("gpt2", INT4, "transformer.h.*.attn.c_attn.weight, transformer.h.*.attn.c_proj.weight, ", "keeps transposed"),
         ("gpt_oss", INT4, f"{EXPERTS}gate_up_proj, {EXPERTS}down_proj: ", "keeps transposed"),
+        ("llama", INT4 | {"column_scale": True}, "model.layers.", "weights in int4 g32 with column scales"),
+        ("llama", {"format": "codebook4"}, "model.layers.", "weights in codebook4 g32"),
         ("llama", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         ("llama_tied", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         (

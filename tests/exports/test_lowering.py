@@ -18,6 +18,7 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.formats import get_format
 from hf_trainweights.formats.int8 import Int8
 
 
@@ -117,4 +118,16 @@ def test_a_format_without_plain_ops_is_refused_by_the_name_of_its_weight() -> No
     linear.weight = nn.Parameter(weight, requires_grad=False)
     message = r"^0\.weight: expected a format that ATen can hold: int8, int4"
     with pytest.raises(UnsupportedError, match=message), lowered(model, Aten()):
+        pass
+
+
+@pytest.mark.parametrize(
+    "config", [{"format": "int4", "group_size": 32, "column_scale": True}, {"format": "codebook4"}]
+)
+def test_a_format_of_more_than_codes_and_scales_is_refused(config: dict[str, object]) -> None:
+    linear = nn.Linear(64, 32)
+    weight = QuantizedTensor.quantize(linear.weight, get_format(config))
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    message = f"^0\\.weight: expected a format that ATen can hold: .* found {weight.format}. Quantize the model again"
+    with pytest.raises(UnsupportedError, match=message), lowered(nn.Sequential(linear), Aten()):
         pass

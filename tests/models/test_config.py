@@ -132,6 +132,7 @@ def test_an_argument_that_does_not_exist_is_refused_with_the_right_one(arguments
 @pytest.mark.parametrize(
     ("spelt", "meant"),
     [
+        *[(name, "codebook4") for name in ("iq4_xs", "iq4_nl", "codebook")],
         *[(name, "int4") for name in ("nf4", "fp4", "int4_weight_only", "4bit", "4-bit", "INT4", "w4a16")],
         *[(name, "int8") for name in ("int8_weight_only", "8bit", "in8", "q8_0", "INT8", "int-8", "w8a8")],
         *[(name, "float8_e4m3") for name in ("fp8", "float8", "float8_e4m3fn", "FP8", "float8_dynamic", "f8")],
