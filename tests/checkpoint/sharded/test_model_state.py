@@ -12,6 +12,7 @@ from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.fsdp import fully_shard
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
@@ -44,9 +45,15 @@ def load(path: Path, model: nn.Module, reader: type = TrainWeightsReader, no_dis
     state_dict_loader.load({"model": ModelState(model)}, storage_reader=reader(path), no_dist=no_dist)
 
 
-def outputs(model: nn.Module) -> torch.Tensor:
+def outputs(model: nn.Sequential) -> torch.Tensor:
     inputs = torch.randn(3, 64, generator=torch.Generator().manual_seed(5))
     return torch.cat([model[0](inputs), model[1](inputs), model[2](inputs)], -1)
+
+
+def whole(model: nn.Sequential) -> QuantizedTensor:
+    weight = model[0].weight
+    assert isinstance(weight, QuantizedTensor)
+    return weight
 
 
 @pytest.mark.parametrize("reader", [TrainWeightsReader, FileSystemReader])
@@ -56,9 +63,9 @@ def test_a_quantized_model_comes_back_bit_for_bit(tmp_path: Path, form: str, rea
     expected = outputs(saved)
     save(tmp_path / "checkpoint", saved, mode="compact")
     load(tmp_path / "checkpoint", loaded, reader)
-    assert isinstance(loaded[0].weight, QuantizedTensor)
-    assert loaded[0].weight.format.name == form
-    assert torch.equal(loaded[0].weight.dequantize(), saved[0].weight.dequantize())
+    weight = whole(loaded)
+    assert weight.format.name == form
+    assert torch.equal(weight.dequantize(), whole(saved).dequantize())
     assert torch.equal(outputs(loaded), expected)
     assert torch.equal(outputs(saved), expected)
 
@@ -99,3 +106,33 @@ def test_ranks_that_hold_the_same_weights_store_them_once(tmp_path: Path) -> Non
     entries = read_manifest(tmp_path / "checkpoint").files.values()
     paths = [row["path"] for entry in entries for row in entry.report.get("tensors", ())]
     assert len(paths) == len(set(paths))
+
+
+def build_sharded(seed: int, form: str) -> nn.Sequential:
+    layers = build(seed, form)
+    for layer in layers:
+        fully_shard(layer)
+    fully_shard(layers)
+    return layers
+
+
+def saves_sharded(rank: int, path: Path, form: str) -> None:
+    save(path, build_sharded(0, form), no_dist=False)
+
+
+def loads_sharded(rank: int, path: Path, form: str) -> bool:
+    loaded = build_sharded(1, form)
+    load(path, loaded, no_dist=False)
+    return torch.equal(outputs(loaded), outputs(build_sharded(0, form)))
+
+
+@pytest.mark.skipif(not hasattr(QuantizedTensor, "fsdp_pre_all_gather"), reason="quantized weights are not sharded")
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_quantized_weights_under_fsdp2_come_back_on_other_numbers_of_ranks(tmp_path: Path, form: str) -> None:
+    path = tmp_path / "checkpoint"
+    run_ranks(2, saves_sharded, path, form)
+    assert run_ranks(2, loads_sharded, path, form) == [True] * 2
+    assert run_ranks(3, loads_sharded, path, form) == [True] * 3
+    alone = build(1, form)
+    load(path, alone)
+    assert torch.equal(outputs(alone), outputs(build(0, form)))
