@@ -26,10 +26,12 @@ class ModelState:
 
     Examples:
         >>> import warnings, torch.distributed.checkpoint as dcp
-        >>> from hf_trainweights import quantize_
+        >>> from hf_trainweights import TrainWeightsConfig, quantize_
         >>> from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
         >>> warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")  # one process, and we mean it
-        >>> saved, loaded = (quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64))) for _ in range(2))
+        >>> saved, loaded = (torch.nn.Sequential(torch.nn.Linear(64, 64)) for _ in range(2))
+        >>> for model in (saved, loaded):
+        ...     _ = quantize_(model, TrainWeightsConfig("int8"))
         >>> _ = dcp.save({"model": ModelState(saved)}, storage_writer=TrainWeightsWriter("quantized"), no_dist=True)
         >>> dcp.load({"model": ModelState(loaded)}, storage_reader=TrainWeightsReader("quantized"), no_dist=True)
         >>> torch.equal(saved[0].weight.qdata, loaded[0].weight.qdata)
