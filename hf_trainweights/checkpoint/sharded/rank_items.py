@@ -103,12 +103,13 @@ class RankItems:
             The name of each shard to that of the first one that has the same elements.
         """
         names: dict[str, str] = {}
-        first: dict[Any, tuple[str, Tensor]] = {}
+        first: dict[Any, WriteItem] = {}  # and no tensors: `resolve` may make them
         for item in items:
-            name, tensor = name_of(item), self._live(item)
+            tensor = self._live(item)
             key = tensor.shape, tensor.dtype, item.index.offset, _sample(tensor)
-            twin = first.setdefault(key, (name, tensor))
-            names[name] = twin[0] if _is_same(twin[1], tensor) else name
+            twin = first.setdefault(key, item)
+            is_tied = twin is not item and _is_same(self._live(twin), tensor)
+            names[name_of(item)] = name_of(twin if is_tied else item)
         return names
 
     def _live(self, item: WriteItem) -> Tensor:

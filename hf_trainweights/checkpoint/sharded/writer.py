@@ -36,6 +36,7 @@ class TrainWeightsWriter(StorageWriter):
     A stock `FileSystemReader` reads them where hf_trainweights is imported; `TrainWeightsReader` also checks what it
     reads and executes no pickle. Errors are raised on every rank as DCP's `CheckpointException`, whose `failures` maps
     each rank that failed to its error and traceback: `error.failures[rank][0]` is one of `hf_trainweights.errors`.
+    `async_save` encodes in a thread; pass it a process group on the CPU that training does not use.
 
     Args:
         path: The checkpoint, a directory that all ranks share. One that it holds already stays whole until the new one

@@ -81,7 +81,7 @@ def whole(state: AppState) -> dict[str, Any]:
 def saves_in_the_background(rank: int, directory: Path) -> list[float]:
     state = build(0)
     train(state, 0, 4)
-    group = dist.new_group()  # collectives of two threads in one group would mix
+    group: Any = dist.new_group()  # collectives of two threads in one group would mix
     writer = TrainWeightsWriter(directory / "0")
     saving: Any = state_dict_saver.async_save({"app": state}, storage_writer=writer, process_group=group)
     losses = train(state, 4, 8)  # while the first save encodes
