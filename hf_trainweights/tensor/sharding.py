@@ -154,7 +154,9 @@ class ShardedTensor(HeldTensor):
             holds the weight.
         """
         del metadata
-        gathered = dict(zip(self.format.tensor_names, outputs, strict=True))
+        names = self.format.tensor_names
+        # Where there is one rank, PyTorch passes on the first tensor alone.
+        gathered = dict(zip(names, outputs, strict=True)) if len(outputs) == len(names) else self.tensors
         if out is None:
             whole = self.join(gathered, dtype)
             return whole, tuple(whole.held.tensors.values()) if self.is_cut_by_columns else ()

@@ -283,14 +283,15 @@ def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args:
 
 
 @pytest.mark.parametrize("layout", ["experts", "experts_transposed"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_experts_are_spread_one_by_one(layout: str, world_size: int) -> None:
     # Three of them: the last rank has one, or none.
     run_ranks(world_size, spread_as_whole, experts, torch.randn(5, 128), layout)
 
 
-def test_a_weight_that_is_stored_transposed_is_cut_by_columns() -> None:
-    run_ranks(2, spread_as_whole, Transposed, torch.randn(5, 256))
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_is_stored_transposed_is_cut_by_columns(world_size: int) -> None:
+    run_ranks(world_size, spread_as_whole, Transposed, torch.randn(5, 256))
 
 
 def cut_within_a_group(rank: int) -> str:
