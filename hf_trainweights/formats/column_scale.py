@@ -15,7 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class ColumnScaled(Format):
         inner: The format of the weight whose columns are divided by their factors.
     """
 
+    rows_are_independent: ClassVar[bool] = False
     inner: Format
 
     @property

@@ -249,7 +249,7 @@ def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     return return_and_correct_aliasing(func, (tensor, *dims), {}, flipped)
 
 
-@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
+@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default, any_layout=True)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: Any) -> Any:
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))
