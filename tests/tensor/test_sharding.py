@@ -228,7 +228,7 @@ def round_trips_in(form: str) -> None:
 
 
 def test_a_model_made_without_memory_takes_the_state_of_a_spread_one() -> None:
-    run_ranks(4, round_trips)
+    run_ranks(2, round_trips)
 
 
 class Experts(nn.Module):
