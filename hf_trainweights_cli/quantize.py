@@ -50,10 +50,16 @@ DtypeOption = Annotated[
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a float model.")],
     out: NewDirectory,
-    name: Annotated[str, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3.")],
+    name: Annotated[str, typer.Option("--format", metavar="NAME", help="int8, int4, float8_e4m3 or coded.")],
     group_size: Annotated[
         int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
     ] = None,
+    bits: Annotated[
+        float | None, typer.Option(metavar="BITS", help="2 to 8, with --format coded: bits of a weight in the file.")
+    ] = None,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Keep all weights of the files entropy-coded, without loss.")
+    ] = False,
     dtype: DtypeOption = None,
     include_embeddings: Annotated[
         bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
@@ -79,7 +85,8 @@ def quantize(
     """
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value
-    options = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
+    options: dict[str, Any] = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
+    options |= {"bits": bits, "compress": compress}
     config = _config(name, group_size, options)
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory

@@ -30,6 +30,8 @@ class Format(ABC):
     tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
     # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
     is_coded_in_files: ClassVar[bool] = False
+    # Whether a row is quantized alike whichever rows of its matrix are quantized with it.
+    has_independent_rows: ClassVar[bool] = True
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)

@@ -1,6 +1,6 @@
 """Experts quantized one by one while they load, so that no merged float weight is ever in memory.
 
-Rows are quantized independently, so stacking and concatenating rows of codes gives the very tensors that quantizing the
+Rows, or at least experts, are quantized independently, so stacking codes gives the very tensors that quantizing the
 merged weight gives.
 """
 
@@ -43,6 +43,8 @@ def quantize_experts(
     for expert in range(E):
         weights = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
         _check_expert(weights, N, K)
+        if not form.has_independent_rows:
+            weights = [(" and ".join(source_name for source_name, _ in weights), torch.cat([w for _, w in weights]))]
         row = 0
         for source_name, weight in weights:
             stored = form.quantize(weight, source_name)

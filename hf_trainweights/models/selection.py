@@ -79,7 +79,9 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     for choice in choose(module, config, skip).tensors:
         weight = getattr(choice.module, choice.name.rpartition(".")[2])
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
-            choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before)
+            choice = replace(
+                choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before, file_bytes=None
+            )
         found.append(choice)
     return Summary(tuple(found))
 
@@ -136,14 +138,16 @@ def _choose(
     if isinstance(parameter, QuantizedTensor):
         form, expected = parameter.format, wanted.fallback(parameter.stored_shape) if wanted else None
         reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
-        return Choice(name, owner, form, reason, parameter.transposed, numel, size, parameter.stored_bytes)
+        in_file = form.file_bytes(parameter.stored_shape, parameter.scale_dtype)
+        return Choice(name, owner, form, reason, parameter.transposed, numel, size, parameter.stored_bytes, in_file)
     if wanted is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size)
     *lead, N, K = parameter.shape
     stored = (*lead, K, N) if transposed else (*lead, N, K)
     chosen = wanted.fallback(stored)
     reason = reason if chosen == wanted else _misfit(wanted)
-    return Choice(name, owner, chosen, reason, transposed, numel, size, chosen.stored_bytes(stored, parameter.dtype))
+    after, in_file = (size_of(stored, parameter.dtype) for size_of in (chosen.stored_bytes, chosen.file_bytes))
+    return Choice(name, owner, chosen, reason, transposed, numel, size, after, in_file)
 
 
 def _misfit(wanted: Format | None) -> str:
