@@ -60,9 +60,9 @@ class Coded(Format):
     name: ClassVar[str] = "coded"
     is_coded_in_files: ClassVar[bool] = True
     has_independent_rows: ClassVar[bool] = False
-    # What int8's kernels ask their format for.
-    group_size: ClassVar[None] = None
-    activations: ClassVar[None] = None
+    # What int8's kernels ask their format for; no fields, and no parameters.
+    group_size = None
+    activations = None
     bits: float = 4.0
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config_checks import (
     OVERRIDE_ORDER,
+    check_bits,
     check_names,
     check_unknown,
     in_order,
@@ -97,6 +98,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             )
         self.format = format
         self.activations = activations
+        check_bits(bits, _format_of(format))
         chosen = _format_of(format, group_size=group_size, activations=activations, bits=bits).get_config()
         self.group_size, self.bits = chosen.get("group_size"), chosen.get("bits")
         self.modules_to_not_convert = check_names(modules_to_not_convert)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.formats.base import Format
 from hf_trainweights.models.overrides import left_out, named
 
 # The key that names the order of the overrides in config.json.
@@ -58,6 +59,21 @@ def right_argument(name: str, value: object, known: Sequence[str]) -> str:
     if bits in (4, 8):
         return f'Write TrainWeightsConfig("int{bits}").'
     return did_you_mean(name, known, _ELSEWHERE.get(name, "Leave it out."))
+
+
+def check_bits(bits: object, form: Format) -> None:
+    """Check that a format has a number of bits to choose, where one is chosen.
+
+    Args:
+        bits: What the user passed, None for nothing.
+        form: The format that is chosen.
+
+    Raises:
+        ConfigError: It has none.
+    """
+    if bits is not None and "bits" not in form.get_config():
+        written = f'"int{bits}"' if bits in (4, 8) else f'"coded", bits={bits}'
+        raise ConfigError("bits", f"none for {form.name}", repr(bits), f"Write TrainWeightsConfig({written}).")
 
 
 def check_names(names: Sequence[str] | None) -> list[str] | None:

@@ -19,6 +19,7 @@ FORMATS = {
     "int8": {},
     "int4": {"group_size": 32},
     "float8_e4m3": {},
+    "coded": {"bits": 3.5},
 }
 SERIALIZATIONS = {
     "safetensors": {},

@@ -108,9 +108,9 @@ def test_repr_names_the_format() -> None:
 @pytest.mark.parametrize(
     ("arguments", "next_step"),
     [
-        ({"bits": 4}, 'Write TrainWeightsConfig("int4").'),
-        ({"bits": 8}, 'Write TrainWeightsConfig("int8").'),
-        ({"bits": 3}, "Leave it out."),
+        ({"w_bit": 4}, 'Write TrainWeightsConfig("int4").'),
+        ({"num_bits": 8}, 'Write TrainWeightsConfig("int8").'),
+        ({"nbits": 3}, "Leave it out."),
         ({"load_in_4bit": True}, 'Write TrainWeightsConfig("int4").'),
         ({"load_in_8bit": True}, 'Write TrainWeightsConfig("int8").'),
         ({"bnb_4bit_quant_type": "nf4"}, 'Name the format: TrainWeightsConfig("int4").'),
@@ -193,7 +193,7 @@ def test_values_beside_a_files_are_taken_as_transformers_takes_them() -> None:
     ("stored", "message"),
     [
         ({"format": "int3"}, r"format: expected one of .*, found 'int3'\. "),
-        ({"version": 99}, r"version: expected 1, found 99\. Install"),
+        ({"version": 99}, r"version: expected 1 or 2, found 99\. Install"),
         ({"overrides": {"lm_head": "int3"}}, r"overrides\['lm_head'\]: expected one of"),
         ({"dequantize": True}, r"dequantize: expected no such key"),
     ],
@@ -267,10 +267,13 @@ BAD = {
     "override group": ({"overrides": {"a": {"format": "int4", "group_size": 1}}}, r"overrides\['a'\].*32, 64, 128"),
     "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides: expected a regular expression, found '\*'"),
     "method": ({"quant_method": "gptq"}, "quant_method: expected 'trainweights', found 'gptq'"),
-    "version": ({"version": 2}, "version: expected 1, found 2. Install the hf_trainweights that wrote this model"),
-    "version text": ({"version": "1"}, "version: expected 1, found '1'"),
-    "version true": ({"version": True}, "version: expected 1, found True"),
-    "version none": ({"version": None}, "version: expected 1, found None"),
+    "bits": ({"bits": 3}, r'bits: expected none for int8, found 3\. Write TrainWeightsConfig\("coded", bits=3\)'),
+    "bits of int4": ({"format": "int4", "bits": 8}, r'found 8\. Write TrainWeightsConfig\("int8"\)'),
+    "bits of coded": ({"format": "coded", "bits": 9}, "bits: expected a number from 2 to 8 for coded, found 9"),
+    "version": ({"version": 3}, "version: expected 1 or 2, found 3. Install the hf_trainweights that wrote this model"),
+    "version text": ({"version": "1"}, "version: expected 1 or 2, found '1'"),
+    "version true": ({"version": True}, "version: expected 1 or 2, found True"),
+    "version none": ({"version": None}, "version: expected 1 or 2, found None"),
 }
 
 
