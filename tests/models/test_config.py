@@ -110,7 +110,7 @@ def test_repr_names_the_format() -> None:
     [
         ({"w_bit": 4}, 'Write TrainWeightsConfig("int4").'),
         ({"num_bits": 8}, 'Write TrainWeightsConfig("int8").'),
-        ({"nbits": 3}, "Leave it out."),
+        ({"nbits": 3}, 'Did you mean "bits"?'),
         ({"load_in_4bit": True}, 'Write TrainWeightsConfig("int4").'),
         ({"load_in_8bit": True}, 'Write TrainWeightsConfig("int8").'),
         ({"bnb_4bit_quant_type": "nf4"}, 'Name the format: TrainWeightsConfig("int4").'),
