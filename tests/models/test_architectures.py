@@ -19,7 +19,7 @@ FORMATS = {
     "int8": {},
     "int4": {"group_size": 32},
     "float8_e4m3": {},
-    "coded": {"bits": 3.5},
+    "coded": {"bits": 4.5},
 }
 SERIALIZATIONS = {
     "safetensors": {},
@@ -29,7 +29,7 @@ SERIALIZATIONS = {
 }
 # Of the outputs to the float model's: the worst architecture, rounded down. Among the mixtures of experts, a token
 # that goes to another expert costs more than all the rounding does.
-LEAST_COSINE = {"int8": 0.995, "int4": 0.85, "float8_e4m3": 0.97}
+LEAST_COSINE = {"int8": 0.995, "int4": 0.85, "float8_e4m3": 0.97, "coded": 0.85}
 CAUSAL = [name for name, each in ARCHITECTURES.items() if each.auto_class is AutoModelForCausalLM]
 GENERATING = [name for name, each in ARCHITECTURES.items() if each.generates]
 MOE = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]
