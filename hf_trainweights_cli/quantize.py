@@ -46,11 +46,16 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Dtype of what is not quantized; as in the source if not given.")
 ]
 FormatOption = Annotated[
-    str | None, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3; or else --bits or --size.")
+    str | None,
+    typer.Option("--format", metavar="NAME", help="int8, int4, uint4, coded, ...; or else --bits or --size."),
 ]
 BitsOption = Annotated[
     float | None,
-    typer.Option("--bits", metavar="B", help="Choose a format for each weight, with so many bits a weight."),
+    typer.Option(
+        "--bits",
+        metavar="BITS",
+        help="Choose a format for each weight, with so many bits a weight. With --format coded: 2 to 8, in the file.",
+    ),
 ]
 SizeOption = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Choose a format for each weight, for files of e.g. 1.2GB.")
@@ -66,6 +71,12 @@ def quantize(
     group_size: Annotated[
         int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
     ] = None,
+    column_scale: Annotated[
+        bool, typer.Option("--column-scale", help="Give each input column a factor of its own.")
+    ] = False,
+    compress: Annotated[
+        bool, typer.Option("--compress", help="Keep all weights of the files entropy-coded, without loss.")
+    ] = False,
     dtype: DtypeOption = None,
     include_embeddings: Annotated[
         bool, typer.Option("--include-embeddings", help="Quantize the input embeddings and the output head too.")
@@ -91,13 +102,8 @@ def quantize(
     """
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value
-    options = {
-        "bits": bits,
-        "size": size,
-        "activations": chosen,
-        "overrides": overrides,
-        "include_embeddings": include_embeddings,
-    }
+    options: dict[str, Any] = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
+    options |= {"bits": bits, "size": size, "column_scale": column_scale, "compress": compress}
     config = _config(name, group_size, options)
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory

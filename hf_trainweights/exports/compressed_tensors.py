@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
@@ -57,7 +58,7 @@ def lay_out(
         UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
             model has adapters.
     """
-    quantized = {name: each for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
+    quantized = {name: as_int8(each) for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
     if not quantized:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
     if has_adapters(model):

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.exports.lowered_weight import LoweredWeight
 from hf_trainweights.exports.targets.base import Target, Use
 from hf_trainweights.tensor.layouts import canonical_layouts
@@ -77,8 +78,8 @@ def _places(model: nn.Module, target: Target) -> list[tuple[nn.Module, list[_Pla
             names.setdefault(weight, f"{module_name}.{name}".removeprefix("."))
     tensors = {}
     for weight, name in names.items():
-        _check(name, weight, target)
-        tensors[weight] = target.buffers(weight, uses[weight])
+        _check(name, as_int8(weight), target)
+        tensors[weight] = target.buffers(as_int8(weight), uses[weight])
     found = ((module, _quantized_weights(module)) for module in model.modules())
     return [(module, [_Place(name, w, tensors[w]) for name, w in weights]) for module, weights in found if weights]
 
@@ -114,7 +115,7 @@ def _lowered_module(module: nn.Module, places: list[_Place], target: Target) -> 
             del module._parameters[name]
             for key, tensor in tensors.items():
                 module.register_buffer(f"_{name}_{key}", tensor)
-            vars(module)[name] = LoweredWeight(module, name, tuple(tensors), weight, target)
+            vars(module)[name] = LoweredWeight(module, name, tuple(tensors), as_int8(weight), target)
         # TorchScript would take them for tensors, as nn.Linear declares its weight.
         vars(module)["__jit_ignored_attributes__"] = [place.name for place in places]
         # By it a module refuses TorchScript as long as its weights are quantized.

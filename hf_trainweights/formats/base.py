@@ -32,10 +32,10 @@ class Format(ABC):
     shared_names: ClassVar[tuple[str, ...]] = ()
     # Stored tensors that hold one code a group, packed by `group_scales.pack_bits`, to the bits of a code.
     bit_packed: ClassVar[Mapping[str, int]] = {}
-    # Whether a row is quantized by itself; else equal rows of two weights may have different codes.
-    rows_are_independent: ClassVar[bool] = True
     # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
     is_coded_in_files: ClassVar[bool] = False
+    # Whether a row is quantized alike whichever rows of its matrix are quantized with it.
+    has_independent_rows: ClassVar[bool] = True
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)

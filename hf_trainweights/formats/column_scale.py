@@ -42,7 +42,7 @@ class ColumnScaled(Format):
         inner: The format of the weight whose columns are divided by their factors.
     """
 
-    rows_are_independent: ClassVar[bool] = False
+    has_independent_rows: ClassVar[bool] = False
     inner: Format
 
     @property

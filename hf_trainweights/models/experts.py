@@ -43,7 +43,7 @@ def quantize_experts(
         if not weights:
             continue
         _check_expert(weights, N, K)
-        if not form.rows_are_independent and len(weights) > 1:
+        if not form.has_independent_rows and len(weights) > 1:
             # What the rows of an expert share is chosen by all of them.
             weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
         row = 0

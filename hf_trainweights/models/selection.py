@@ -82,7 +82,9 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     for choice in choose(module, config, skip).tensors:
         weight = local_tensor(getattr(choice.module, choice.name.rpartition(".")[2]))
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
-            choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before)
+            choice = replace(
+                choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before, file_bytes=None
+            )
         found.append(choice)
     return Summary(tuple(found))
 
@@ -142,14 +144,15 @@ def _choose(
         stored = _stored_shape(parameter, weight.transposed)
         form, expected = weight.format, wanted.fallback(stored) if wanted else None
         reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
-        stored_bytes = form.stored_bytes(stored, weight.scale_dtype)
-        return Choice(name, owner, form, reason, weight.transposed, numel, size, stored_bytes)
+        after, in_file = (size_of(stored, weight.scale_dtype) for size_of in (form.stored_bytes, form.file_bytes))
+        return Choice(name, owner, form, reason, weight.transposed, numel, size, after, in_file)
     if wanted is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size)
     stored = _stored_shape(parameter, transposed)
     chosen = wanted.fallback(stored)
     reason = reason if chosen == wanted else _misfit(wanted)
-    return Choice(name, owner, chosen, reason, transposed, numel, size, chosen.stored_bytes(stored, parameter.dtype))
+    after, in_file = (size_of(stored, parameter.dtype) for size_of in (chosen.stored_bytes, chosen.file_bytes))
+    return Choice(name, owner, chosen, reason, transposed, numel, size, after, in_file)
 
 
 def _stored_shape(parameter: Tensor, transposed: bool) -> tuple[int, ...]:

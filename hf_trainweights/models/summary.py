@@ -30,6 +30,7 @@ class Choice:
         numel: Number of weights.
         bytes_before: Bytes of the float weight.
         bytes_after: Bytes of the parameter after quantizing.
+        file_bytes: About how many bytes it takes in a file, without `compress`; None for as many as in memory.
     """
 
     name: str
@@ -40,6 +41,7 @@ class Choice:
     numel: int
     bytes_before: int
     bytes_after: int
+    file_bytes: int | None = None
 
 
 @dataclass(frozen=True, repr=False)
@@ -72,6 +74,11 @@ class Summary:
         """Bits of a parameter's element after quantizing, scales included, on average; 0 if there are none."""
         return 8 * self.bytes_after / max(1, sum(choice.numel for choice in self.tensors))
 
+    @property
+    def file_bytes(self) -> int:
+        """About how many bytes all parameters take in a file, without `compress`."""
+        return sum(_in_file(choice) for choice in self.tensors)
+
     def table(self) -> str:
         """Return a line for each parameter: name, format, bits per weight, bytes, and why it is left alone."""
         rows = [_HEAD, *map(_row, self.tensors)]
@@ -90,8 +97,7 @@ class Summary:
         left = Counter(choice.reason for choice in self.tensors if choice.format is None)
         quantized = ", ".join(f"{count} {what}" for what, count in done.items()) or "none"
         alone = ", ".join(f"{count} {why}" for why, count in left.items()) or "none"
-        sizes = f"{_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
-        return f"quantized: {quantized}; left alone: {alone}; {sizes}"
+        return f"quantized: {quantized}; left alone: {alone}; {self._sizes()}"
 
     def __repr__(self) -> str:
         lines = [self._caption(), *("  " + "  ".join(row) for row in self._totals())]
@@ -104,8 +110,17 @@ class Summary:
         return totals + html_table("each parameter", _HEAD, map(_row, self.tensors), folded=True)
 
     def _caption(self) -> str:
+        bits = f"{self.bits_per_weight:.2f} bits per weight"
+        if self.file_bytes != self.bytes_after:
+            in_file = 8 * self.file_bytes / max(1, sum(choice.numel for choice in self.tensors))
+            bits = f"{bits} in memory, {in_file:.2f} in a file"
+        return f"{len(self)} parameters, {self._sizes()}, {bits}"
+
+    def _sizes(self) -> str:
         sizes = f"{_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
-        return f"{len(self)} parameters, {sizes}, {self.bits_per_weight:.2f} bits per weight"
+        if self.file_bytes == self.bytes_after:
+            return sizes
+        return f"{sizes} in memory, {_megabytes(self.file_bytes)} in a file"
 
     def _totals(self) -> list[tuple[str, ...]]:
         """Return number, format or reason, and sizes of the parameters that have these in common."""
@@ -155,7 +170,8 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
         before = parameter.numel() * parameter.element_size()
         if isinstance(parameter, QuantizedTensor):
             after, transposed = parameter.stored_bytes, parameter.transposed
-            yield Choice(name, owner, parameter.format, "", transposed, parameter.numel(), before, after)
+            in_file = parameter.format.file_bytes(parameter.stored_shape, parameter.scale_dtype)
+            yield Choice(name, owner, parameter.format, "", transposed, parameter.numel(), before, after, in_file)
         else:
             yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before)
 
@@ -166,6 +182,10 @@ _HEAD = ("parameter", "format", "bits", "bytes", "reason")
 def _row(choice: Choice) -> tuple[str, ...]:
     bits = f"{8 * choice.bytes_after / max(1, choice.numel):.2f}"
     return choice.name, str(choice.format or "float"), bits, str(choice.bytes_after), choice.reason
+
+
+def _in_file(choice: Choice) -> int:
+    return choice.bytes_after if choice.file_bytes is None else choice.file_bytes
 
 
 def _megabytes(count: int) -> str:

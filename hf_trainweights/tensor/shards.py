@@ -35,7 +35,7 @@ def has_own_codes(placed: Placed) -> bool:
     form, shape = placed.format, placed.stored_shape
     intervals = placed.own_intervals()
     rows_are_cut, columns_are_cut = (intervals[dim] != [(0, shape[dim])] for dim in (-2, -1))
-    if not form.rows_are_independent and (rows_are_cut or columns_are_cut):
+    if not form.has_independent_rows and (rows_are_cut or columns_are_cut):
         return False
     return not columns_are_cut or _cut_along_columns(placed, intervals) == set(form.tensor_names)
 

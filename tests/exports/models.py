@@ -23,6 +23,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 g32": {"format": "int4", "group_size": 32},
     "int4 g64": {"format": "int4", "group_size": 64},
     "float8": {"format": "float8_e4m3"},
+    "coded": {"format": "coded", "bits": 3.5},
 }
 
 

@@ -32,6 +32,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     # Rows of 64 elements fall back to int8, and rows of 128 do not.
     "int4_g128": {"format": "int4", "group_size": 128},
     "float8": {"format": "float8_e4m3"},
+    "coded": {"format": "coded", "bits": 3.5},
     "mixed": INT4 | {"overrides": {"re:.*(o_proj|experts.*)": "int8", "re:.*v_proj": "float8_e4m3", "lm_head": "int8"}},
 }
 

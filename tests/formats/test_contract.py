@@ -38,12 +38,13 @@ property_test = settings(deadline=None, derandomize=True, database=None, max_exa
 
 
 def variants() -> Iterator[Format]:
-    """Yield each format with its defaults and with every usual group size that it takes."""
+    """Yield each format with its defaults, and with every usual group size and number of bits that it takes."""
+    choices = [{"group_size": group_size} for group_size in (32, 64, 128)] + [{"bits": bits} for bits in (2.5, 8)]
     for name in FORMATS:
         yield get_format({"format": name})
-        for group_size in (32, 64, 128):
+        for chosen in choices:
             with contextlib.suppress(ConfigError):
-                form = get_format({"format": name, "group_size": group_size})
+                form = get_format({"format": name, **chosen})
                 if form != get_format({"format": name}):
                     yield form
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tests.fuzz.target import Target
+from tests.fuzz.targets.coded_tensors import CodedArrays
 from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
 from tests.fuzz.targets.exports import Exports
@@ -17,6 +18,7 @@ _TARGETS: tuple[type[Target], ...] = (
     EncodedBytes,
     EncodedStructures,
     EncodedPayloads,
+    CodedArrays,
     PickledWeights,
     PickledFiles,
     Configurations,

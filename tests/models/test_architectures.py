@@ -20,6 +20,7 @@ FORMATS = {
     "int4": {"format": "int4", "group_size": 32},
     "float8_e4m3": {"format": "float8_e4m3"},
     "codebook4 with column scales": {"format": "codebook4", "column_scale": True},
+    "coded": {"format": "coded", "bits": 4.5},
 }
 SERIALIZATIONS = {
     "safetensors": {},
@@ -29,7 +30,13 @@ SERIALIZATIONS = {
 }
 # Of the outputs to the float model's: the worst architecture, rounded down. Among the mixtures of experts, a token
 # that goes to another expert costs more than all the rounding does.
-LEAST_COSINE = {"int8": 0.995, "int4": 0.85, "float8_e4m3": 0.97, "codebook4 with column scales": 0.7}
+LEAST_COSINE = {
+    "int8": 0.995,
+    "int4": 0.85,
+    "float8_e4m3": 0.97,
+    "codebook4 with column scales": 0.7,
+    "coded": 0.85,
+}
 CAUSAL = [name for name, each in ARCHITECTURES.items() if each.auto_class is AutoModelForCausalLM]
 GENERATING = [name for name, each in ARCHITECTURES.items() if each.generates]
 MOE = ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"]

@@ -194,7 +194,7 @@ def test_values_beside_a_files_are_taken_as_transformers_takes_them() -> None:
     ("stored", "message"),
     [
         ({"format": "int3"}, r"format: expected one of .*, found 'int3'\. "),
-        ({"version": 99}, r"version: expected 1, found 99\. Install"),
+        ({"version": 99}, r"version: expected 1 or 2, found 99\. Install"),
         ({"overrides": {"lm_head": "int3"}}, r"overrides\['lm_head'\]: expected one of"),
         ({"dequantize": True}, r"dequantize: expected no such key"),
     ],
@@ -274,10 +274,13 @@ BAD = {
     "override group": ({"overrides": {"a": {"format": "int4", "group_size": 1}}}, r"overrides\['a'\].*32, 64, 128"),
     "override regex": ({"overrides": {"re:*": "int8"}}, r"overrides: expected a regular expression, found '\*'"),
     "method": ({"quant_method": "gptq"}, "quant_method: expected 'trainweights', found 'gptq'"),
-    "version": ({"version": 2}, "version: expected 1, found 2. Install the hf_trainweights that wrote this model"),
-    "version text": ({"version": "1"}, "version: expected 1, found '1'"),
-    "version true": ({"version": True}, "version: expected 1, found True"),
-    "version none": ({"version": None}, "version: expected 1, found None"),
+    "bits": ({"bits": 3}, r'bits: expected none for int8, found 3\. Write TrainWeightsConfig\("coded", bits=3\)'),
+    "bits of int4": ({"format": "int4", "bits": 8}, r'found 8\. Write TrainWeightsConfig\("int8"\)'),
+    "bits of coded": ({"format": "coded", "bits": 9}, "bits: expected a number from 2 to 8 for coded, found 9"),
+    "version": ({"version": 3}, "version: expected 1 or 2, found 3. Install the hf_trainweights that wrote this model"),
+    "version text": ({"version": "1"}, "version: expected 1 or 2, found '1'"),
+    "version true": ({"version": True}, "version: expected 1 or 2, found True"),
+    "version none": ({"version": None}, "version: expected 1 or 2, found None"),
 }
 
 

@@ -16,7 +16,7 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.formats import FORMATS
+from hf_trainweights.formats import FORMATS, parameters_of
 
 NAMES = ["llama", "llama_tied", "bert", "gpt2", "t5"]
 EMBEDDINGS = TrainWeightsConfig("int8", include_embeddings=True)
@@ -97,7 +97,7 @@ def test_quantized_embeddings_are_resized_and_old_rows_keep_their_codes(
 
 @pytest.mark.parametrize("form", FORMATS)
 def test_new_rows_of_tied_embeddings_are_quantized_in_the_same_format(form: str, tmp_path: Path) -> None:
-    options = {"group_size": 32} if "group_size" in FORMATS[form].__dataclass_fields__ else {}
+    options = {"group_size": 32} if "group_size" in parameters_of(form) else {}
     config = TrainWeightsConfig(form, include_embeddings=True, **options)
     model = quantized("llama_tied", config, tmp_path, "in place")
     weight = model.get_input_embeddings().weight

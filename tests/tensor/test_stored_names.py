@@ -20,6 +20,7 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.stored_names import (
     FORMAT_SUFFIX,
     FoldStoredTensors,
@@ -92,10 +93,10 @@ def test_other_names_are_not_those_of_stored_tensors(name: str) -> None:
 
 
 def test_every_suffix_of_every_format_is_known() -> None:
-    *tensor_names, last = stored_suffixes()
+    *tensor_names, last, coded, coded_float = stored_suffixes()
     assert set(tensor_names) == {"column_scale"} | {name for form in FORMATS.values() for name in form.tensor_names}
-    assert last == FORMAT_SUFFIX
-    assert FORMAT_SUFFIX not in tensor_names
+    assert (last, coded, coded_float) == (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    assert {last, coded, coded_float}.isdisjoint(tensor_names)
 
 
 def test_suffixes_of_a_format_that_is_registered_later_are_known(monkeypatch: pytest.MonkeyPatch) -> None:

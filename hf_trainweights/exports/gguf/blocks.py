@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.names import Place, Take
+from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 BLOCK_SIZE = 32
@@ -76,7 +77,7 @@ def lay_out(name: str, tensor: Tensor, place: Place) -> FileTensor:
     """
     if isinstance(tensor, QuantizedTensor):
         if name != _NEVER_IN_BLOCKS:
-            return _lay_out_quantized(place.source, tensor, place.take)
+            return _lay_out_quantized(place.source, as_int8(tensor), place.take)
         # In float32 code times scale is not rounded.
         tensor = tensor.format.dequantize(tensor.tensors, tensor.stored_shape, torch.float32)
     if tensor.dtype not in _FLOAT:

@@ -29,6 +29,7 @@ FORMATS: list[dict[str, Any]] = [
     {"format": "int4", "group_size": 32},
     {"format": "int4", "group_size": 128},
     {"format": "float8_e4m3"},
+    {"format": "coded", "bits": 3.5},
 ]
 _SHAPES = [(16, 128), (64, 256), (1, 128), (7, 64), (3, 8, 128)]
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
