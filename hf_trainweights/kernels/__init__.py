@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels import int4, int4_tiles, int8
 from hf_trainweights.kernels.layouts import Layout
 
@@ -118,5 +119,10 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
         form: Format of the weights.
         dtype: Dtype that they show.
     """
+    if isinstance(form, UInt):
+        return (
+            f"{form.name} weights: on the CPU each product dequantizes them first and takes longer than one with "
+            "float weights. int8, or int4 with dtype=torch.bfloat16, is fast."
+        )
     kernel = KERNELS.get(form.name)
     return None if kernel is None or kernel.slowness is None else kernel.slowness(dtype)

@@ -148,6 +148,7 @@ def test_no_weights_are_refused() -> None:
     [
         ("gpt2", INT4, "transformer.h.*.attn.c_attn.weight, transformer.h.*.attn.c_proj.weight, ", "keeps transposed"),
         ("gpt_oss", INT4, f"{EXPERTS}gate_up_proj, {EXPERTS}down_proj: ", "keeps transposed"),
+        ("llama", {"format": "uint4"}, "model.layers.*.self_attn.q_proj.weight, ", "weights in uint4 g16"),
         ("llama", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         ("llama_tied", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         (
