@@ -31,6 +31,8 @@ def quantize(form: Format, weight: Tensor) -> dict[str, Tensor]:
     if form.name == "int8":
         scale = stored_scale(amax / 127, 128, weight.dtype)
         return {"qdata": encode(groups, scale, -128, 127).to(torch.int8).reshape(N, K), "scale": scale}
+    if form.name == "codebook4":
+        return quantize_to_codebook(weight)
     if form.name in UINTS:
         return quantize_uint(form.name, groups, weight.dtype)
     assert form.name == "float8_e4m3", "write the arithmetic of a new format down here"
@@ -48,6 +50,52 @@ def search(groups: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
         error = (encode(groups, scale, -8, 7) * scale.float().unsqueeze(-1) - groups).square().sum(dim=-1)
         best, smallest = torch.where(error <= smallest, scale, best), torch.minimum(error, smallest)
     return best, encode(groups, best, -8, 7)
+
+
+CODEBOOK = torch.tensor([-127, -100, -78, -61, -47, -34, -22, -11, 0, 11, 23, 35, 49, 64, 82, 106.0])
+EIGHTHS = (128, 140, 152, 166, 181, 197, 215, 235)
+FACTORS = torch.tensor([0.0] + [EIGHTHS[(code + 1) % 8] * 2.0 ** ((code + 1) // 8 - 15) for code in range(1, 64)])
+
+
+def quantize_to_codebook(weight: Tensor) -> dict[str, Tensor]:
+    """Return what codebook4 must store of a matrix whose K is a multiple of 32."""
+    N, K = weight.shape
+    groups = weight.float().reshape(N, K // 32, 32)
+    amax = groups.abs().amax(dim=-1)
+    row = stored_scale(weight.float().abs().amax(dim=-1, keepdim=True) / 127 * (152 / 128), 128, weight.dtype)
+    wanted = (amax / 127).clamp_min(2.0**-126)
+    first = 1 + ((wanted / row.float()).unsqueeze(-1) - FACTORS[1:]).abs().argmin(dim=-1)
+    best, smallest = torch.zeros(amax.shape, dtype=torch.int64), torch.full(amax.shape, torch.inf)
+    for step in (0, -1, 1, -2, 2):
+        code = (first + step).clamp(1, 63)
+        doubled = groups * (inverse(FACTORS[code] * row.float()) * 2)
+        for sign in (1, -1):
+            difference = 2 * CODEBOOK[nearest_value(sign * doubled)] - sign * doubled
+            error = difference.square().sum(dim=-1) * FACTORS[code].square()
+            better = error < smallest
+            best, smallest = torch.where(better, code + 64 * (sign < 0), best), torch.where(better, error, smallest)
+    best = torch.where(amax == 0, 0, best)
+    scale = FACTORS[best % 64] * row.float() * torch.where(best >= 64, -1, 1)
+    indices = nearest_value(groups * (inverse(scale) * 2)).to(torch.int32) - 8
+    octets = [row_octets(codes, 7) for codes in best.tolist()]
+    return {
+        "qdata": pack(indices.reshape(N, K)),
+        "scale": row,
+        "group_scale": torch.tensor(octets, dtype=torch.uint8),
+    }
+
+
+def nearest_value(doubled: Tensor) -> Tensor:
+    """Return the index of the value that is nearest to half of each number, of the larger one in a tie."""
+    borders = CODEBOOK[1:] + CODEBOOK[:-1]
+    # The rounding of the sum with 256 may carry a number over a border.
+    return torch.bucketize(((doubled + 256) - 256).clamp(-256, 255.5), borders, right=True)
+
+
+def row_octets(codes: list[int], bits: int) -> list[int]:
+    """Return the bytes of a row of codes, the first code in the lowest bits."""
+    number = sum(code << bits * place for place, code in enumerate(codes))
+    return list(number.to_bytes(-(-len(codes) * bits // 8), "little"))
 
 
 def encode(groups: Tensor, scale: Tensor, lowest: int, highest: int) -> Tensor:

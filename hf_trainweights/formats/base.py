@@ -28,10 +28,23 @@ class Format(ABC):
 
     name: ClassVar[str]
     tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
+    # Stored tensors that serve all rows alike: `[*, 1, k]` where the others are `[*, N, k]`.
+    shared_names: ClassVar[tuple[str, ...]] = ()
+    # Stored tensors that hold one code a group, packed by `group_scales.pack_bits`, to the bits of a code.
+    bit_packed: ClassVar[Mapping[str, int]] = {}
+    # Whether a row is quantized by itself; else equal rows of two weights may have different codes.
+    rows_are_independent: ClassVar[bool] = True
+    # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
+    is_coded_in_files: ClassVar[bool] = False
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)
         return f"{self.name} g{group_size}" if group_size else self.name
+
+    @property
+    def column_step(self) -> int:
+        """The least number of columns that can be cut off without rounding anew: those that share a scale."""
+        return getattr(self, "group_size", None) or 1
 
     def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         """Return the tensors of some rows.
@@ -46,7 +59,9 @@ class Format(ABC):
         Raises:
             IndexError: An index is negative or not below N, as for `F.embedding`.
         """
-        return {name: _take(stored, indices) for name, stored in tensors.items()}
+        return {
+            name: stored if name in self.shared_names else _take(stored, indices) for name, stored in tensors.items()
+        }
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
@@ -89,6 +104,15 @@ class Format(ABC):
         """
         return tuple(qdata.shape)
 
+    def fit(self, matrix: Tensor) -> Format:
+        """Return the format that quantizes the rows of a matrix: this one, where rows are independent of each other.
+
+        Args:
+            matrix: In the weight's dtype, `[N, K]`, neither of them 0; any strides; it may hold NaN or Inf.
+        """
+        del matrix
+        return self
+
     @abstractmethod
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Quantize a block of rows into the tensors of `out`.
@@ -130,6 +154,55 @@ class Format(ABC):
             >>> tensors["qdata"].tolist()
             [[127, 127, 127], [127, 127, 127]]
         """
+        self.check_weight(weight, name)
+        weight = weight.detach()
+        out = self.empty(weight.shape, weight.dtype, weight.device)
+        if weight.numel() == 0:
+            return {key: tensor.zero_() for key, tensor in out.items()}
+        N, K = weight.shape[-2:]
+        block = max(1, BLOCK_ELEMENTS // K)
+        matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight.flatten(0, -3)
+        flat = {key: t.reshape(-1, N, *t.shape[weight.dim() - 1 :]) for key, t in out.items()}
+        for index, matrix in enumerate(matrices):
+            form = self.fit(matrix)
+            for start in range(0, N, block):
+                rows = matrix[start : start + block].contiguous()
+                amax = largest_magnitude(rows.view(len(rows), flat["scale"].shape[-1], -1))
+                # It carries both NaN and Inf, so one number tells of either.
+                if not amax.amax().isfinite():
+                    raise QuantizationError(
+                        name,
+                        "finite values",
+                        f"NaN or Inf in rows {start} to {start + len(rows) - 1}",
+                        "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
+                    )
+                form.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
+        return out
+
+    def quantize_beside(self, weight: Tensor, shared: Mapping[str, Tensor], name: str = "weight") -> dict[str, Tensor]:
+        """As `quantize`, with the tensors that all rows share given, so that rows of one value get the same codes.
+
+        Args:
+            weight: As for `quantize`.
+            shared: Stored tensors of an earlier weight of the same K, those of `shared_names` among them.
+            name: What errors call the weight.
+
+        Raises:
+            QuantizationError: As for `quantize`.
+        """
+        del shared
+        return self.quantize(weight, name)
+
+    def check_weight(self, weight: Tensor, name: str) -> None:
+        """Check that a weight has a dtype and a shape that can be quantized to this format.
+
+        Args:
+            weight: The weight.
+            name: What errors call it.
+
+        Raises:
+            QuantizationError: It is not a float matrix, or has a shape that this format cannot hold.
+        """
         if weight.dtype not in FLOAT_DTYPES or weight.dim() < 2:
             raise QuantizationError(
                 name,
@@ -144,28 +217,6 @@ class Format(ABC):
                 f"{tuple(weight.shape)}",
                 "Quantize it with the format that fallback(shape) returns.",
             )
-        weight = weight.detach()
-        out = self.empty(weight.shape, weight.dtype, weight.device)
-        if weight.numel() == 0:
-            return {key: tensor.zero_() for key, tensor in out.items()}
-        N, K = weight.shape[-2:]
-        block = max(1, BLOCK_ELEMENTS // K)
-        matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight.flatten(0, -3)
-        flat = {key: t.reshape(-1, N, *t.shape[weight.dim() - 1 :]) for key, t in out.items()}
-        for index, matrix in enumerate(matrices):
-            for start in range(0, N, block):
-                rows = matrix[start : start + block].contiguous()
-                amax = largest_magnitude(rows.view(len(rows), flat["scale"].shape[-1], -1))
-                # It carries both NaN and Inf, so one number tells of either.
-                if not amax.amax().isfinite():
-                    raise QuantizationError(
-                        name,
-                        "finite values",
-                        f"NaN or Inf in rows {start} to {start + len(rows) - 1}",
-                        "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
-                    )
-                self.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
-        return out
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the float weight that stored tensors stand for.
@@ -205,6 +256,15 @@ class Format(ABC):
         """
         specs = self.tensor_specs(shape, scale_dtype)
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
+
+    def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
+        """Return about how many bytes a weight of this shape takes in a file.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+            scale_dtype: Dtype of the weight to be quantized.
+        """
+        return self.stored_bytes(shape, scale_dtype)
 
     def check(self, tensors: Mapping[str, Tensor], shape: Sequence[int], name: str = "weight") -> None:
         """Check that stored tensors are those of a weight of this shape.

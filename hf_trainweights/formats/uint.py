@@ -54,6 +54,11 @@ class UInt(Format):
                 "16 is the most exact, 32 takes a quarter of a bit less.",
             )
 
+    @property
+    def column_step(self) -> int:
+        """Two groups, whose parameters share a byte."""
+        return 2 * self.group_size
+
     def fallback(self, shape: Sequence[int]) -> Format:
         """Return groups of 16 where 64 does not divide K but 32 does, else int8 with one scale a row."""
         *_, N, K = shape

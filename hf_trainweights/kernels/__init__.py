@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.uint import UInt, UInt4
 from hf_trainweights.kernels import int4, int4_tiles, int8, uint4, uint4_tiles
+from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
 from hf_trainweights.kernels.layouts import Layout
 
 # From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `linear`.
@@ -42,6 +44,7 @@ class Kernel(NamedTuple):
 # By the format's name.
 KERNELS = {
     "int8": Kernel(int8.linear, int8.prepare_few_rows),
+    "coded": Kernel(int8.linear, int8.prepare_few_rows),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
     "uint4": Kernel(uint4.linear, uint4.prepare_few_rows, uint4_tiles.choose_layout),
 }
@@ -66,6 +69,9 @@ def linear(
     Returns:
         A new tensor `[*, N]` of the dtype of `x`; None where there is no fast path, and the caller dequantizes.
     """
+    if isinstance(form, ColumnScaled):
+        inner = layout.inner if isinstance(layout, WithColumnScale) else None
+        return linear(scale_columns(x, held), held, form.inner, inner, bias)
     kernel = KERNELS.get(form.name)
     if kernel is None:
         return None
@@ -92,6 +98,10 @@ def prepare_few_rows(
         A function that takes x of that dtype, without a gradient, and gives the same bits as `linear`; None where
         there is no such function.
     """
+    if isinstance(form, ColumnScaled):
+        inner = layout.inner if isinstance(layout, WithColumnScale) else None
+        multiply_few = prepare_few_rows(held, form.inner, inner, dtype)
+        return multiply_few and (lambda x, bias: multiply_few(scale_columns(x, held), bias))
     kernel = KERNELS.get(form.name)
     if kernel is None or not all(tensor.is_contiguous() for tensor in held.values()):
         return None
@@ -107,6 +117,9 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device
         dtype: Dtype of its scales, which is that of the activations.
         device: Where the weight is.
     """
+    if isinstance(form, ColumnScaled):
+        layout = choose_layout(form.inner, shape, dtype, device)
+        return layout and WithColumnScale(layout)
     kernel = KERNELS.get(form.name)
     if kernel is None or kernel.choose_layout is None or device.type != "cpu":
         return None
@@ -120,6 +133,8 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
         form: Format of the weights.
         dtype: Dtype that they show.
     """
+    if isinstance(form, ColumnScaled):
+        return slowness(form.inner, dtype)
     if isinstance(form, UInt):
         if form == UInt4(uint4_tiles.GROUP_SIZE) and dtype == torch.bfloat16:
             return None

@@ -8,20 +8,27 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget_load import measure_checkpoint
+from hf_trainweights.models.budget_plan import plan
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
+from hf_trainweights.models.cut_plans import cut_plans
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
+from hf_trainweights.models.pending_plan import PendingPlan
+from hf_trainweights.models.ranks import failing_alike
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
@@ -31,6 +38,7 @@ from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
@@ -57,10 +65,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
+        self._to_plan: PendingPlan | None = None
         # What one save was given instead of the model's own, and whether it writes guards; it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
         self._summary: Summary | None = None
+        self._whole_reads: RemovableHandle | None = None
 
     def summary(self) -> Summary:
         """Return the choice for each parameter: quantized or left alone, and why.
@@ -119,26 +129,50 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [], model.config.name_or_path or "")
+        files = kwargs.get("checkpoint_files") or []
+        with failing_alike(is_loaded_by_ranks(model)):
+            self.state.stored = check_weight_files(files, model.config.name_or_path or "")
+        self._choose(model)
+        if self.pre_quantized:
+            expect_unused(model, NOTICE_NAME)
+            check_guards(model, self.state.choices, self.state.stored)
+        elif self.quantization_config.needs_plan:
+            self._to_plan = PendingPlan.of(model, files)
+        if is_loaded_by_ranks(model):
+            self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
+        return model
+
+    def _choose(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
-        if self.pre_quantized:
-            expect_unused(model, NOTICE_NAME)
-            check_guards(model, self.state.choices, self.state.stored)
         self._model_bytes = summary.bytes_after
-        return model
+
+    def _plan(self, conversions: list[Any]) -> None:
+        """Choose formats for a budget. The files are read for it, once the conversions of this load are known."""
+        if self._to_plan is None:
+            return
+        (model, files), self._to_plan = self._to_plan, None
+        config = self.quantization_config
+        skip = modules_kept_in_float(model, config.include_embeddings)
+        measured = measure_checkpoint(model, files, conversions, config, skip, self.state)
+        # A copy: the user may quantize another model by the same configuration.
+        self.quantization_config = plan(model, config, skip, measured)
+        model.config.quantization_config = self.quantization_config
+        self._choose(model)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
-        # A quantized checkpoint knows better than the configuration: its scales may have another dtype.
+        # A quantized checkpoint knows better than the configuration: its scales may have another dtype. Coded tensors
+        # take more bytes in memory than there.
         stored = self.state.stored.get(param_name) if self.pre_quantized else None
-        return (stored.stored_bytes if stored else choice.bytes_after) / max(1, choice.numel)
+        size_bytes = choice.bytes_after if stored is None or stored.is_coded else stored.stored_bytes
+        return size_bytes / max(1, choice.numel)
 
     # While the weights are loaded
 
@@ -155,9 +189,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         # The files tell what is quantized: config.json does not keep the order of the overrides.
-        stored = {name for name, weight in self.state.stored.items() if weight.kind == "quantized"}
+        stored = {name for name, weight in self.state.stored.items() if weight.is_coded or weight.kind == "quantized"}
         leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
-        return deserialize_converters(self.state, leaves | {"weight"})
+        return deserialize_converters(self.state, leaves | {"weight"}, cut_on_cpu=self._whole_reads is not None)
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
@@ -165,13 +199,19 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Return the model's converters and our own; experts are quantized before they are merged."""
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
+        self._plan(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        if self.state.error is not None:
-            raise self.state.error
+        if self._whole_reads is not None:
+            self._whole_reads.remove()
+            self._whole_reads = None
+        with failing_alike(is_loaded_by_ranks(model)):
+            if self.state.error is not None:
+                raise self.state.error
+        run_on_parts(model, lambda part: isinstance(part, QuantizedTensor))
         if not self.pre_quantized and self.quantization_config.base_model is None:
             # A copy: the user may quantize another model by the same configuration.
             self.quantization_config = copy.copy(self.quantization_config)
@@ -205,7 +245,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards), {}
+        compress = self.quantization_config.compress
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards, compress), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""
@@ -229,7 +270,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a save config.dtype is a string.
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        shown = {parameter.dtype for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)}
+        quantized = (p for p in model.parameters() if isinstance(local_tensor(p), QuantizedTensor))
+        shown = {parameter.dtype for parameter in quantized}
         dequantize_(model, target)
         if target is not None:
             # The float weights beside them, which a cast has taken along: a product takes no two dtypes.

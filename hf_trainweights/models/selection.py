@@ -17,10 +17,13 @@ from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
 from hf_trainweights.models.overrides import left_out, listed
 from hf_trainweights.models.summary import Choice, Summary, check_not_empty
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
+# Why a weight has its format, where that is not the configured one.
+OVERRIDE, PLANNED = "override", "planned"
 
 
 class _Rules(NamedTuple):
@@ -77,7 +80,7 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """
     found = []
     for choice in choose(module, config, skip).tensors:
-        weight = getattr(choice.module, choice.name.rpartition(".")[2])
+        weight = local_tensor(getattr(choice.module, choice.name.rpartition(".")[2]))
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
             choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before)
         found.append(choice)
@@ -133,17 +136,25 @@ def _choose(
     owner = owners[name.rpartition(".")[0]]
     transposed = is_transposed(owner, parameter)
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
-    if isinstance(parameter, QuantizedTensor):
-        form, expected = parameter.format, wanted.fallback(parameter.stored_shape) if wanted else None
+    weight = local_tensor(parameter)
+    if isinstance(weight, QuantizedTensor):
+        # The whole weight's shape, of which this rank may hold a part.
+        stored = _stored_shape(parameter, weight.transposed)
+        form, expected = weight.format, wanted.fallback(stored) if wanted else None
         reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
-        return Choice(name, owner, form, reason, parameter.transposed, numel, size, parameter.stored_bytes)
+        stored_bytes = form.stored_bytes(stored, weight.scale_dtype)
+        return Choice(name, owner, form, reason, weight.transposed, numel, size, stored_bytes)
     if wanted is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size)
-    *lead, N, K = parameter.shape
-    stored = (*lead, K, N) if transposed else (*lead, N, K)
+    stored = _stored_shape(parameter, transposed)
     chosen = wanted.fallback(stored)
     reason = reason if chosen == wanted else _misfit(wanted)
     return Choice(name, owner, chosen, reason, transposed, numel, size, chosen.stored_bytes(stored, parameter.dtype))
+
+
+def _stored_shape(parameter: Tensor, transposed: bool) -> tuple[int, ...]:
+    *lead, N, K = parameter.shape
+    return (*lead, K, N) if transposed else (*lead, N, K)
 
 
 def _misfit(wanted: Format | None) -> str:
@@ -166,7 +177,7 @@ def _wanted(
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
     if overridden:
-        return chosen, "override"
+        return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
     embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
@@ -174,7 +185,7 @@ def _wanted(
         return None, "embedding (include_embeddings=True quantizes it)"
     if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
-    return chosen, ""
+    return chosen, PLANNED if rules.config.plan else ""
 
 
 def _names(name: str) -> tuple[str, str]:

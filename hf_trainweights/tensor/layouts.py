@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Freed memory that is kept at most while weights are exchanged.
@@ -29,7 +30,7 @@ def choose_layouts_(module: nn.Module) -> None:
     if any(parameter.device.type != "cpu" for parameter in module.parameters()):
         return
     for places in parameter_places(module).values():
-        weight = getattr(*places[0])
+        weight = local_tensor(getattr(*places[0]))
         if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
             _hold_in_best_layout_(weight)
 
@@ -70,7 +71,7 @@ def canonical_layouts(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """
     private = [
         (weight, weight.kernel_layout)
-        for weight in weights
+        for weight in map(local_tensor, weights)
         if isinstance(weight, QuantizedTensor) and weight.kernel_layout is not None
     ]
     try:

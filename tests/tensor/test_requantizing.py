@@ -47,9 +47,12 @@ def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(
     rows = values.mT if weight.transposed else values
     rows[..., 2, :] += 0.25
     result = requantize(weight, values)
-    fresh = QuantizedTensor.quantize(values, weight.format, weight.transposed)
+    fresh = QuantizedTensor.quantize(values, weight.format, weight.transposed, beside=weight.tensors)
     assert (result.format, result.shape, result.dtype) == (weight.format, weight.shape, dtype)
     for name, stored in result.tensors.items():
+        if name in weight.format.shared_names:
+            assert same_bytes(stored, weight.tensors[name])
+            continue
         for row in range(rows.shape[-2]):
             expected = fresh if row == 2 else weight
             assert same_bytes(stored[..., row, :], expected.tensors[name][..., row, :]), (name, row)
@@ -65,7 +68,9 @@ def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str, count
     result = requantize(weight, values)
     assert result.shape == values.shape
     assert same_stored(result[:kept], weight[:kept])
-    torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=0.01, atol=0)
+    # Equal values are one code, but not once their columns are divided by the factors of the other rows.
+    rtol = 0.3 if weight.format.shared_names else 0.01
+    torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=rtol, atol=0)
 
 
 def test_a_weight_that_shows_another_dtype_keeps_that_of_its_scales() -> None:
