@@ -47,7 +47,7 @@ DtypeOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", metavar="NAME", help="int8, int4, uint4, coded, ...; or else --bits or --size."),
+    typer.Option("--format", metavar="NAME", help="int8, int4, uint4, ...; or else --bits or --size."),
 ]
 BitsOption = Annotated[
     float | None,

@@ -104,8 +104,8 @@ class UInt(Format):
         """Return what codes and zero points differ by, times the scale of the group."""
         del K
         codes = unpack_planes(tensors["qdata"], self.grid.bits).view(torch.int8).mul_(self.grid.code_units)
-        zeros = _unpack_pairs(tensors["zero_point"]).mul_(self.grid.zero_units)
-        steps = _unpack_pairs(tensors["group_scale"]).add_(1) * tensors["scale"].float()
+        zeros = unpack_pairs(tensors["zero_point"]).mul_(self.grid.zero_units)
+        steps = unpack_pairs(tensors["group_scale"]).add_(1) * tensors["scale"].float()
         groups = codes.unflatten(-1, (-1, self.group_size)).sub_(zeros.unsqueeze(-1))
         return scale_codes(groups, steps.unsqueeze(-1), dtype).flatten(-2)
 
@@ -156,6 +156,13 @@ def _pack_pairs(values: Tensor) -> Tensor:
     return high.bitwise_left_shift(4).bitwise_or_(low)
 
 
-def _unpack_pairs(pairs: Tensor) -> Tensor:
-    """Return int8 `[*, G]` of bytes `[*, G // 2]`, the inverse of `_pack_pairs`."""
+def unpack_pairs(pairs: Tensor) -> Tensor:
+    """Return the numbers of two groups a byte.
+
+    Args:
+        pairs: Uint8 `[*, G // 2]`: a `group_scale` or `zero_point`.
+
+    Returns:
+        New int8 `[*, G]`, 0 to 15.
+    """
     return torch.stack((pairs & (PARAMETERS - 1), pairs >> 4), dim=-1).flatten(-2).view(torch.int8)

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled
-from hf_trainweights.kernels import int4, int4_tiles, int8
+from hf_trainweights.formats.uint import UInt, UInt4
+from hf_trainweights.kernels import int4, int4_tiles, int8, uint4, uint4_tiles
 from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
 from hf_trainweights.kernels.layouts import Layout
 
@@ -29,14 +30,14 @@ class Kernel(NamedTuple):
     Args:
         linear: With the arguments of `kernels.linear`, the held tensors contiguous.
         prepare_few_rows: With the arguments of `kernels.prepare_few_rows`, the held tensors contiguous.
-        choose_layout: From the shape of a weight on the CPU and the dtype of its scales to a layout or None; None
-            where the kernel reads the stored tensors as they are.
+        choose_layout: From the format and shape of a weight on the CPU and the dtype of its scales to a layout or
+            None; None where the kernel reads the stored tensors as they are.
         slowness: From the dtype of a weight to what users are told where products in it are slow on a CPU, else None.
     """
 
     linear: Callable[[Tensor, Mapping[str, Tensor], Any, Any, Tensor | None], Tensor | None]
     prepare_few_rows: Callable[[Mapping[str, Tensor], Any, Any, torch.dtype], MultiplyFew | None]
-    choose_layout: Callable[[Sequence[int], torch.dtype], Layout | None] | None = None
+    choose_layout: Callable[[Format, Sequence[int], torch.dtype], Layout | None] | None = None
     slowness: Callable[[torch.dtype], str | None] | None = None
 
 
@@ -45,6 +46,7 @@ KERNELS = {
     "int8": Kernel(int8.linear, int8.prepare_few_rows),
     "coded": Kernel(int8.linear, int8.prepare_few_rows),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
+    "uint4": Kernel(uint4.linear, uint4.prepare_few_rows, uint4_tiles.choose_layout),
 }
 
 
@@ -121,7 +123,7 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device
     kernel = KERNELS.get(form.name)
     if kernel is None or kernel.choose_layout is None or device.type != "cpu":
         return None
-    return kernel.choose_layout(shape, dtype)
+    return kernel.choose_layout(form, shape, dtype)
 
 
 def slowness(form: Format, dtype: torch.dtype) -> str | None:
@@ -133,5 +135,12 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     """
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
+    if isinstance(form, UInt):
+        if form == UInt4(uint4_tiles.GROUP_SIZE) and dtype == torch.bfloat16:
+            return None
+        return (
+            f"{form.name} weights: on the CPU each product dequantizes them first and takes longer than one with "
+            "float weights. int8, or int4 or uint4 in groups of 32 with dtype=torch.bfloat16, is fast."
+        )
     kernel = KERNELS.get(form.name)
     return None if kernel is None or kernel.slowness is None else kernel.slowness(dtype)

@@ -134,6 +134,8 @@ def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
     tiles = qdata.view(-1).view(torch.int64).view(-1, K, half // 8)
     dtype = product_dtype(x.dtype, len(rows))
     scales = _sixteenth(scale[..., 0], dtype).view(G, 1, -1, 2, half).transpose(2, 3)
+    offsets = _offsets(scale, dtype)
+    offsets = None if offsets is None else offsets.view(G, 1, -1, 2, half).transpose(2, 3)
     rows = rows.to(dtype)
     out = rows.new_empty(len(rows), len(tiles), 2, half)
     block = max(BLOCK_ROWS, BLOCK_ELEMENTS // K) // tile_rows
@@ -142,7 +144,8 @@ def _tiled_linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
         n = words.shape[1]
         # Columns of the block: the first half of every tile, then the second, as the nibbles of a byte are laid out.
         factors = scales[:, :, :, start : start + n].reshape(G, 1, -1)
-        weight = _weight(_codes(words).view(G, K // G, -1), factors, dtype)
+        added = None if offsets is None else offsets[:, :, :, start : start + n].reshape(G, 1, -1)
+        weight = _weight(_codes(words).view(G, K // G, -1), factors, dtype, added)
         product = torch.mm(rows, weight.view(K, -1))
         out[:, start : start + n] = product.view(-1, 2, n, half).transpose(1, 2)
     return _add(out.view(-1, N), bias).to(x.dtype).view(*x.shape[:-1], N)
@@ -171,9 +174,18 @@ def _sixteenth(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return scale.to(_wide(dtype)) / 16
 
 
-def _weight(codes: Tensor, sixteenth: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return codes times scales in scratch memory, each product rounded once."""
-    wide = SCRATCH.take("wide", codes.shape, _wide(dtype)).copy_(codes).mul_(sixteenth)
+def _offsets(scale: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Return 16 times what is added to the codes of each group, a whole number: of uint4, while int4 adds nothing."""
+    scales, zeros = scale.float().unbind(-1)
+    if not zeros.any():
+        return None
+    return (zeros / scales).nan_to_num_(0).round_().mul_(16).to(_wide(dtype))
+
+
+def _weight(codes: Tensor, sixteenth: Tensor, dtype: torch.dtype, offsets: Tensor | None = None) -> Tensor:
+    """Return codes, and what is added to them, times scales in scratch memory, each product rounded once."""
+    wide = SCRATCH.take("wide", codes.shape, _wide(dtype)).copy_(codes)
+    wide = (wide if offsets is None else wide.add_(offsets)).mul_(sixteenth)
     return wide if wide.dtype == dtype else SCRATCH.take("weight", codes.shape, dtype).copy_(wide)
 
 

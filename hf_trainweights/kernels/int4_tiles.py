@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.layouts import Layout
@@ -108,13 +109,15 @@ def _exchange(first: Tensor, second: Tensor, bits: int, mask: int, scratch: Tens
     first.bitwise_xor_(difference.bitwise_left_shift_(bits))
 
 
-def choose_layout(shape: Sequence[int], dtype: torch.dtype) -> Int4Tiles | None:
+def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype) -> Int4Tiles | None:
     """Return the tiles that this CPU has an op for, or None.
 
     Args:
+        form: The format of the weight; every group size fits.
         shape: Shape of an int4 weight on the CPU, as stored.
         dtype: Dtype of its scales and of the activations.
     """
+    del form
     # For float16 and float32 the op is scalar: at M = 4 it takes 25 times as long as F.linear.
     rows = tile_rows() if dtype == torch.bfloat16 else None
     tiles = None if rows is None else Int4Tiles(rows)

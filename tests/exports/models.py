@@ -26,6 +26,13 @@ FORMATS: dict[str, dict[str, Any]] = {
     "coded": {"format": "coded", "bits": 3.5},
 }
 
+# Those that plain ATen ops compute besides.
+ATEN_FORMATS = FORMATS | {
+    "uint3": {"format": "uint3"},
+    "uint4 g32": {"format": "uint4", "group_size": 32},
+    "uint6": {"format": "uint6"},
+}
+
 
 class Convolutional(nn.Module):
     """Images to scores: convolution, norm, pooling, Linear, dropout."""
@@ -83,7 +90,7 @@ def quantized(model: nn.Module | str, config: str, dtype: torch.dtype = torch.fl
     """Return a quantized model, with its embeddings; a text names one of the architectures."""
     if isinstance(model, str):
         model = ARCHITECTURES[model].build(dtype)
-    quantize_(model, TrainWeightsConfig(**FORMATS[config], include_embeddings=True))
+    quantize_(model, TrainWeightsConfig(**ATEN_FORMATS[config], include_embeddings=True))
     return model
 
 

@@ -150,6 +150,7 @@ def test_no_weights_are_refused() -> None:
         ("gpt_oss", INT4, f"{EXPERTS}gate_up_proj, {EXPERTS}down_proj: ", "keeps transposed"),
         ("llama", INT4 | {"column_scale": True}, "model.layers.", "weights in int4 g32 with column scales"),
         ("llama", {"format": "codebook4"}, "model.layers.", "weights in codebook4 g32"),
+        ("llama", {"format": "uint4"}, "model.layers.*.self_attn.q_proj.weight, ", "weights in uint4 g16"),
         ("llama", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         ("llama_tied", INT4 | {"include_embeddings": True}, "model.embed_tokens.weight: ", "quantized embeddings"),
         (

@@ -248,6 +248,7 @@ def test_bfloat16_scales_below_the_range_of_float16_are_refused(tmp_path: Path) 
     ("config", "message"),
     [
         ({"format": "float8_e4m3"}, "expected int8 or int4, which GGUF has blocks for, found float8_e4m3"),
+        ({"format": "uint4"}, "expected int8 or int4, which GGUF has blocks for, found uint4 g16"),
         (
             {"format": "int8", "group_size": 16},
             "expected groups that blocks of 32 weights divide, found rows of 128 in 8",

@@ -10,14 +10,14 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from exports.elsewhere import read_elsewhere
-from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
+from exports.models import ATEN_FORMATS, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_program
 
 
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", ATEN_FORMATS)
 def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     shapes = {"image": {0: torch.export.Dim("batch", min=1, max=64)}}

@@ -28,6 +28,7 @@ _FORMATS: dict[str, dict[str, Any]] = {
     "int8-g32": {"format": "int8", "group_size": 32},
     "int4": {"format": "int4", "group_size": 32},
     "float8": {"format": "float8_e4m3"},
+    "uint3": {"format": "uint3"},
 }
 _SERIALIZATIONS: dict[str, dict[str, Any]] = {
     "safetensors": {},
@@ -47,6 +48,7 @@ _VALUES = [
 ]
 _FORMAT_TEXTS = [
     *(b'{"format":"int4","group_size":32}', b'{"format":"int8","group_size":null}', b'{"format":"float8_e4m3"}'),
+    *(b'{"format":"uint3","group_size":16}', b'{"format":"uint6","group_size":32}'),
     *(b'{"format":"int8","transposed":true}', b"{}", b"[]", b"\xff", b"[" * 5000, b'{"format":["x"]}', b"NaN", b""),
     *(
         b'{"format":"int8","group_size":0}',
@@ -130,7 +132,7 @@ def change_header(rng: random.Random, saved: Tree, tree: dict[str, Content]) -> 
     data = _bytes(saved, name)
     length = struct.unpack("<Q", data[:8])[0]
     header = json.loads(data[8 : 8 + length])
-    ours = [key for key in header if key.rpartition("_")[2] in ("qdata", "scale", "format")]
+    ours = [key for key in header if key.rpartition("_")[2] in ("qdata", "scale", "point", "format")]
     if rng.random() < 0.5 or len(ours) < 2:
         change_json(rng, header, (*_KEYS, *header), _VALUES)
     elif rng.random() < 0.5:
@@ -150,7 +152,7 @@ def change_tensors(rng: random.Random, saved: Tree, tree: dict[str, Content]) ->
         tree[name] = change_pickle(rng, _bytes(saved, name))
         return
     tensors = {key: tensor.clone() for key, tensor in load(_bytes(saved, name)).items()}
-    ours = [key for key in tensors if key.rpartition("_")[2] in ("qdata", "scale", "format")]
+    ours = [key for key in tensors if key.rpartition("_")[2] in ("qdata", "scale", "point", "format")]
     key = rng.choice(ours or sorted(tensors))
     tensor = tensors[key]
     change = rng.randrange(12)

@@ -157,7 +157,7 @@ def test_an_unknown_cpu_keeps_the_canonical_layout(wrong: str, monkeypatch: pyte
     monkeypatch.setattr(int4_tiles, "multiply_tiles", product)
     assert tile_rows.__wrapped__() is None
     monkeypatch.setattr(int4_tiles, "tile_rows", lambda: None)
-    assert choose_layout((64, 32), torch.bfloat16) is None
+    assert choose_layout(Int4(32), (64, 32), torch.bfloat16) is None
 
 
 @has_tiles

@@ -776,3 +776,11 @@ def test_int4_without_bfloat16_is_told_to_be_slow_once_at_its_first_product(
             module(module(torch.ones(2, 64, dtype=dtype)))
         told.append([message.startswith("int4 weights without bfloat16 activations") for message in caplog.messages])
     assert told == [[], [True], [True], []]
+
+
+def test_codes_of_a_few_bits_are_told_to_be_slow_once_at_their_first_product(caplog: pytest.LogCaptureFixture) -> None:
+    _say_if_slow.cache_clear()
+    module = nn.Linear(64, 64)
+    quantize_(module, "uint3")
+    module(module(torch.ones(2, 64)))
+    assert [message.startswith("uint3 weights: on the CPU each product") for message in caplog.messages] == [True]

@@ -69,7 +69,10 @@ def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str, count
     assert result.shape == values.shape
     assert same_stored(result[:kept], weight[:kept])
     # Equal values are one code, but not once their columns are divided by the factors of the other rows.
-    rtol = 0.3 if weight.format.shared_names else 0.01
+    rtol = 0.4 if weight.format.shared_names else 0.01
+    if "group_scale" in weight.format.tensor_names:
+        # A group scale of a few bits meets no value exactly.
+        rtol = max(rtol, 0.05)
     torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=rtol, atol=0)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.exports.targets.base import PlainWeight, Target, Use
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.uint import UInt
+from hf_trainweights.formats.uint_search import Grid
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -39,10 +42,55 @@ def scaled(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.flatten(groups * scale.to(torch.float32).unsqueeze(-1), -2)
 
 
+def plane_codes_of(qdata: Tensor, bits: int) -> Tensor:
+    """Return the codes of `formats.planes` as int32, in any language that PyTorch compiles to.
+
+    Args:
+        qdata: Int32 words `[*, K / 32 * bits]`.
+        bits: Bits of a code.
+
+    Returns:
+        New int32 `[*, K]`.
+    """
+    octets = _fields(qdata, torch.arange(0, 32, 8, dtype=torch.int32, device=qdata.device), 255)
+    octets = octets.unflatten(-1, [-1, 4 * bits])
+    codes, start = torch.zeros_like(octets[..., :1]), 0
+    for plane in (4, 2, 1):
+        if bits & plane:
+            part = octets[..., 4 * start : 4 * (start + plane)]
+            fields = [(part >> shift) & (2**plane - 1) for shift in range(0, 8, plane)]
+            codes = codes + (torch.cat(fields, dim=-1) << start)
+            start += plane
+    return torch.flatten(codes, -2)
+
+
+def _fields(words: Tensor, shifts: Tensor, mask: int) -> Tensor:
+    """Return what lies at each shift of each word, one after the other along the last dimension."""
+    return torch.flatten((words.unsqueeze(-1) >> shifts) & mask, -2)
+
+
+def _uint_weight(grid: Grid, stored: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 weight that stored tensors of `uint` stand for."""
+    shifts = torch.arange(0, 8, 4, dtype=torch.int32, device=stored["qdata"].device)
+    zeros, scales = (_fields(stored[name].to(torch.int32), shifts, 15) for name in ("zero_point", "group_scale"))
+    codes = plane_codes_of(stored["qdata"], grid.bits)
+    groups = codes.unflatten(-1, [zeros.size(-1), codes.size(-1) // zeros.size(-1)])
+    steps = (scales + 1).to(torch.float32) * stored["scale"].to(torch.float32)
+    differences = groups * grid.code_units - (zeros * grid.zero_units).unsqueeze(-1)
+    return torch.flatten(differences.to(torch.float32) * steps.unsqueeze(-1), -2)
+
+
+def _weight(form: Format, stored: Mapping[str, Tensor]) -> Tensor:
+    if isinstance(form, UInt):
+        return _uint_weight(form.grid, stored)
+    return scaled(codes_of(stored["qdata"]), stored["scale"])
+
+
 class Aten(Target):
     """The codes as they lie, and plain arithmetic on them."""
 
     name = "ATen"
+    format_names = (*Target.format_names, "uint2", "uint3", "uint4", "uint5", "uint6")
 
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
         """Return the stored tensors."""
@@ -51,9 +99,9 @@ class Aten(Target):
 
     def dequantize(self, weight: PlainWeight) -> Tensor:
         """Return the product of codes and scales, rounded once."""
-        return scaled(codes_of(weight.buffers["qdata"]), weight.buffers["scale"]).to(weight.dtype)
+        return _weight(weight.format, weight.buffers).to(weight.dtype)
 
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
         """Dequantize the rows that are looked up."""
-        codes = codes_of(F.embedding(indices, weight.buffers["qdata"]))
-        return scaled(codes, F.embedding(indices, weight.buffers["scale"])).to(weight.dtype)
+        rows = {name: F.embedding(indices, stored) for name, stored in weight.buffers.items()}
+        return _weight(weight.format, rows).to(weight.dtype)

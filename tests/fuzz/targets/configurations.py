@@ -18,6 +18,7 @@ _FORMATS: list[dict[str, Any]] = [
     {"format": "int8", "group_size": 64},
     {"format": "int4", "group_size": 32},
     {"format": "float8_e4m3"},
+    {"format": "uint3", "group_size": 32},
 ]
 _CONFIGS: list[dict[str, Any]] = [
     TrainWeightsConfig().to_dict(),
