@@ -38,22 +38,20 @@ class ShardedTensor(HeldTensor):
         return mapped
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the weight whose stored tensors have other rows, in the layout of files.
+        """Return the weight whose stored tensors have another first dimension, in the layout of files.
 
         Args:
-            function: From a stored tensor to one with other rows, the same number of each; `[n, ...]` to `[m, ...]`.
-                Tensors that all rows share are kept.
+            function: From a stored tensor `[n, ...]` to one `[m, ...]`, with the same m for each. Tensors that all rows
+                share are kept.
         """
-        with_rows = self.names_with_rows()
-        tensors = {name: function(t) if name in with_rows else t for name, t in self.tensors.items()}
+        shared = self.shared_names()
+        tensors = {name: t if name in shared else function(t) for name, t in self.tensors.items()}
         shape = (tensors["qdata"].shape[0], *self.stored_shape[1:])
         return self.from_held(Held(tensors), self.format, shape, self.dtype, self.transposed)
 
-    def names_with_rows(self) -> list[str]:
-        """Return the names of the stored tensors that have the weight's first dimension; all rows share the others."""
-        first, *rest = self.stored_shape
-        here, more = (self.format.tensor_specs((rows, *rest), self.scale_dtype) for rows in (first, first + 1))
-        return [name for name, spec in here.items() if spec != more[name]]
+    def shared_names(self) -> tuple[str, ...]:
+        """Return the names of the stored tensors that are whole in every part along the first dimension."""
+        return self.format.shared_names if len(self.stored_shape) == 2 else ()
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """Return what this rank sends: its stored tensors, with rows of zeros where it has fewer than others.
@@ -85,9 +83,9 @@ class ShardedTensor(HeldTensor):
         if out is not None:
             out.hold_(out.held)  # a kernel's preparations for the weight were made for the buffer's former memory
             return None
-        with_rows, tensors = self.names_with_rows(), {}
+        shared, tensors = self.shared_names(), {}
         for (name, sent), gathered in zip(self.tensors.items(), outputs, strict=True):
-            tensors[name] = gathered if name in with_rows else gathered[: sent.shape[0]]
+            tensors[name] = gathered[: sent.shape[0]] if name in shared else gathered
         shape = (tensors["qdata"].shape[0], *self.stored_shape[1:])
         return self.from_held(Held(tensors), self.format, shape, dtype, self.transposed), ()
 

@@ -12,17 +12,20 @@ from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weights import FORMS, same_stored
+from weights import FORMS, quantized_weight, same_stored
 
 from hf_trainweights import QuantizedTensor, dequantize_
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.tensor.agreement import check_shardable
 
 # Each test starts processes, and some need seconds.
 pytestmark = pytest.mark.slow
 
 K, STEPS = 128, 10
+WHOLE = StateDictOptions(full_state_dict=True)
 
 
 class Adapted(nn.Module):
@@ -71,17 +74,16 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-def losses(rank: int, form: str, rows: int) -> list[float]:
+def losses(rank: int, rows: int) -> dict[str, list[float]]:
     del rank
-    return train(sharded(stack(form, rows)))
+    return {form: train(sharded(stack(form, rows))) for form in FORMS}
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-@pytest.mark.parametrize("form", FORMS)
-def test_training_over_ranks_gives_the_bits_of_one_process(form: str, world_size: int) -> None:
+def test_training_over_ranks_gives_the_bits_of_one_process_in_every_format(world_size: int) -> None:
     # 7 rows over 4 ranks: two each for three, one for the last.
-    expected = train(stack(form, 7))
-    assert run_ranks(world_size, losses, form, 7) == [expected] * world_size
+    expected = {form: train(stack(form, 7)) for form in FORMS}
+    assert run_ranks(world_size, losses, 7) == [expected] * world_size
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -197,12 +199,17 @@ def test_codes_and_scales_are_gathered_and_not_floats() -> None:
     assert int4 == adapters + scales + codes // 2
 
 
-def round_trips(rank: int, form: str) -> None:
+def round_trips(rank: int) -> None:
     """Check each way to take the state of a spread model and to give it to another."""
     del rank
+    for form in FORMS:
+        round_trips_in(form)
+
+
+def round_trips_in(form: str) -> None:
     plain, model = stack(form, 7), sharded(stack(form, 7))
     state = dict(plain.state_dict())
-    full = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
+    full = get_model_state_dict(model, options=WHOLE)
     assert list(full) == list(state) == list(model.state_dict())
     assert all(
         same_stored(full[name], value) if isinstance(value, QuantizedTensor) else torch.equal(full[name], value)
@@ -220,6 +227,136 @@ def round_trips(rank: int, form: str) -> None:
     assert train(fresh, 2) == expected
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_a_model_made_without_memory_takes_the_state_of_a_spread_one(form: str) -> None:
-    run_ranks(4, round_trips, form)
+def test_a_model_made_without_memory_takes_the_state_of_a_spread_one() -> None:
+    run_ranks(4, round_trips)
+
+
+class Experts(nn.Module):
+    """All rows of the input times each expert."""
+
+    def __init__(self, weight: QuantizedTensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight, requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.weight.shape[-2] == x.shape[-1] else self.weight.transpose(-1, -2)
+        return torch.bmm(x.expand(len(weight), *x.shape), weight)
+
+
+def experts(form: str, layout: str) -> Experts:
+    return Experts(quantized_weight(form, layout))
+
+
+def table(form: str) -> nn.Embedding:
+    layer = nn.Embedding(6, 128)
+    layer.weight = nn.Parameter(quantized_weight(form), requires_grad=False)
+    return layer
+
+
+def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args: str) -> None:
+    """Check output, gradient and full state of one spread layer of each format against the same layer whole."""
+    del rank
+    for form in FORMS:
+        whole, spread = make(form, *args), fully_shard(make(form, *args), mesh=mesh_of_all())
+        inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
+        outputs = [layer(given) for layer, given in zip((whole, spread), inputs, strict=True)]
+        assert torch.equal(*outputs), form
+        if x.is_floating_point():
+            for output in outputs:
+                output.square().sum().backward()
+            assert torch.equal(*(given.grad for given in inputs)), form
+        assert same_stored(get_model_state_dict(spread, options=WHOLE)["weight"], whole.weight.data), form
+
+
+@pytest.mark.parametrize("layout", ["experts", "experts_transposed"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_experts_are_spread_one_by_one(layout: str, world_size: int) -> None:
+    # Three of them: the last rank has one, or none.
+    run_ranks(world_size, spread_as_whole, experts, torch.randn(5, 128), layout)
+
+
+def test_a_table_of_embeddings_is_spread_by_rows() -> None:
+    run_ranks(4, spread_as_whole, table, torch.tensor([5, 0, 3, 5]))
+
+
+def refusal(rank: int, what: str) -> str:
+    """Return what a rank is told before its model is spread."""
+    form = "int4" if (what, rank) == ("a format", 1) else "int8"
+    model = stack(form, 8 if (what, rank) == ("a shape", 1) else 7)
+    if rank == 1 and what == "a float weight":
+        dequantize_(model)
+    if rank == 1 and what == "no weight":
+        model[2].base = nn.Identity()
+    if rank == 1 and what == "other values":
+        model[2].base.weight.qdata[3, 5] += 1
+    if what == "a transposed weight":
+        model[2].base.weight = nn.Parameter(quantized_weight("int8", "matrix_transposed"), requires_grad=False)
+    with pytest.raises(UnsupportedError, match=r"base\.weight") as caught:
+        check_shardable(model)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "what", ["a format", "a shape", "a float weight", "no weight", "other values", "a transposed weight"]
+)
+def test_ranks_that_cannot_share_a_weight_are_all_told_its_name_and_why(what: str) -> None:
+    first, second = run_ranks(2, refusal, what)
+    assert first == second
+    assert ("transposed" if what == "a transposed weight" else "rank 1") in first
+
+
+def accepted(rank: int) -> list[float]:
+    model = stack("int8", 7)
+    nn.init.constant_(model[0].up.bias, rank)  # a float weight: DDP and users make those equal themselves
+    check_shardable(model)
+    return train(sharded(stack("int8", 7)), 1)
+
+
+def test_ranks_that_hold_the_same_weights_go_on() -> None:
+    assert run_ranks(2, accepted) == [train(stack("int8", 7), 1)] * 2
+
+
+def refused_by_older_wrapper(rank: int) -> str:
+    del rank
+    with pytest.raises(UnsupportedError, match="use fully_shard, which is fsdp_version 2") as caught:
+        FullyShardedDataParallel(stack("int8"), use_orig_params=True, device_id=torch.device("cpu"))
+    return str(caught.value)
+
+
+def test_the_older_wrapper_names_the_newer_on_every_rank() -> None:
+    first, second = run_ranks(2, refused_by_older_wrapper)
+    assert first == second
+
+
+def sent_whole(rank: int) -> None:
+    del rank
+    weight = quantized_weight("int8")
+    with pytest.raises(UnsupportedError, match=r"weight\.tensors one by one"):
+        torch.distributed.broadcast(weight, 0)
+    with pytest.raises(UnsupportedError, match=r"weight\.tensors one by one"):
+        torch.distributed.all_gather([torch.empty(6, 128), torch.empty(6, 128)], weight)
+
+
+def test_a_weight_in_a_plain_collective_is_refused_and_not_lost() -> None:
+    run_ranks(2, sent_whole)
+
+
+def flat_and_zeros(rank: int) -> None:
+    """Check that what FSDP gets for views and zeros is right for others too."""
+    del rank
+    weight = quantized_weight("int4")
+    flat, dense = weight.view(-1), weight.dequantize().view(-1)
+    assert (flat.shape, flat.tolist(), flat.numpy().tolist()) == (dense.shape, dense.tolist(), dense.tolist())
+    assert torch.equal(flat[3:7] * 2, dense[3:7] * 2)
+    with pytest.raises(UnsupportedError, match="read only"):
+        flat.zero_()
+    zeros = weight.new_zeros(9, 128)
+    assert torch.equal(zeros.dequantize(), torch.zeros(9, 128))
+    with pytest.raises(UnsupportedError, match="in-place"):
+        zeros.add_(1)
+    assert type(weight.new_zeros(9, 64)) is Tensor
+    assert type(weight.new_zeros(9, 128, dtype=torch.float16)) is Tensor
+
+
+def test_views_and_zeros_among_ranks_are_right_for_all_callers() -> None:
+    run_ranks(1, flat_and_zeros)
