@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.tensor.held_tensor import Held, HeldTensor
+from hf_trainweights.tensor.placements import local_tensor
 
 
 class ShardedTensor(HeldTensor):
@@ -81,7 +82,10 @@ class ShardedTensor(HeldTensor):
         """
         del metadata
         if out is not None:
-            out.hold_(out.held)  # a kernel's preparations for the weight were made for the buffer's former memory
+            # A kernel's preparations for the weight were made for the buffer's former memory. Beside a tensor-parallel
+            # plan FSDP has wrapped the weight.
+            weight = local_tensor(out)
+            weight.hold_(weight.held)
             return None
         shared, tensors = self.shared_names(), {}
         for (name, sent), gathered in zip(self.tensors.items(), outputs, strict=True):

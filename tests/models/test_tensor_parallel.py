@@ -28,7 +28,11 @@ from hf_trainweights.tensor.shards import gather
 # Each test starts processes.
 pytestmark = pytest.mark.slow
 
+# Transformers 5.17 has FSDP plans of its own making, but loads them otherwise.
+needs_plans = pytest.mark.skipif(not hasattr(DistributedConfig, "dp_size"), reason="later than this Transformers")
+
 CONFIGS: dict[str, dict[str, Any]] = {
+    "int4_columns": {"format": "int4", "group_size": 32, "column_scale": True},
     "int8": {"format": "int8"},
     "int8_g32": {"format": "int8", "group_size": 32, "include_embeddings": True},
     "int4_g32": {"format": "int4", "group_size": 32},
@@ -48,6 +52,11 @@ def make_llama_of_four_heads() -> PreTrainedModel:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, "num_key_value_heads": 4}))
 
 
+def make_llama_of_odd_rows() -> PreTrainedModel:
+    """One row of its embeddings too many for two ranks."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, "vocab_size": 97}))
+
+
 def make_mixtral_of_four_heads() -> PreTrainedModel:
     config = transformers.MixtralConfig(**{**MOE, "num_key_value_heads": 4}, num_local_experts=4)
     return transformers.MixtralForCausalLM(config)
@@ -56,6 +65,7 @@ def make_mixtral_of_four_heads() -> PreTrainedModel:
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": make_qwen2,
     "qwen3": make_qwen3,
+    "llama_of_odd_rows": make_llama_of_odd_rows,
     "llama_of_four_heads": make_llama_of_four_heads,
     "mixtral_of_four_heads": make_mixtral_of_four_heads,
 } | {
@@ -98,22 +108,24 @@ def assert_same_model(model: PreTrainedModel, expected: PreTrainedModel) -> int:
             assert torch.equal(whole(parameter), of_one), name
     assert str(model.hf_quantizer.summary()) == str(expected.hf_quantizer.summary())
     inputs = text_inputs()
-    torch.testing.assert_close(outputs(model, inputs)[0], outputs(expected, inputs)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(model, inputs)[0], outputs(expected, inputs)[0], rtol=1e-4, atol=1e-4)
     # With gradients Transformers takes another way through its modules.
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(generate(model, inputs), generate(expected, inputs))
     return cut
 
 
-def loads_as_one_process_does(rank: int, path: Path, names: list[str], quantized: Path) -> list[int]:
+def loads_as_one_process_does(
+    rank: int, path: Path, names: list[str], quantized: Path, sizes: dict[str, int] | None = None
+) -> list[int]:
     cuts = []
     for name in names:
         expected = one_process(path, CONFIGS[name])
-        cuts.append(assert_same_model(on_ranks(path, CONFIGS[name]), expected))
+        cuts.append(assert_same_model(on_ranks(path, CONFIGS[name], **(sizes or {})), expected))
         if rank == 0:
             expected.save_pretrained(quantized / name)
         dist.barrier()
-        cuts.append(assert_same_model(on_ranks(quantized / name, None), expected))
+        cuts.append(assert_same_model(on_ranks(quantized / name, None, **(sizes or {})), expected))
     return cuts
 
 
@@ -156,6 +168,21 @@ def experts_are_divided(rank: int, path: Path) -> list[torch.Size]:
     return [
         local_tensor(parameter).shape for name, parameter in model.named_parameters() if "experts.down_proj" in name
     ]
+
+
+@needs_plans
+@pytest.mark.parametrize("name", ["llama_of_odd_rows", "llama_tied", "qwen3_moe"])
+def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(name: str, tmp_path: Path) -> None:
+    path = float_model(tmp_path, name)
+    for cuts in run_ranks(2, loads_as_one_process_does, path, list(CONFIGS), tmp_path / "quantized", {"fsdp_size": 2}):
+        assert min(cuts) > 0
+
+
+@needs_plans
+def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(tmp_path: Path) -> None:
+    path, sizes = float_model(tmp_path, "llama"), {"fsdp_size": 2, "tp_size": 2}
+    for cuts in run_ranks(4, loads_as_one_process_does, path, ["int8", "int4_g32"], tmp_path / "quantized", sizes):
+        assert min(cuts) > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
