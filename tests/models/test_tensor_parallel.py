@@ -28,9 +28,6 @@ from hf_trainweights.tensor.shards import gather
 # Each test starts processes.
 pytestmark = pytest.mark.slow
 
-# Transformers 5.17 has none for FSDP.
-needs_plans = pytest.mark.skipif(not hasattr(DistributedConfig, "dp_size"), reason="later than this Transformers")
-
 CONFIGS: dict[str, dict[str, Any]] = {
     "int4_columns": {"format": "int4", "group_size": 32, "column_scale": True},
     "int8": {"format": "int8"},
@@ -129,8 +126,9 @@ def loads_as_one_process_does(
     return cuts
 
 
-# Before, Transformers itself refuses a head whose rows do not divide.
-ODD = pytest.param("llama_of_odd_rows", marks=needs_plans)
+# Transformers 5.17 refuses a head whose rows do not divide.
+CUTS_EVENLY = not hasattr(DistributedConfig, "dp_size")
+ODD = pytest.param("llama_of_odd_rows", marks=pytest.mark.skipif(CUTS_EVENLY, reason="later than this Transformers"))
 
 
 @pytest.mark.parametrize("name", [ODD, *(name for name in MAKERS if "_of_" not in name)])
@@ -174,7 +172,6 @@ def experts_are_divided(rank: int, path: Path) -> list[torch.Size]:
     ]
 
 
-@needs_plans
 @pytest.mark.parametrize("name", ["llama_of_odd_rows", "llama_tied", "qwen3_moe"])
 def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(name: str, tmp_path: Path) -> None:
     path = float_model(tmp_path, name)
@@ -182,7 +179,7 @@ def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(na
         assert min(cuts) > 0
 
 
-@needs_plans
+@pytest.mark.skipif(CUTS_EVENLY, reason="Transformers 5.17 loads no model so")
 def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(tmp_path: Path) -> None:
     path, sizes = float_model(tmp_path, "llama"), {"fsdp_size": 2, "tp_size": 2}
     for cuts in run_ranks(4, loads_as_one_process_does, path, ["int8", "int4_g32"], tmp_path / "quantized", sizes):
