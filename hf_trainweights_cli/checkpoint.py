@@ -11,7 +11,8 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.checkpoint_rewriting import compress, restore
+from hf_trainweights_cli.checkpoint_restoring import restore
+from hf_trainweights_cli.checkpoint_rewriting import compress
 from hf_trainweights_cli.checkpoint_rows import print_manifest, summary_row, verification_row
 from hf_trainweights_cli.commands import Command, new_app
 from hf_trainweights_cli.console import (

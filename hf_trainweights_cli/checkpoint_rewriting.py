@@ -1,4 +1,4 @@
-"""`trainweights checkpoint compress` and `restore`: checkpoints that are rewritten where they are."""
+"""`trainweights checkpoint compress`: checkpoints that are rewritten where they are, and what is said of them."""
 
 from __future__ import annotations
 
@@ -31,18 +31,6 @@ if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.manifest import Manifest
 
 
-def restore(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Turn small checkpoints back into plain files that load without this package, where they are.
-
-    What was rounded stays rounded. Each file is whole at every moment, small or plain.
-    """
-    from hf_trainweights.checkpoint import restore_directory
-
-    with errors_in_one_line(debug):
-        rows = [_rewrite(each, restore_directory) for each in with_progress("restoring", checkpoints(path))]
-    _print_rewritten(rows, as_json)
-
-
 def compress(
     path: CheckpointOrRun,
     mode: Annotated[str, typer.Option(metavar="MODE", help="lossless, near-lossless or compact.")] = "lossless",
@@ -69,8 +57,8 @@ def compress(
         if not (dry_run or yes):
             _ask_before_rounding(policy, found)
         with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
-            rows = [_rewrite(each, _compressor(policy)) for each in with_progress("compressing", directories)]
-    _print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
+            rows = [rewrite(each, _compressor(policy)) for each in with_progress("compressing", directories)]
+    print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
     if dry_run:
         typer.echo("nothing was changed: this was a dry run", err=True)
 
@@ -159,7 +147,8 @@ def _buffers(directory: Path) -> set[str] | None:
     return None if parameters is None else read_weights(files[0]).keys() - parameters
 
 
-def _rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
+def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
+    """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
     from hf_trainweights.checkpoint.directory.rounding import shown_mode, total_rounding
 
     bytes_before = bytes_without_anchors(directory)
@@ -178,7 +167,8 @@ def _rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str,
     }
 
 
-def _print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+def print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+    """Print what `rewrite` returned of each checkpoint: what it is now, and its size before and after."""
     if as_json:
         print_json(rows)
         return

@@ -76,10 +76,12 @@ def verification_row(directory: Path) -> dict[str, Any]:
     from hf_trainweights.checkpoint.directory.discovery import check_checkpoint, checkpoint_directories
     from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+    from hf_trainweights.checkpoint.sharded.contents import dcp_directories, sharded_problem
 
     path = directory.resolve()
-    if not (path / MANIFEST_NAME).exists() and path in checkpoint_directories(path.parent):
-        problem = check_checkpoint(path).problem
+    sharded = dcp_directories(path)
+    if not (path / MANIFEST_NAME).exists() and (sharded or path in checkpoint_directories(path.parent)):
+        problem = sharded_problem(path) if sharded == [path] else check_checkpoint(path).problem
         state, problems, foreign = "unverified", {"": problem} if problem else {}, []
     else:
         report = verify_checkpoint(path)

@@ -45,12 +45,24 @@ class Activations(StrEnum):
 DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Dtype of what is not quantized; as in the source if not given.")
 ]
+FormatOption = Annotated[
+    str | None, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3; or else --bits or --size.")
+]
+BitsOption = Annotated[
+    float | None,
+    typer.Option("--bits", metavar="B", help="Choose a format for each weight, with so many bits a weight."),
+]
+SizeOption = Annotated[
+    str | None, typer.Option("--size", metavar="SIZE", help="Choose a format for each weight, for files of e.g. 1.2GB.")
+]
 
 
 def quantize(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a float model.")],
     out: NewDirectory,
-    name: Annotated[str, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3.")],
+    name: FormatOption = None,
+    bits: BitsOption = None,
+    size: SizeOption = None,
     group_size: Annotated[
         int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
     ] = None,
@@ -79,7 +91,13 @@ def quantize(
     """
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value
-    options = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
+    options = {
+        "bits": bits,
+        "size": size,
+        "activations": chosen,
+        "overrides": overrides,
+        "include_embeddings": include_embeddings,
+    }
     config = _config(name, group_size, options)
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory
@@ -122,13 +140,15 @@ def dequantize(
         say(f"written to {out}: {show_size(disk_bytes)} of float weights")
 
 
-def _config(name: str, group_size: int | None, options: dict[str, Any]) -> TrainWeightsConfig:
+def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -> TrainWeightsConfig:
     """Return the configuration; what is wrong in it is wrong usage of an option."""
     from hf_trainweights import TrainWeightsConfig
     from hf_trainweights.errors import ConfigError
     from hf_trainweights.formats import FORMATS
 
-    if name not in FORMATS:
+    if name is None and options["bits"] is None and options["size"] is None:
+        raise typer.BadParameter("give --format, --bits or --size.", param_hint="--format")
+    if name is not None and name not in FORMATS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}.", param_hint="--format")
     try:
         return TrainWeightsConfig(name, group_size, **options)

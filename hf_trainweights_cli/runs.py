@@ -25,11 +25,13 @@ def checkpoints(path: Path) -> list[Path]:
     """
     from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
     from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.sharded.contents import dcp_directories
     from hf_trainweights.errors import ConfigError
 
     is_run = not (path / MANIFEST_NAME).exists()
     directories = checkpoint_directories(path)[::-1] if is_run else []
-    if directories or not is_run or any(file.suffix in _CHECKPOINT_SUFFIXES for file in path.iterdir()):
+    is_one = not is_run or any(file.suffix in _CHECKPOINT_SUFFIXES for file in path.iterdir()) or dcp_directories(path)
+    if directories or is_one:
         return directories or [path]
     expected = "a checkpoint, or a directory of checkpoint-<step> directories"
     raise ConfigError(str(path), expected, "neither", "Give the output directory of a training run.")

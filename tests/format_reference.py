@@ -9,6 +9,15 @@ from hf_trainweights.formats.base import Format
 
 CODES_PER_WORD = 8
 
+# Of each format its bits, code units, zero units and clippings.
+UINTS = {
+    "uint2": (2, 5, 1, (0.95, 0.8, 0.65, 0.5)),
+    "uint3": (3, 2, 1, (1.0, 0.88, 0.77, 0.66)),
+    "uint4": (4, 1, 1, (1.0, 0.93, 0.86, 0.79)),
+    "uint5": (5, 1, 2, (1.04, 0.96, 0.88)),
+    "uint6": (6, 1, 4, (1.05, 1.0, 0.95)),
+}
+
 
 def quantize(form: Format, weight: Tensor) -> dict[str, Tensor]:
     """Return what `form` must store of a finite matrix `[N, K]`, both dimensions at least 1."""
@@ -22,6 +31,10 @@ def quantize(form: Format, weight: Tensor) -> dict[str, Tensor]:
     if form.name == "int8":
         scale = stored_scale(amax / 127, 128, weight.dtype)
         return {"qdata": encode(groups, scale, -128, 127).to(torch.int8).reshape(N, K), "scale": scale}
+    if form.name == "codebook4":
+        return quantize_to_codebook(weight)
+    if form.name in UINTS:
+        return quantize_uint(form.name, groups, weight.dtype)
     assert form.name == "float8_e4m3", "write the arithmetic of a new format down here"
     scale = stored_scale(amax / 448, 512, weight.dtype)
     clamped = (groups * inverse(scale)).clamp(-448, 448)
@@ -37,6 +50,52 @@ def search(groups: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
         error = (encode(groups, scale, -8, 7) * scale.float().unsqueeze(-1) - groups).square().sum(dim=-1)
         best, smallest = torch.where(error <= smallest, scale, best), torch.minimum(error, smallest)
     return best, encode(groups, best, -8, 7)
+
+
+CODEBOOK = torch.tensor([-127, -100, -78, -61, -47, -34, -22, -11, 0, 11, 23, 35, 49, 64, 82, 106.0])
+EIGHTHS = (128, 140, 152, 166, 181, 197, 215, 235)
+FACTORS = torch.tensor([0.0] + [EIGHTHS[(code + 1) % 8] * 2.0 ** ((code + 1) // 8 - 15) for code in range(1, 64)])
+
+
+def quantize_to_codebook(weight: Tensor) -> dict[str, Tensor]:
+    """Return what codebook4 must store of a matrix whose K is a multiple of 32."""
+    N, K = weight.shape
+    groups = weight.float().reshape(N, K // 32, 32)
+    amax = groups.abs().amax(dim=-1)
+    row = stored_scale(weight.float().abs().amax(dim=-1, keepdim=True) / 127 * (152 / 128), 128, weight.dtype)
+    wanted = (amax / 127).clamp_min(2.0**-126)
+    first = 1 + ((wanted / row.float()).unsqueeze(-1) - FACTORS[1:]).abs().argmin(dim=-1)
+    best, smallest = torch.zeros(amax.shape, dtype=torch.int64), torch.full(amax.shape, torch.inf)
+    for step in (0, -1, 1, -2, 2):
+        code = (first + step).clamp(1, 63)
+        doubled = groups * (inverse(FACTORS[code] * row.float()) * 2)
+        for sign in (1, -1):
+            difference = 2 * CODEBOOK[nearest_value(sign * doubled)] - sign * doubled
+            error = difference.square().sum(dim=-1) * FACTORS[code].square()
+            better = error < smallest
+            best, smallest = torch.where(better, code + 64 * (sign < 0), best), torch.where(better, error, smallest)
+    best = torch.where(amax == 0, 0, best)
+    scale = FACTORS[best % 64] * row.float() * torch.where(best >= 64, -1, 1)
+    indices = nearest_value(groups * (inverse(scale) * 2)).to(torch.int32) - 8
+    octets = [row_octets(codes, 7) for codes in best.tolist()]
+    return {
+        "qdata": pack(indices.reshape(N, K)),
+        "scale": row,
+        "group_scale": torch.tensor(octets, dtype=torch.uint8),
+    }
+
+
+def nearest_value(doubled: Tensor) -> Tensor:
+    """Return the index of the value that is nearest to half of each number, of the larger one in a tie."""
+    borders = CODEBOOK[1:] + CODEBOOK[:-1]
+    # The rounding of the sum with 256 may carry a number over a border.
+    return torch.bucketize(((doubled + 256) - 256).clamp(-256, 255.5), borders, right=True)
+
+
+def row_octets(codes: list[int], bits: int) -> list[int]:
+    """Return the bytes of a row of codes, the first code in the lowest bits."""
+    number = sum(code << bits * place for place, code in enumerate(codes))
+    return list(number.to_bytes(-(-len(codes) * bits // 8), "little"))
 
 
 def encode(groups: Tensor, scale: Tensor, lowest: int, highest: int) -> Tensor:
@@ -62,3 +121,84 @@ def pack(codes: Tensor) -> Tensor:
     """Return int32 codes `[N, K]` in words of eight nibbles, the first the least significant."""
     nibbles = codes.unflatten(-1, (-1, CODES_PER_WORD)) + 8
     return torch.stack([nibbles[..., place] << 4 * place for place in range(CODES_PER_WORD)]).sum(0).to(torch.int32)
+
+
+def quantize_uint(name: str, groups: Tensor, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return what a format of asymmetric codes stores of float32 `[N, G, group_size]`."""
+    bits, code_units, zero_units, clippings = UINTS[name]
+    Q = 2**bits - 1
+    low, high = groups.amin(dim=-1).clamp_max(0), groups.amax(dim=-1).clamp_min(0)
+    wanted = (high / (Q * code_units) - low / (Q * code_units)).amax(dim=-1, keepdim=True) / 16
+    scale = up_to_two_bits(wanted.clamp_min(2.0**-24 if dtype is torch.float16 else 2.0**-126)).to(dtype)
+    scale[wanted == 0] = 0
+    to_units = torch.where(scale == 0, 0, 1 / scale.float())
+    low, high, groups = low * to_units, high * to_units, groups * to_units.unsqueeze(-1)
+    covering, middle = (high - low) / (Q * code_units), (high + low) / 2
+
+    def steps(group_scale: Tensor, zero: Tensor) -> Tensor:
+        inverse = (1 / (group_scale * code_units)).unsqueeze(-1)
+        return groups * inverse + (zero * (zero_units / code_units)).unsqueeze(-1)
+
+    def central_zero(group_scale: Tensor) -> Tensor:
+        below = Q / 2 - middle / (group_scale * code_units)
+        return (below * (code_units / zero_units)).round().clamp(0, 15)
+
+    best = torch.zeros_like(low), torch.zeros_like(low), torch.full_like(low, torch.inf)
+
+    def better_of(best: tuple[Tensor, ...], group_scale: Tensor, zero: Tensor) -> tuple[Tensor, ...]:
+        exact = steps(group_scale, zero)
+        error = sum_by_halves((exact - exact.round().clamp(0, Q)).square()) * group_scale.square()
+        return tuple(
+            torch.where(error < best[2], new, old) for new, old in zip((group_scale, zero, error), best, strict=True)
+        )
+
+    for clipping in clippings:
+        group_scale = (covering * clipping).round().clamp(1, 16)
+        best = better_of(best, group_scale, central_zero(group_scale))
+    for group_scale in [(best[0] + step).clamp(1, 16) for step in (-1, 1)]:
+        best = better_of(best, group_scale, central_zero(group_scale))
+    for zero in [(best[1] + step).clamp(0, 15) for step in (-1, 1)]:
+        best = better_of(best, best[0], zero)
+    group_scale, zero = best[0], torch.where(covering == 0, 0, best[1])
+    reach = (torch.finfo(dtype).max * to_units / group_scale).floor()
+    lowest = ((zero * zero_units - reach) / code_units).ceil().clamp_min(0).unsqueeze(-1)
+    highest = ((zero * zero_units + reach) / code_units).floor().clamp_max(Q).unsqueeze(-1)
+    codes = torch.where(scale.unsqueeze(-1) == 0, 0, steps(group_scale, zero).round().clamp(lowest, highest))
+    return {
+        "qdata": pack_planes(codes.to(torch.int64).flatten(1), bits),
+        "scale": scale,
+        "group_scale": pack_pairs(group_scale - 1),
+        "zero_point": pack_pairs(zero),
+    }
+
+
+def up_to_two_bits(values: Tensor) -> Tensor:
+    """Return the least number that is 1 or 1.5 times a power of two and not below each positive value."""
+    power = torch.exp2(torch.frexp(values).exponent.double() - 1)
+    return torch.where(values <= power, power, torch.where(values <= 1.5 * power, 1.5 * power, 2 * power)).float()
+
+
+def sum_by_halves(values: Tensor) -> Tensor:
+    """Return sums over the last dimension, in which each number of the first half gets one of the second."""
+    while values.shape[-1] > 1:
+        half = values.shape[-1] // 2
+        values = values[..., :half] + values[..., half:]
+    return values[..., 0]
+
+
+def pack_pairs(values: Tensor) -> Tensor:
+    """Return numbers 0 to 15 two to a byte, the first in the low bits."""
+    return (values[..., ::2] + 16 * values[..., 1::2]).to(torch.uint8)
+
+
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Return int64 codes `[N, K]` in planes, byte by byte."""
+    octets = torch.zeros(*codes.shape[:-1], codes.shape[-1] // 32, 4 * bits, dtype=torch.int64)
+    for column in range(32):
+        code, first_byte = codes[..., column::32], 0
+        for plane in (4, 2, 1):
+            if bits & plane:
+                field, byte = divmod(column, 4 * plane)
+                octets[..., first_byte + byte] += (code % 2**plane) << plane * field
+                code, first_byte = code >> plane, first_byte + 4 * plane
+    return octets.flatten(-2).to(torch.uint8).view(torch.int32)

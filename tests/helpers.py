@@ -16,17 +16,21 @@ def snr_db(reference: Tensor, approximation: Tensor) -> float:
     return math.inf if noise == 0 else 10 * math.log10(reference.square().sum().item() / noise)
 
 
-def assert_close_product(result: Tensor, dense: Tensor, exact: Tensor) -> None:
+def assert_close_product(result: Tensor, dense: Tensor, exact: Tensor, terms: Tensor | None = None) -> None:
     """Check the bound that every fast path keeps: 1.5 times the rounding floor, and in float32 1e-6 of the norm.
 
     Args:
         result: What a quantized weight gave.
         dense: What the dequantized weight gave, in the same dtype; its error is the floor, at least half a unit.
         exact: What the dequantized weight gave in float64.
+        terms: Of a weight with column scales, for each result the norm of the terms of its sum: their input is rounded
+            once more. The dequantized product rounds each weight so, but few results may have less by chance.
     """
     assert (result.shape, result.dtype) == (dense.shape, dense.dtype)
     size = exact.norm().item()
     floor = max((dense.double() - exact).norm().item(), torch.finfo(result.dtype).eps / 2 * size)
+    if terms is not None:
+        floor = max(floor, torch.finfo(result.dtype).eps / 2 * terms.norm().item())
     bound = max(1.5 * floor, 1e-6 * size)
     assert (result.double() - exact).norm().item() <= bound
 

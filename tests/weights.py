@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights import QuantizedTensor
-from hf_trainweights.formats import FORMATS, get_format
+from hf_trainweights.formats import FORMATS, get_format, parameters_of
 from hf_trainweights.formats.base import Format
 
 # K = 128, so that the groups of every format divide it.
@@ -21,12 +21,12 @@ LAYOUTS = {
 FORMS: dict[str, Format] = {name: get_format({"format": name}) for name in FORMATS}
 FORMS |= {
     f"{name}_g32": get_format({"format": name, "group_size": 32})
-    for name, form in FORMATS.items()
-    if "group_size" in form.__dataclass_fields__
+    for name in FORMATS
+    if "group_size" in parameters_of(name)
 }
 FORMS |= {
     f"{name}_column_scale": get_format({**FORMS[name].get_config(), "column_scale": True})
-    for name in ("int8", "int4_g32", "float8_e4m3")
+    for name in ("int8", "int4_g32", "codebook4")
 }
 
 

@@ -29,6 +29,18 @@ def timed(function: Callable[[int], Any], repeats: int) -> Run:
     return run
 
 
+def timed_call(call: Callable[[], Any]) -> Run:
+    """Return a run that calls a function once and returns the seconds on the wall; the first call warms up here."""
+
+    def run() -> float:
+        start = time.perf_counter()
+        call()
+        return time.perf_counter() - start
+
+    run()
+    return run
+
+
 def repeats_for(function: Callable[[int], Any], seconds: float, at_most: int) -> int:
     """Return how often to call a function so that it takes about so many seconds; calls it twice to warm up."""
     function(0)

@@ -97,7 +97,7 @@ def _use_of(module: nn.Module, name: str, weight: QuantizedTensor) -> Use:
 
 
 def _check(name: str, weight: QuantizedTensor, target: Target) -> None:
-    if weight.format.name not in target.format_names:
+    if weight.format.name not in target.format_names or weight.format.tensor_names != ("qdata", "scale"):
         raise UnsupportedError(
             name,
             f"a format that {target.name} can hold: {', '.join(target.format_names)}",

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import json
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import split_state_dict_into_shards_factory
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports import compressed_tensors
-from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
+from hf_trainweights.files.weight_shards import MAX_SHARD_SIZE, write_shards
 from hf_trainweights.models.companions import copy_companions
 from hf_trainweights.models.directory import load_saved
 from hf_trainweights.models.host.checkpoints import save_remote_code
@@ -27,7 +23,7 @@ from hf_trainweights.tensor.layouts import canonical_layouts
 def export_compressed_tensors(
     model_or_directory: PreTrainedModel | str | os.PathLike[str],
     out: str | os.PathLike[str],
-    max_shard_size: int | str = "5GB",
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> None:
     """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
 
@@ -62,7 +58,7 @@ def _export(model: PreTrainedModel, directory: Path | None, target: Path, max_sh
         if directory is not None:
             copy_companions(directory, staged.path)
         _write_config(model, staged.path, quantization_config)
-        _write_shards(tensors, staged.path, max_shard_size)
+        write_shards(tensors, staged.path, max_shard_size)
 
 
 def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:
@@ -75,34 +71,3 @@ def _write_config(model: PreTrainedModel, staging: Path, quantization_config: di
     config.save_pretrained(staging)
     if model.can_generate():
         model.generation_config.save_pretrained(staging)
-
-
-def _write_shards(tensors: Mapping[str, TensorToWrite], staging: Path, max_shard_size: int | str) -> None:
-    """Write safetensors files, and their index where there are several.
-
-    Args:
-        tensors: By name.
-        staging: Where to.
-        max_shard_size: As for `export_compressed_tensors`.
-
-    Raises:
-        ConfigError: `max_shard_size` is no size.
-    """
-    try:
-        split = split_state_dict_into_shards_factory(
-            dict(tensors),
-            get_storage_size=lambda tensor: tensor.nbytes,
-            filename_pattern="model{suffix}.safetensors",
-            max_shard_size=max_shard_size,
-        )
-    except (ValueError, TypeError, OverflowError) as error:
-        next_step = "Pass a number of bytes, or a text of a number and KB, MB, GB or TB."
-        raise ConfigError(
-            "max_shard_size", 'bytes, or a text such as "5GB"', repr(max_shard_size), next_step
-        ) from error
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(staging / file, {name: tensors[name] for name in names}, {"format": "pt"})
-    if split.is_sharded:
-        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        (staging / "model.safetensors.index.json").write_text(text, encoding="utf-8")

@@ -10,10 +10,13 @@ from typing import Any
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
 
 __all__ = ["FORMATS", "Format", "float32_blocks", "get_format", "reciprocal", "round_scale", "scale_codes"]
 
@@ -21,6 +24,13 @@ FORMATS: dict[str, type[Format]] = {
     "int8": Int8,
     "int4": Int4,
     "float8_e4m3": Float8E4M3,
+    "codebook4": Codebook4,
+    "uint2": UInt2,
+    "uint3": UInt3,
+    "uint4": UInt4,
+    "uint5": UInt5,
+    "uint6": UInt6,
+    "coded": Coded,
 }
 
 # What names of formats in other libraries have in common, without their punctuation: "nf4", "int4_weight_only", "q8_0".
@@ -29,6 +39,19 @@ _ELSEWHERE = {
     r"(?:nf|fp|i|u?int|w|q)4|4bit|mxfp4": "int4",
     r"(?:i|u?int|w|q)8|8bit": "int8",
 }
+
+
+def parameters_of(name: str) -> tuple[str, ...]:
+    """Return the names of a format's parameters.
+
+    Args:
+        name: The format; one that is not in `FORMATS` has none.
+
+    Examples:
+        >>> parameters_of("int4")
+        ('group_size',)
+    """
+    return tuple(field.name for field in fields(FORMATS[name])) if name in FORMATS else ()
 
 
 def get_format(config: Mapping[str, Any]) -> Format:

@@ -98,6 +98,15 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
     return rounded.masked_fill_(scale == 0, 0.0)
 
 
+def smallest_scale(dtype: torch.dtype) -> float:
+    """Return the smallest scale other than zero that a weight may have.
+
+    Args:
+        dtype: Dtype in which the scale is stored.
+    """
+    return _SMALLEST_SCALE[dtype]
+
+
 def reciprocal(scale: Tensor) -> Tensor:
     """Return float32 1 / scale, and 0 where the scale is 0, so that an all-zero row keeps codes of 0.
 
@@ -105,6 +114,24 @@ def reciprocal(scale: Tensor) -> Tensor:
         scale: Scales of any float dtype and shape; a zero scale stands for a group of zeros.
     """
     return scale.float().reciprocal().masked_fill_(scale == 0, 0.0)
+
+
+def round_to_int8(groups: Tensor, amax: Tensor, scale: Tensor, codes: Tensor) -> None:
+    """Fill int8 codes `round(w * (1 / scale))`.
+
+    Args:
+        groups: Weights of any float dtype, `[n, G, g]`.
+        amax: Float32, `[n, G]`: the largest magnitude of each group.
+        scale: The scales as they are stored, `[n, G]`.
+        codes: Int8, `[n, G, g]`, to be filled; what is beyond -128 or 127 becomes these.
+    """
+    inverse = reciprocal(scale)
+    # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
+    fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
+    inverse = inverse.unsqueeze(-1)
+    for block, values in float32_blocks(groups):
+        values.mul_(inverse[block]).round_()
+        codes[block].copy_(values if fits else values.clamp_(-128, 127))
 
 
 def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:

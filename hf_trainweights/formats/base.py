@@ -32,6 +32,10 @@ class Format(ABC):
     shared_names: ClassVar[tuple[str, ...]] = ()
     # Stored tensors that hold one code a group, packed by `group_scales.pack_bits`, to the bits of a code.
     bit_packed: ClassVar[Mapping[str, int]] = {}
+    # Whether a row is quantized by itself; else equal rows of two weights may have different codes.
+    rows_are_independent: ClassVar[bool] = True
+    # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
+    is_coded_in_files: ClassVar[bool] = False
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)
@@ -100,6 +104,15 @@ class Format(ABC):
         """
         return tuple(qdata.shape)
 
+    def fit(self, matrix: Tensor) -> Format:
+        """Return the format that quantizes the rows of a matrix: this one, where rows are independent of each other.
+
+        Args:
+            matrix: In the weight's dtype, `[N, K]`, neither of them 0; any strides; it may hold NaN or Inf.
+        """
+        del matrix
+        return self
+
     @abstractmethod
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Quantize a block of rows into the tensors of `out`.
@@ -151,6 +164,7 @@ class Format(ABC):
         matrices = weight.unsqueeze(0) if weight.dim() == 2 else weight.flatten(0, -3)
         flat = {key: t.reshape(-1, N, *t.shape[weight.dim() - 1 :]) for key, t in out.items()}
         for index, matrix in enumerate(matrices):
+            form = self.fit(matrix)
             for start in range(0, N, block):
                 rows = matrix[start : start + block].contiguous()
                 amax = largest_magnitude(rows.view(len(rows), flat["scale"].shape[-1], -1))
@@ -162,7 +176,7 @@ class Format(ABC):
                         f"NaN or Inf in rows {start} to {start + len(rows) - 1}",
                         "Repair the checkpoint or leave this tensor out with modules_to_not_convert.",
                     )
-                self.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
+                form.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
         return out
 
     def quantize_beside(self, weight: Tensor, shared: Mapping[str, Tensor], name: str = "weight") -> dict[str, Tensor]:
@@ -242,6 +256,15 @@ class Format(ABC):
         """
         specs = self.tensor_specs(shape, scale_dtype)
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
+
+    def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
+        """Return about how many bytes a weight of this shape takes in a file.
+
+        Args:
+            shape: Shape of the stored weight, `[*, N, K]`.
+            scale_dtype: Dtype of the weight to be quantized.
+        """
+        return self.stored_bytes(shape, scale_dtype)
 
     def check(self, tensors: Mapping[str, Tensor], shape: Sequence[int], name: str = "weight") -> None:
         """Check that stored tensors are those of a weight of this shape.

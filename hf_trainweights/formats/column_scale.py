@@ -15,19 +15,21 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
+from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.formats.base import Format
 
 COLUMN_SCALE = "column_scale"
 
-# Rows that the factors are chosen by, evenly spaced: 1024 tell the size of a column to 2 %.
-_SAMPLED_ROWS = 1024
-# Each divides the columns, then the rows, by their standard deviations; on MiniLM more change no factor by 1 %.
-_ROUNDS = 6
+# Rows that the factors are chosen by, evenly spaced: 256 tell the size of a column to 5 %. On MiniLM in int4 g64 the
+# mean cosine is .9806 by all rows, .9811 by 512 or 256, .9804 by 128.
+_SAMPLED_ROWS = 256
+# Each divides the columns, then the rows, by their standard deviations; .9799 by 1, .9803 by 2, 3, 6 and 12.
+_ROUNDS = 2
 # The largest factor of a weight is at most this many times the smallest.
 _SPREAD = 64.0
 
@@ -40,6 +42,7 @@ class ColumnScaled(Format):
         inner: The format of the weight whose columns are divided by their factors.
     """
 
+    rows_are_independent: ClassVar[bool] = False
     inner: Format
 
     @property
@@ -121,9 +124,11 @@ class ColumnScaled(Format):
 
 def _divide(matrix: Tensor, factors: Tensor) -> Tensor:
     """Return the matrix with its columns divided by their factors, in its dtype; not finite where it is not."""
-    largest = torch.finfo(matrix.dtype).max
-    divided = (matrix.float() / factors.float()).clamp_(-largest, largest).to(matrix.dtype)
-    return torch.where(matrix.isinf(), matrix, divided)
+    divided = matrix.float() / factors.float()
+    # A number near the end of the dtype's range may not hold what it becomes. Inf is left to the inner format's error.
+    if largest_magnitude(matrix.contiguous()).amax().isfinite():
+        divided.clamp_(-torch.finfo(matrix.dtype).max, torch.finfo(matrix.dtype).max)
+    return divided.to(matrix.dtype)
 
 
 def choose_column_scale(matrix: Tensor) -> Tensor:
@@ -134,22 +139,30 @@ def choose_column_scale(matrix: Tensor) -> Tensor:
 
     Returns:
         New `[1, K]` of the weight's dtype: the largest is over 1/2 and at most 1, so that no activation overflows by
-        them, the smallest at least 1/64 of it; 1 where a column has no spread to tell its size by.
+        them, the smallest at least 1/64 of it. A column without spread to tell its size by has a usual factor.
     """
+    # In float64 no processor's order of summing shows in the rounded factors.
     sample = matrix[:: -(-len(matrix) // _SAMPLED_ROWS)].double()
-    factors = sample.new_ones(1, sample.shape[1])
-    rows = sample.new_ones(sample.shape[0], 1)
+    squares = sample.square()
+    rows, factors = sample.new_ones(len(sample)), sample.new_ones(sample.shape[1])
     for _ in range(_ROUNDS):
-        factors = _spread(sample / rows, dim=0)
-        rows = _spread(sample / factors, dim=1)
+        factors = _spread(rows.pow(-2) @ squares, rows.reciprocal() @ sample, len(sample))
+        rows = _spread(squares @ factors.pow(-2), sample @ factors.reciprocal(), sample.shape[1])
     factors = factors.clamp_min(factors.amax() / _SPREAD)
-    # A power of two changes no rounding. bfloat16 rounds numbers just below 1 to 1.
-    return (factors * torch.exp2(-factors.amax().log2().ceil())).to(matrix.dtype)
+    # A power of two changes no rounding. A number just below 1 may be rounded to 1.
+    return (factors * torch.exp2(-factors.amax().log2().ceil())).to(matrix.dtype).unsqueeze(0)
 
 
-def _spread(values: Tensor, dim: int) -> Tensor:
-    """Return standard deviations along a dimension; where there is none, or it is not finite, their mean."""
-    spread = values.std(dim=dim, keepdim=True)
-    known = (spread > 0) & spread.isfinite()
-    usual = torch.where(known, spread.log(), 0).sum() / known.sum().clamp_min(1)
-    return torch.where(known, spread, usual.exp())
+def _spread(squares: Tensor, sums: Tensor, count: int) -> Tensor:
+    """Return standard deviations from sums of squares and sums; where there is none, their geometric mean.
+
+    Args:
+        squares: For each column, or row, the sum of the squares of its numbers.
+        sums: The sum of its numbers.
+        count: How many numbers it has.
+    """
+    variance = squares / count - (sums / count).square()
+    # What rounding leaves of equal numbers is no spread.
+    known = variance > 1e-10 * squares / count
+    usual = torch.where(known, variance, 1.0).log().sum() / known.sum().clamp_min(1)
+    return torch.where(known, variance, usual.exp()).sqrt()

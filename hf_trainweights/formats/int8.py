@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
+from hf_trainweights.formats.arithmetic import round_scale, round_to_int8, scale_codes
 from hf_trainweights.formats.base import Format
 
 
@@ -78,13 +78,7 @@ class Int8(Format):
         """Fill codes `round(w * (1 / scale))`, the scale rounded to its dtype first."""
         groups = rows.view(*amax.shape, -1)
         scale = out["scale"].copy_(round_scale(amax / 127, 128, rows.dtype))
-        inverse, codes = reciprocal(scale), out["qdata"].view(groups.shape)
-        # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
-        fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
-        inverse = inverse.unsqueeze(-1)
-        for block, values in float32_blocks(groups):
-            values.mul_(inverse[block]).round_()
-            codes[block].copy_(values if fits else values.clamp_(-128, 127))
+        round_to_int8(groups, amax, scale, out["qdata"].view(groups.shape))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""

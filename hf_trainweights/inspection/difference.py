@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.sharded_tensors import read_part
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts
 from hf_trainweights.models.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -99,7 +100,7 @@ class Comparison:
 
 
 def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
-    """Compare the weights and the optimizer's states of two checkpoints, each plain or encoded.
+    """Compare the weights and the optimizer's states of two checkpoints, each plain or encoded, in files or sharded.
 
     Args:
         a: A checkpoint directory, or one file of it.
@@ -120,7 +121,7 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
     files = find_parts(Path(a)), find_parts(Path(b))
     # A generator, so that only one part is in memory at a time.
     parts = (
-        (part, _read(files[0].get(part, []), part), _read(files[1].get(part, []), part))
+        (part, read_part(files[0].get(part, []), part), read_part(files[1].get(part, []), part))
         for part in dict.fromkeys([*files[0], *files[1]])
     )
     return compare_tensors(parts, (str(a), str(b)))
@@ -147,8 +148,12 @@ def compare_tensors(
     for part, of_a, of_b in parts:
         problems += [f"{key} is only in {names[0]}" for key in of_a if key not in of_b]
         problems += [f"{key} is only in {names[1]}" for key in of_b if key not in of_a]
-        found = [_difference(key, of_a[key], of_b[key]) for key in of_a if key in of_b]
-        problems += [f"{name} {misfit}" for name in of_a if name in of_b if (misfit := _misfit(of_a[name], of_b[name]))]
+        found = []
+        for key in (key for key in of_a if key in of_b):
+            stored_a, stored_b = of_a[key], of_b[key]  # read once: those of a sharded checkpoint are not kept
+            found.append(_difference(key, stored_a, stored_b))
+            misfit = _misfit(stored_a, stored_b)
+            problems += [f"{key} {misfit}"] if misfit else []
         tensors += found
         totals.append(sum(found, Difference(f"all of {part}")))
     return Comparison(tuple(tensors), tuple(totals), tuple(problems))
@@ -157,10 +162,6 @@ def compare_tensors(
 def _cells(each: Difference) -> tuple[object, ...]:
     errors = (f"{each.relative_l2:.2g}", f"{each.largest:.2g}") if each.comparable else ("", "")
     return each.name, *errors, each.bytes_a, each.bytes_b
-
-
-def _read(files: list[Path], part: str) -> dict[str, StoredTensor]:
-    return {stored.key: stored for file in files for stored in read_tensors(file, part)}
 
 
 def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:

@@ -15,9 +15,11 @@ from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.torch_zip import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
+from hf_trainweights.inspection.sharded_tensors import ShardedTensors, read_part
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.notebook import html_table
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
@@ -67,7 +69,8 @@ def inspect_weights(path: str | Path) -> Inspection:
     """List the tensors of a model, a checkpoint, or one file.
 
     Args:
-        path: A directory with weights, a `.safetensors` file, or a file that torch.save wrote.
+        path: A directory with weights, also of a sharded checkpoint, a `.safetensors` file, or a file that torch.save
+            wrote.
 
     Returns:
         The tensors. The `config.json` beside the files names the format of quantized weights; without one, their
@@ -94,22 +97,27 @@ def inspect_weights(path: str | Path) -> Inspection:
     unsafe: dict[str, tuple[str, ...]] = {}
     for part, files in find_parts(path).items():
         for file in files:
-            calls = _unsafe_calls(file)
+            calls = () if file.is_dir() else _unsafe_calls(file)
             if calls:
                 unsafe[file.name] = calls
                 members += _members(file)
             else:
                 tensors |= _read(file, part)
-    entries = [_entry(stored) for stored in fold_weights(tensors, default)]
+    entries = [_entry(stored) for stored in fold_weights(tensors, default, values=False)]
     return Inspection((*entries, *members), unsafe)
 
 
 def _read(file: Path, part: str) -> dict[str, StoredTensor]:
-    tensors = {stored.key: stored for stored in read_tensors(file, part, values=False)}
-    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] == FORMAT_SUFFIX]
+    tensors = dict(
+        ShardedTensors(file, part, values=False)
+        if file.is_dir()
+        else {stored.key: stored for stored in read_tensors(file, part, values=False)}
+    )
+    telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
+    formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
         # In an encoded file of quantized weights, the values of these tensors say how to read the others.
-        tensors = {stored.key: stored for stored in read_tensors(file, part)}
+        tensors |= read_part([file], part)
     return tensors
 
 
@@ -157,12 +165,15 @@ def _members(file: Path) -> list[Entry]:
         ]
 
 
-def fold_weights(tensors: dict[str, StoredTensor], default: Format | None) -> Iterable[StoredTensor]:
+def fold_weights(
+    tensors: dict[str, StoredTensor], default: Format | None, values: bool = True
+) -> Iterable[StoredTensor]:
     """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them.
 
     Args:
         tensors: What lies in the files, by name.
         default: The format that the configuration names; None to leave stored tensors as they are.
+        values: False to leave coded weights undecoded: they are on the meta device.
 
     Raises:
         CorruptFileError: A stored tensor is missing or does not fit its format.
@@ -182,10 +193,14 @@ def fold_weights(tensors: dict[str, StoredTensor], default: Format | None) -> It
             continue
         plain = {suffix: part.tensor for suffix, part in parts.items()}
         # Without a scale any dtype will do: unflatten_weight reports that it is missing.
-        dtype = plain["scale"].dtype if "scale" in plain else torch.float32
-        weight = unflatten_weight(parsed[0], plain, dtype, default)
+        dtype = plain["scale"].dtype if "scale" in plain else None if _is_coded(plain) else torch.float32
+        weight = unflatten_weight(parsed[0], plain, dtype, default, values=values)
         stored_bytes = total_bytes(part.stored_bytes for part in parts.values())
         yield replace(stored, key=parsed[0], tensor=weight, stored_bytes=stored_bytes)
+
+
+def _is_coded(suffixes: Iterable[str]) -> bool:
+    return not {CODED_SUFFIX, CODED_FLOAT_SUFFIX}.isdisjoint(suffixes)
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:

@@ -16,6 +16,8 @@ from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
+from hf_trainweights.checkpoint.sharded.contents import ShardedContents, dcp_directories
+from hf_trainweights.checkpoint.sharded.parts import all_weights, optimizer_tensors
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
@@ -44,7 +46,7 @@ class StoredTensor:
 
 
 def find_parts(path: Path) -> dict[str, list[Path]]:
-    """Return the weight files that a loader would open, and the optimizer's file.
+    """Return the weight files that a loader would open, and the optimizer's file; or the DCP directories of both.
 
     Args:
         path: A checkpoint directory, or one file of it.
@@ -61,7 +63,7 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
     if not path.is_dir():
         _require_weight_file(path)
         return {"optimizer" if path.name == OPTIMIZER_NAME else "weights": [path]}
-    found = {}
+    found = _find_sharded(path)
     weights = [path / name for name in ENTRY_POINTS if (path / name).is_file()][:1]
     if weights:
         is_index = weights[0].suffix == ".json"
@@ -72,6 +74,13 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
     if not found:
         raise ConfigError(str(path), "a checkpoint with weights or an optimizer.pt", "neither", "Choose another path.")
     return found
+
+
+def _find_sharded(path: Path) -> dict[str, list[Path]]:
+    parts = (("weights", all_weights), ("optimizer", optimizer_tensors))
+    contents = [ShardedContents(each) for each in dcp_directories(path)]
+    found = {part: [each.directory for each in contents if names_of(each)] for part, names_of in parts}
+    return {part: directories[:1] for part, directories in found.items() if directories}
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:

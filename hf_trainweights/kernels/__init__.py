@@ -43,6 +43,7 @@ class Kernel(NamedTuple):
 # By the format's name.
 KERNELS = {
     "int8": Kernel(int8.linear, int8.prepare_few_rows),
+    "coded": Kernel(int8.linear, int8.prepare_few_rows),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
 }
 

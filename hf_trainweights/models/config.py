@@ -11,8 +11,9 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import most_exact, select
-from hf_trainweights.formats import get_format
+from hf_trainweights.formats import get_format, parameters_of
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.budget import Budget, check_left_to_budget
 from hf_trainweights.models.config_checks import (
     OVERRIDE_ORDER,
     check_names,
@@ -20,19 +21,26 @@ from hf_trainweights.models.config_checks import (
     in_order,
     right_argument,
 )
-from hf_trainweights.models.overrides import check_overrides, format_of
+from hf_trainweights.models.overrides import check_overrides, check_plan, format_of, shortest
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
+# A file with coded tensors has this version: a package that does not know them says that it is too old.
+CODED_VERSION = 2
+DEFAULT_FORMAT = "int8"
+# Keys that config.json has only where they are set: earlier versions do not know them.
+_ONLY_IF_SET = {"bits": None, "size": None, "plan": None, "column_scale": False, "compress": False}
+
 # The formats that come with the package, which editors complete, or one that was registered.
-FormatName = Literal["int8", "int4", "float8_e4m3"] | str
+FormatName = Literal["int8", "int4", "float8_e4m3", "coded"] | str
 
 
 class TrainWeightsConfig(QuantizationConfigMixin):
     """Which weights to quantize, and to which format.
 
     Args:
-        format: Name of the format for all weights that no override names: one of `FORMATS`.
+        format: Name of the format for all weights that no override names, one of `FORMATS`; int8 if it is None and
+            neither `bits` nor `size` is given.
         group_size: Weights that share a scale; None for the format's default (int4: 128, int8: a whole row).
         modules_to_not_convert: Selectors of modules or parameters to leave alone beside the output head.
         overrides: Another format for some modules or parameters. Each key is a selector; each value is a format's name,
@@ -44,10 +52,20 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             with format "int8" and no groups; the error of a product is about four times that of bfloat16.
         column_scale: Whether each input column has a factor of its own, chosen so that the columns of a group are of
             one size. It costs 16 bits a column, and a multiplication of the input in each product.
+        bits: Bits per weight to choose formats for, scales included, in place of `format`: each weight gets the format
+            by which the model loses least. The mean over the quantized weights is at most this, those counted that
+            `overrides` and `modules_to_not_convert` except.
+        size: Bytes to choose formats for, in place of `format`, as a number or a text such as `"1.2GB"` or `"900MiB"`:
+            the weight files that `save_pretrained` writes take at most this, float weights and headers included.
+        plan: The formats that were chosen for `bits` or `size`, by the weights' full names. It is set when a model is
+            quantized and saved in config.json; with it, nothing is chosen again.
         base_model: Hub id of the float model; a model that is loaded from the Hub by this configuration has it in its
             own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
+        bits: Bits of a weight in a file, scales included, with format "coded": from 2 to 8, 4 if not given.
+        compress: Whether saved files keep all weights entropy-coded, without loss, where that saves 2 % or more. Files
+            need this version of the package or a newer one.
 
     A selector is the full name of a module or parameter (`lm_head`), or whole parts of such names (`down_proj`,
     `layers.0`, `mlp.down_proj`), or `re:` and a regular expression for a full name. A module is selected with all that
@@ -62,20 +80,26 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         >>> config = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*down_proj": "int8", "lm_head": None})
         >>> config.format_for(["model.layers.0.mlp.down_proj"])
         (Int8(group_size=None, activations=None), True)
+        >>> TrainWeightsConfig(bits=5.5).budget
+        Budget(bits=5.5, size_bytes=None)
     """
 
     def __init__(
         self,
-        format: FormatName = "int8",  # noqa: A002
+        format: FormatName | None = None,  # noqa: A002
         group_size: int | None = None,
         modules_to_not_convert: Sequence[str] | None = None,
         overrides: Mapping[str, str | Mapping[str, Any] | None] | None = None,
         include_embeddings: bool = False,
         activations: Literal["int8"] | str | None = None,
         base_model: str | None = None,
+        column_scale: bool = False,
+        bits: float | None = None,
+        size: str | int | None = None,
+        compress: bool = False,
+        plan: Mapping[str, str | Mapping[str, Any]] | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
-        column_scale: bool = False,
         **unknown: Never,
     ):
         for name, value in unknown.items():
@@ -84,19 +108,25 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if quant_method != QUANT_METHOD:
             raise ConfigError("quant_method", repr(QUANT_METHOD), repr(quant_method), "Use that method's own class.")
         self.quant_method = quant_method  # type: ignore[assignment]
-        if type(version) is not int or version != CONFIG_VERSION:
+        if type(version) is not int or version not in (CONFIG_VERSION, CODED_VERSION):
             raise ConfigError(
                 "version",
-                f"{CONFIG_VERSION}",
+                f"{CONFIG_VERSION} or {CODED_VERSION}",
                 repr(version),
                 "Install the hf_trainweights that wrote this model, or newer.",
             )
-        self.version = version
-        self.format = format
-        self.activations = activations
-        self.column_scale = column_scale
-        self.group_size = group_size
-        self.group_size = self.default_format.get_config().get("group_size")
+        self.column_scale, self.activations = column_scale, activations
+        self.bits, self.size, self.plan = bits, size, check_plan(plan)
+        self.format, self.group_size = format, group_size
+        if self.needs_plan:
+            check_left_to_budget(
+                format=format, group_size=group_size, activations=activations, column_scale=column_scale or None
+            )
+        else:
+            # A weight that names no format in a file has this one, so a model with a plan needs it too.
+            self.format = DEFAULT_FORMAT if format is None else format
+            chosen = self.default_format.get_config()
+            self.group_size, self.bits = chosen.get("group_size"), chosen.get("bits", bits)
         self.modules_to_not_convert = check_names(modules_to_not_convert)
         self.overrides = check_overrides(overrides)
         if type(include_embeddings) is not bool:
@@ -105,6 +135,16 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if not isinstance(base_model, str | None):
             raise ConfigError("base_model", "the id of a repository or None", repr(base_model), "Leave it out.")
         self.base_model = base_model
+        if type(compress) is not bool:
+            raise ConfigError("compress", "True or False", repr(compress), "Pass one of these.")
+        self.compress = compress
+        self.version = self._needed_version()
+
+    def _needed_version(self) -> int:
+        """Return the lowest version of the layout that has all that this configuration says."""
+        formats = [self.default_format, *map(format_of, (self.overrides or {}).values())]
+        coded = self.compress or any(form is not None and form.is_coded_in_files for form in formats)
+        return CODED_VERSION if coded else CONFIG_VERSION
 
     @classmethod
     def from_dict(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base returns a tuple where it is asked to)
@@ -163,6 +203,33 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         expected, found = "a TrainWeightsConfig or the name of a format", type(config).__name__
         raise ConfigError("config", expected, found, 'Write TrainWeightsConfig("int8"), or "int8".')
 
+    @property
+    def budget(self) -> Budget | None:
+        """What the weights may take, if formats are chosen for that; None if the user names the format."""
+        bits = None if self.format is not None and "bits" in parameters_of(self.format) else self.bits
+        return Budget.of(bits, self.size)
+
+    @property
+    def needs_plan(self) -> bool:
+        """Whether formats are still to be chosen for `bits` or `size`."""
+        return self.budget is not None and self.plan is None
+
+    def planned(self, plan: Mapping[str, Format]) -> TrainWeightsConfig:
+        """Return this configuration with formats chosen; it stays as it is itself.
+
+        Args:
+            plan: Full name of each weight to its format.
+        """
+        config = copy.copy(self)
+        config.format, config.plan = DEFAULT_FORMAT, {name: shortest(form) for name, form in plan.items()}
+        return config
+
+    def without_exceptions(self) -> TrainWeightsConfig:
+        """Return this configuration without `overrides` and `modules_to_not_convert`; it stays as it is itself."""
+        config = copy.copy(self)
+        config.overrides, config.modules_to_not_convert = {}, None
+        return config
+
     def check_quantizing(self) -> None:
         """Check that a float model can be quantized by this configuration.
 
@@ -178,10 +245,11 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
-        parameters = {"group_size": self.group_size, "activations": self.activations, "column_scale": self.column_scale}
-        return get_format(
-            {"format": self.format, **{key: value for key, value in parameters.items() if value is not None}}
-        )
+        name = self.format or DEFAULT_FORMAT
+        # Without a parameter of that name `bits` is what the plan was made for.
+        known = ("group_size", "activations", "column_scale", *(["bits"] if "bits" in parameters_of(name) else []))
+        values = {parameter: getattr(self, parameter) for parameter in known}
+        return get_format({"format": name, **{key: value for key, value in values.items() if value is not None}})
 
     def format_for(
         self, names: Iterable[str], selected: Mapping[str, Collection[str]] | None = None
@@ -200,7 +268,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """
         names = list(names)
         selector = most_exact(select(self.overrides, names) if selected is None else selected, names)
-        return (self.default_format, False) if selector is None else (format_of(self.overrides[selector]), True)
+        if selector is not None:
+            return format_of(self.overrides[selector]), True
+        planned = next((self.plan[name] for name in names if name in self.plan), None) if self.plan else None
+        return (self.default_format if planned is None else format_of(planned)), False
 
     def to_dict(self) -> dict[str, Any]:
         """Return the configuration as JSON values, as config.json holds it.
@@ -209,10 +280,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             A new dict that shares nothing with this object. JSON files sort its keys, so it names the order of the
             overrides where that is another.
         """
-        values = copy.deepcopy(self.__dict__)
-        if not self.column_scale:
-            # Earlier versions do not know the key.
-            del values["column_scale"]
+        saved = copy.deepcopy(self.__dict__)
+        values = {key: value for key, value in saved.items() if key not in _ONLY_IF_SET or value != _ONLY_IF_SET[key]}
         order = list(self.overrides or ())
         return values if order == sorted(order) else {**values, OVERRIDE_ORDER: order}
 

@@ -14,7 +14,7 @@ from hf_trainweights.models.overrides import left_out, named
 OVERRIDE_ORDER = "override_order"
 
 # Arguments of other libraries' configurations: those that tell the number of bits, and what to write for others.
-_BITS = ("bits", "w_bit", "num_bits", "nbits")
+_BITS = ("w_bit", "num_bits", "nbits")
 _ELSEWHERE = {
     **dict.fromkeys(
         ("quant_type", "bnb_4bit_quant_type", "weights", "weights_dtype"),

@@ -49,7 +49,7 @@ class TrainWeightsQuantize(QuantizerOp):
             return weight
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
 
-        def make() -> QuantizedTensor:
+        def make() -> Tensor:
             _check_shape(name, weight, self.state.shape_read(name, skeleton))
             return self.state.own_part(name, QuantizedTensor.quantize(weight, form, choice.transposed, name), skeleton)
 
@@ -72,7 +72,7 @@ class TrainWeightsQuantize(QuantizerOp):
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
         shape = self.state.shape_read(name, skeleton)
 
-        def make() -> QuantizedTensor:
+        def make() -> Tensor:
             return self.state.own_part(name, quantize_experts(name, shape, form, parts, len(skeleton)), skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
@@ -109,9 +109,10 @@ class TrainWeightsDeserialize(QuantizerOp):
             if key.rpartition(".")[2].startswith(prefix)  # else it is the weight's guard
         }
 
-        def make() -> QuantizedTensor:
-            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
-            _check_shape(full_layer_name, weight, self.state.shape_read(full_layer_name, skeleton))
+        def make() -> Tensor:
+            shape = self.state.shape_read(full_layer_name, skeleton)
+            weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
+            _check_shape(full_layer_name, weight, shape)
             return self.state.own_part(full_layer_name, weight, skeleton)
 
         return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}

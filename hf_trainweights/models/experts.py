@@ -34,15 +34,7 @@ def quantize_experts(
         QuantizationError: A tensor holds NaN or Inf.
     """
     E, N, K = shape
-    count = E if count is None else count
-    if any(len(part) != count for part in parts):
-        counts = " and ".join(str(len(part)) for part in parts)
-        raise CorruptFileError(
-            name,
-            f"{count} experts",
-            counts,
-            "A shard is missing; download or save the model and its config.json again.",
-        )
+    _check_count(name, E if count is None else count, parts)
     merged: dict[str, Tensor] = {}
     dtype, expert = torch.float32, 0
     for sources in zip(*parts, strict=True):
@@ -51,8 +43,8 @@ def quantize_experts(
         if not weights:
             continue
         _check_expert(weights, N, K)
-        if form.shared_names and len(weights) > 1:
-            # What all rows of an expert share is chosen by all of them.
+        if not form.rows_are_independent and len(weights) > 1:
+            # What the rows of an expert share is chosen by all of them.
             weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
         row = 0
         for source_name, weight in weights:
@@ -66,6 +58,41 @@ def quantize_experts(
             row += weight.shape[0]
         expert += 1
     return QuantizedTensor(merged, form, shape, dtype)
+
+
+def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[NamedLoad]], numbers: Tensor) -> Tensor:
+    """Return some rows of experts, read expert by expert.
+
+    Args:
+        name: Full name of the merged weight.
+        shape: Its shape, `[E, N, K]`.
+        parts: As for `quantize_experts`.
+        numbers: The rows' numbers among those of all experts, in order.
+
+    Returns:
+        New float rows `[n, K]`.
+
+    Raises:
+        CorruptFileError: An expert is missing, or a tensor has another shape.
+    """
+    E, N, K = shape
+    _check_count(name, E, parts)
+    found = []
+    for expert in range(E):
+        wanted = numbers[numbers // N == expert] % N
+        if len(wanted):
+            loaded = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
+            weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
+            _check_expert(weights, N, K)
+            found.append(torch.cat([weight for _, weight in weights])[wanted])
+    return torch.cat(found)
+
+
+def _check_count(name: str, E: int, parts: Sequence[Sequence[NamedLoad]]) -> None:
+    if any(len(part) != E for part in parts):
+        counts = " and ".join(str(len(part)) for part in parts)
+        next_step = "A shard is missing; download or save the model and its config.json again."
+        raise CorruptFileError(name, f"{E} experts", counts, next_step)
 
 
 def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.errors import TrainWeightsError
+from hf_trainweights.errors import TrainWeightsError, UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.tensor_parallel import LocalPart
 from hf_trainweights.models.stored_weights import StoredWeight
@@ -16,6 +17,8 @@ from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.placements import Placed, is_distributed, local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.shards import cut
+
+Made = TypeVar("Made")
 
 
 class LoadState:
@@ -36,8 +39,8 @@ class LoadState:
         self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
 
-    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter | LocalPart:
-        """Return a quantized parameter, or once the load has failed a stand-in for it that takes no memory.
+    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
+        """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
         Where ranks hold parts of the weight, it is the part of this rank.
 
@@ -45,14 +48,34 @@ class LoadState:
             skeleton: The parameter of the model on the meta device.
             make: Makes the weight; a typed error that it raises is kept, with the file that the weight lies in.
         """
+        made = self.attempt(make)
+        if made is None:
+            return self.stand_in(skeleton)
+        if is_distributed(skeleton):
+            return LocalPart(made)
+        return as_parameter(made) if isinstance(made, QuantizedTensor) else made
+
+    def attempt(self, make: Callable[[], Made]) -> Made | None:
+        """Return what a function makes, or None once the load has failed.
+
+        Args:
+            make: The function; a typed error that it raises is kept, with the file that the weight lies in.
+        """
         if self.error is None:
             try:
-                weight = make()
-                return LocalPart(weight) if is_distributed(skeleton) else as_parameter(weight)
+                return make()
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)
                 self.error.__cause__ = error
+        return None
+
+    def stand_in(self, skeleton: Tensor) -> nn.Parameter | LocalPart:
+        """Return a parameter that takes no memory.
+
+        Args:
+            skeleton: The parameter of the model on the meta device.
+        """
         stand_in = torch.zeros((), dtype=skeleton.dtype).expand(local_tensor(skeleton).shape)
         return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
 
@@ -65,7 +88,7 @@ class LoadState:
         """
         return skeleton.shape if name in self.plans else local_tensor(skeleton).shape
 
-    def own_part(self, name: str, weight: QuantizedTensor, skeleton: Tensor) -> QuantizedTensor:
+    def own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
         """Return what this rank holds of a weight that was read: its part of one that was read whole.
 
         Args:
@@ -74,10 +97,14 @@ class LoadState:
             skeleton: As for `parameter_or_stand_in`.
 
         Raises:
-            UnsupportedError: The weight cannot be cut between its groups.
+            UnsupportedError: The weight cannot be cut between its groups, or is a float one that was entropy-coded.
         """
         if not is_distributed(skeleton):
             return weight
+        if not isinstance(weight, QuantizedTensor):
+            expected, found = "float weights as they are", "an entropy-coded one"
+            next_step = "Load the model in one process, and save it without compress for several."
+            raise UnsupportedError(name, expected, found, next_step)
         part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
         part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
         return part

@@ -97,6 +97,37 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
     return checked
 
 
+def check_plan(plan: Any) -> dict[str, Any] | None:
+    """Return a copy of a plan whose formats there are, None for none.
+
+    Args:
+        plan: Full names of weights to their formats, or None.
+
+    Raises:
+        ConfigError: It is no such dict.
+    """
+    if plan is None:
+        return None
+    if not isinstance(plan, Mapping) or not all(isinstance(each, str | Mapping) for each in plan.values()):
+        raise ConfigError("plan", "a dict of names to formats", repr(plan)[:200], "Leave it out: it is made from bits.")
+    for name, override in plan.items():
+        _check_override(f"plan[{name!r}]", name, override)
+    return {name: dict(each) if isinstance(each, Mapping) else each for name, each in plan.items()}
+
+
+def shortest(form: Format) -> str | dict[str, Any]:
+    """Return how an override or a plan names a format: by its name alone, where it is the default of that name.
+
+    Args:
+        form: The format.
+
+    Examples:
+        >>> shortest(get_format({"format": "int4", "group_size": 32})), shortest(get_format({"format": "int8"}))
+        ({'format': 'int4', 'group_size': 32}, 'int8')
+    """
+    return form.name if get_format({"format": form.name}) == form else form.get_config()
+
+
 def _check_override(where: str, selector: Any, override: Any) -> None:
     if not isinstance(selector, str) or not (override is None or isinstance(override, str | Mapping)):
         allowed = f"one of {', '.join(FORMATS)}, a dict with a format, or None"

@@ -9,7 +9,7 @@ itself likewise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.arithmetic import largest_magnitude
+from hf_trainweights.models.budget_measure import measure_in_memory
+from hf_trainweights.models.budget_plan import check_loaded, plan, weight_of
+from hf_trainweights.models.budget_sensitivity import Batch
 from hf_trainweights.models.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
@@ -29,19 +32,27 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 _logger = logging.getLogger(__name__)
 
 
-def quantize_(module: nn.Module, config: TrainWeightsConfig | FormatName | Mapping[str, Any]) -> Summary:
+def quantize_(
+    module: nn.Module,
+    config: TrainWeightsConfig | FormatName | Mapping[str, Any],
+    *,
+    calibration: Iterable[Batch] | None = None,
+) -> Summary:
     """Quantize the weights of a module in place.
 
     Args:
         module: Any module with its weights loaded. Weights that are quantized already stay as they are.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
+        calibration: For a configuration with `bits` or `size`, a few batches such as the model will get, each a dict
+            of its arguments or one tensor. They tell which weights matter most. If it is None, random tokens do, where
+            the module is a Transformers model that takes tokens alone; else the sizes of the weights decide.
 
     Returns:
         The choice for each parameter; it is also logged in one line.
 
     Raises:
         ConfigError: There is nothing to quantize, a selector selects nothing, or the configuration is not valid or has
-            unknown keys; the module is unchanged.
+            unknown keys, or the module does not run on `calibration`; the module is unchanged.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Examples:
@@ -54,7 +65,13 @@ def quantize_(module: nn.Module, config: TrainWeightsConfig | FormatName | Mappi
         raise ConfigError("module", "an nn.Module", repr(module)[:80], next_step)
     config = TrainWeightsConfig.of(config)
     config.check_quantizing()
-    summary = choose(module, config, modules_kept_in_float(module, config.include_embeddings))
+    if calibration is not None and not config.needs_plan:
+        next_step = "Leave it out: nothing is chosen by it."
+        raise ConfigError("calibration", "None without bits or size to choose formats for", "batches", next_step)
+    skip = modules_kept_in_float(module, config.include_embeddings)
+    if config.needs_plan:
+        config = plan(module, config, skip, measure_in_memory(module, config, skip, calibration))
+    summary = choose(module, config, skip)
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)
@@ -108,27 +125,20 @@ def quantize_chosen(module: nn.Module, summary: Summary) -> None:
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
     """
     # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
-    todo = [choice for choice in summary.quantized if not isinstance(_weight(choice), QuantizedTensor)]
+    todo = [choice for choice in summary.quantized if not isinstance(weight_of(choice), QuantizedTensor)]
     for choice in todo:
         _check_values(choice)
     places = parameter_places(module)
     for choice in todo:
         assert choice.format is not None
-        weight = _weight(choice)
+        weight = weight_of(choice)
         tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 
-def _weight(choice: Choice) -> Tensor:
-    return getattr(choice.module, choice.name.rpartition(".")[2])
-
-
 def _check_values(choice: Choice) -> None:
-    weight = _weight(choice)
-    if weight.is_meta:
-        raise QuantizationError(
-            choice.name, "a weight with values", "one on the meta device", "Load the weights, then quantize."
-        )
+    weight = weight_of(choice)
+    check_loaded(choice.name, weight)
     if not _all_finite(weight.detach()):
         raise QuantizationError(
             choice.name,

@@ -14,6 +14,8 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget_load import measure_checkpoint
+from hf_trainweights.models.budget_plan import plan
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.cut_plans import cut_plans
@@ -25,6 +27,7 @@ from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
+from hf_trainweights.models.pending_plan import PendingPlan
 from hf_trainweights.models.ranks import failing_alike
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
@@ -62,6 +65,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
+        self._to_plan: PendingPlan | None = None
         # What one save was given instead of the model's own, and whether it writes guards; it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
@@ -125,30 +129,50 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        files = kwargs.get("checkpoint_files") or []
         with failing_alike(is_loaded_by_ranks(model)):
-            files = kwargs.get("checkpoint_files") or []
             self.state.stored = check_weight_files(files, model.config.name_or_path or "")
+        self._choose(model)
+        if self.pre_quantized:
+            expect_unused(model, NOTICE_NAME)
+            check_guards(model, self.state.choices, self.state.stored)
+        elif self.quantization_config.needs_plan:
+            self._to_plan = PendingPlan.of(model, files)
+        if is_loaded_by_ranks(model):
+            self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
+        return model
+
+    def _choose(self, model: PreTrainedModel) -> None:
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
             check_choice(model, summary, config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
-        if self.pre_quantized:
-            expect_unused(model, NOTICE_NAME)
-            check_guards(model, self.state.choices, self.state.stored)
         self._model_bytes = summary.bytes_after
-        if is_loaded_by_ranks(model):
-            self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
-        return model
+
+    def _plan(self, conversions: list[Any]) -> None:
+        """Choose formats for a budget. The files are read for it, once the conversions of this load are known."""
+        if self._to_plan is None:
+            return
+        (model, files), self._to_plan = self._to_plan, None
+        config = self.quantization_config
+        skip = modules_kept_in_float(model, config.include_embeddings)
+        measured = measure_checkpoint(model, files, conversions, config, skip, self.state)
+        # A copy: the user may quantize another model by the same configuration.
+        self.quantization_config = plan(model, config, skip, measured)
+        model.config.quantization_config = self.quantization_config
+        self._choose(model)
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Return the bytes per weight of a parameter, scales included, for `device_map="auto"`."""
         choice = self.state.choices.get(param_name)
         if choice is None:
             return param.element_size()
-        # A quantized checkpoint knows better than the configuration: its scales may have another dtype.
+        # A quantized checkpoint knows better than the configuration: its scales may have another dtype. Coded tensors
+        # take more bytes in memory than there.
         stored = self.state.stored.get(param_name) if self.pre_quantized else None
-        return (stored.stored_bytes if stored else choice.bytes_after) / max(1, choice.numel)
+        size_bytes = choice.bytes_after if stored is None or stored.is_coded else stored.stored_bytes
+        return size_bytes / max(1, choice.numel)
 
     # While the weights are loaded
 
@@ -165,7 +189,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if not self.pre_quantized:
             return []
         # The files tell what is quantized: config.json does not keep the order of the overrides.
-        stored = {name for name, weight in self.state.stored.items() if weight.kind == "quantized"}
+        stored = {name for name, weight in self.state.stored.items() if weight.is_coded or weight.kind == "quantized"}
         leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
         return deserialize_converters(self.state, leaves | {"weight"}, cut_on_cpu=self._whole_reads is not None)
 
@@ -175,6 +199,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         """Return the model's converters and our own; experts are quantized before they are merged."""
         if self.pre_quantized:
             return [*weight_conversions, *self.get_weight_conversions()]
+        self._plan(weight_conversions)
         return [offer_before_merging(conversion) for conversion in weight_conversions]
 
     # When they are loaded
@@ -220,7 +245,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards), {}
+        compress = self.quantization_config.compress
+        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards, compress), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""

@@ -18,7 +18,11 @@ from hf_trainweights.tensor.stored_names import flatten_state_dict
 
 
 def flat_state_dict(
-    model: PreTrainedModel, default: Format, given: Mapping[str, Any] | None = None, guarded: bool = False
+    model: PreTrainedModel,
+    default: Format,
+    given: Mapping[str, Any] | None = None,
+    guarded: bool = False,
+    compress: bool = False,
 ) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
@@ -27,6 +31,7 @@ def flat_state_dict(
         default: The format that the model's configuration names.
         given: The state dict to start from; the model's own if None.
         guarded: Whether to add guards, under the names that `name_in_file` turns into those of the file.
+        compress: Whether to code every tensor, quantized or float, where that makes it smaller.
 
     Returns:
         Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
@@ -35,15 +40,14 @@ def flat_state_dict(
     state_dict = whole_state_dict(model, given)
     if has_adapters(model):
         state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
-    elif guarded:
-        # In front, where they open no shard of their own.
-        state_dict = _guards_of(state_dict) | state_dict
-    return flatten_state_dict(state_dict, default)
+    flat = flatten_state_dict(state_dict, default, compress and not has_adapters(model))
+    # In front, where they open no shard of their own.
+    return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
 
 
-def _guards_of(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    quantized = [name for name, tensor in state_dict.items() if isinstance(tensor, QuantizedTensor)]
-    names = [name_for_transformers(name) for name in guarded_names(quantized)]
+def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return guards for weights that do not lie in a file under their own names."""
+    names = [name_for_transformers(name) for name in guarded_names(name for name in state_dict if name not in flat)]
     return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
 
 

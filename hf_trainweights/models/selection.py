@@ -22,6 +22,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
 NOT_IN_CHECKPOINT = "not in the checkpoint"
+# Why a weight has its format, where that is not the configured one.
+OVERRIDE, PLANNED = "override", "planned"
 
 
 class _Rules(NamedTuple):
@@ -175,7 +177,7 @@ def _wanted(
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
     if overridden:
-        return chosen, "override"
+        return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
     embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
@@ -183,7 +185,7 @@ def _wanted(
         return None, "embedding (include_embeddings=True quantizes it)"
     if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
-    return chosen, ""
+    return chosen, PLANNED if rules.config.plan else ""
 
 
 def _names(name: str) -> tuple[str, str]:

@@ -18,6 +18,7 @@ from hf_trainweights.files.paths import is_safe_name
 from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard
 from hf_trainweights.tensor.stored_names import group_stored, parse_stored_name, stored_name
 
@@ -31,11 +32,13 @@ class StoredWeight(NamedTuple):
         file: The file; where its stored tensors lie in several, one of them.
         stored_bytes: Bytes of all its stored tensors.
         kind: Whether it is quantized; or a guard without its weight, see `hf_trainweights.tensor.guards`.
+        is_coded: Whether it is entropy-coded there, see `hf_trainweights.tensor.coded_weights`.
     """
 
     file: Path
     stored_bytes: int
     kind: Literal["float", "quantized", "guard"] = "float"
+    is_coded: bool = False
 
 
 def check_weight_files(
@@ -74,6 +77,11 @@ def check_weight_files(
         if weight in weights and weights[weight].kind != "guard":
             expected, found = f"{weight} once, quantized or not", "both"
             raise CorruptFileError(str(present), expected, found, "The file was edited. " + _AGAIN)
+        stored_bytes = sum(tensor.stored_bytes for tensor in stored.values())
+        if CODED_FLOAT_SUFFIX in stored or CODED_SUFFIX in stored:
+            kind = "float" if CODED_FLOAT_SUFFIX in stored else "quantized"
+            weights[weight] = StoredWeight(present, stored_bytes, kind, is_coded=True)
+            continue
         # Whether it is the right one of the formats shows when it is loaded.
         missing = min((set(form.tensor_names) - stored.keys() for form in FORMATS.values()), key=len)
         for suffix in missing:
@@ -83,7 +91,6 @@ def check_weight_files(
                 f"only {', '.join(sorted(stored))}",
                 "A shard is missing or the file was edited. " + _AGAIN,
             )
-        stored_bytes = sum(tensor.stored_bytes for tensor in stored.values())
         weights[weight] = StoredWeight(present, stored_bytes, "quantized")
     return weights
 

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.inspection.listing import configured_format, fold_weights
-from hf_trainweights.inspection.stored_tensors import find_parts, read_tensors
+from hf_trainweights.inspection.sharded_tensors import read_part
+from hf_trainweights.inspection.stored_tensors import find_parts
 from hf_trainweights.models.directory import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -66,8 +67,7 @@ def read_weights(source: Source) -> dict[str, Weight]:
     if isinstance(source, nn.Module):
         return {name: _weight_of(name, parameter) for name, parameter in source.named_parameters()}
     path = existing(source)
-    files = find_parts(path).get("weights", [])
-    stored = {each.key: each for file in files for each in read_tensors(file, "weights")}
+    stored = dict(read_part(find_parts(path).get("weights", []), "weights"))
     default = configured_format(path if path.is_dir() else path.parent)
     return {each.key: Weight(each.key, each.tensor, each.stored_bytes) for each in fold_weights(stored, default)}
 

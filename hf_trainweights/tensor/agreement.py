@@ -26,8 +26,8 @@ def check_shardable(module: nn.Module, group: Any = None) -> None:
         group: The ranks that are asked; all if None.
 
     Raises:
-        UnsupportedError: A weight is missing on a rank, differs there in format, shape, dtype or values, or lies
-            transposed as in GPT-2's Conv1D, so that its first dimension is not that of the codes' rows.
+        UnsupportedError: A weight is missing on a rank, or differs there in format, shape, dtype or values; or it is
+            stored transposed, as in GPT-2's Conv1D, and its groups cannot be divided by the ranks.
     """
     own = {name: _describe(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
     of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
@@ -42,13 +42,14 @@ def check_shardable(module: nn.Module, group: Any = None) -> None:
                 f"{found[0]} on rank 0 and {found[other]} on rank {other}",
                 "Let all ranks load one checkpoint with one configuration, or set one seed before the model is made.",
             )
+    ranks = dist.get_world_size(group)
     for name, parameter in module.named_parameters():
-        if isinstance(parameter, QuantizedTensor) and parameter.transposed and parameter.dim() == 2:
+        if isinstance(parameter, QuantizedTensor) and not parameter.can_be_cut(-(-parameter.shape[0] // ranks)):
             raise UnsupportedError(
                 name,
-                "a weight whose rows are its first dimension, which fully_shard cuts",
+                f"a first dimension that {ranks} ranks can share in groups of {parameter.format.column_step}",
                 f"{parameter!r}",
-                "Pass it to fully_shard as ignored_params, or name its layer in modules_to_not_convert.",
+                "Take another number of ranks, pass it as ignored_params, or name its layer in modules_to_not_convert.",
             )
 
 

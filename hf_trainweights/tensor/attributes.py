@@ -52,8 +52,8 @@ def _set_data(tensor: Tensor, data: Tensor) -> Any:
     if not isinstance(data, QuantizedTensor):
         raise UnsupportedError(
             "data",
-            "a quantized weight to take the place of one",
-            f"{data.dtype} values to take that of {tensor!r}",
+            "an op that leaves the quantized weight as it is",
+            f"{data.dtype} values in place of {tensor!r}",
             f"{HOW_TO_CHANGE} FullyShardedDataParallel puts views of one float tensor there: use fully_shard, which is "
             "fsdp_version 2 of accelerate.",
         )

@@ -26,7 +26,7 @@ def _gather(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> An
         gathered = func(_as_sent(stored.contiguous()), *args, **kwargs)
         return _functional.wait_tensor.default(gathered).view(stored.dtype)
 
-    return tensor.map_rows(gather)
+    return tensor.join({name: gather(stored) for name, stored in tensor.tensors.items()}, tensor.dtype)
 
 
 # PyTorch 2.8 has no `_wrap_tensor_autograd`.

@@ -29,6 +29,7 @@ _copy_of = HANDLERS[aten.clone.default].function
 _to_copy = HANDLERS[aten._to_copy.default].function
 _view = HANDLERS[aten.view.default].function
 _alias = HANDLERS[aten.alias.default].function
+_split_rows = HANDLERS[aten.split.Tensor].function
 _slice_rows = HANDLERS[aten.slice.Tensor].function
 
 # What accelerate sets in the environment when FSDP is to load in this way.
@@ -91,11 +92,6 @@ def _among_ranks() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _has_rows_first(tensor: QuantizedTensor) -> bool:
-    """Return whether the first dimension shown is the first that is stored."""
-    return tensor.dim() > 2 or not tensor.transposed
-
-
 @implements(aten._to_copy.default)
 def _move(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     """Refuse to give the memory up where accelerate is about to send all weights from the first rank as floats.
@@ -120,12 +116,24 @@ def _is_on(variable: str) -> bool:
 @implements(aten.new_zeros.default)
 def _new_zeros(func: Any, tensor: QuantizedTensor, size: Sequence[int], **kwargs: Any) -> Any:
     """Return a quantized weight for the rows of a shard; for any other size, and outside of ranks, float zeros."""
-    rows = tuple(size[1:]) == tuple(tensor.shape[1:]) and len(size) == tensor.dim() and _has_rows_first(tensor)
-    if not _among_ranks() or not rows or any(kwargs.values()):
+    same = tuple(size[1:]) == tuple(tensor.shape[1:]) and len(size) == tensor.dim()
+    if not _among_ranks() or not same or any(kwargs.values()):
         return _new_tensor(func, tensor, size, **kwargs)
-    zeros = tensor.map_rows(lambda stored: stored.new_zeros(size[0], *stored.shape[1:]))
-    zeros.padded_rows = size[0]
-    return zeros
+    if not tensor.can_be_cut(size[0]):
+        raise UnsupportedError(
+            "fully_shard",
+            f"parts of equal size, and of whole groups of {tensor.format.column_step} columns",
+            f"{tensor!r}, whose first dimension is K, in parts of {size[0]}",
+            "Take another number of ranks, pass it as ignored_params, or name its layer in modules_to_not_convert.",
+        )
+    return tensor.zeros(size[0])
+
+
+@implements(aten.split.Tensor, any_layout=True)
+def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    """Cut a weight that is stored transposed by columns, as FSDP does with its first dimension."""
+    by_columns = _among_ranks() and tensor.is_cut_by_columns and dim == 0 and tensor.can_be_cut(size)
+    return tensor.chunks(size) if by_columns else _split_rows(func, tensor, size, dim)
 
 
 @implements(aten.slice.Tensor, any_layout=True)
@@ -139,19 +147,15 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
 
 @replaces(Tensor.is_contiguous)
 def _is_contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Say yes of transposed experts: what FSDP means to ask is whether it may cut them along their first dimension."""
+    """Say yes of transposed weights: what FSDP means to ask is whether it may cut their first dimension."""
     del args, kwargs
-    return True if _is_cut_between_experts(tensor) else NotImplemented
+    return True if isinstance(tensor, QuantizedTensor) and _among_ranks() else NotImplemented
 
 
 @implements(aten.clone.default, any_layout=True)
 def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None) -> Any:
     """Let `contiguous`, which DTensor calls, agree with `is_contiguous`."""
-    return _copy_of(func, tensor, None if _is_cut_between_experts(tensor) else memory_format)
-
-
-def _is_cut_between_experts(tensor: Tensor) -> bool:
-    return isinstance(tensor, QuantizedTensor) and tensor.transposed and tensor.dim() > 2 and _among_ranks()
+    return _copy_of(func, tensor, None if _among_ranks() else memory_format)
 
 
 @implements(aten.view.default)
@@ -178,7 +182,7 @@ def _cut_padding(
 def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0) -> Any:
     """Add rows behind the others, as many for a collective as other ranks have."""
     del func
-    if len(pad) != 2 * tensor.dim() or any(pad[:-1]) or pad[-1] < 0 or value or not _has_rows_first(tensor):
+    if len(pad) != 2 * tensor.dim() or any(pad[:-1]) or pad[-1] < 0 or value or tensor.is_cut_by_columns:
         return NotImplemented
     return pad_rows(tensor, pad[-1])
 

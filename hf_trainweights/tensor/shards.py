@@ -27,7 +27,7 @@ def has_own_codes(placed: Placed) -> bool:
     """Return whether a part that is cut out of the float weight is quantized to the very codes of the whole weight.
 
     So it is where the part shares no stored tensor with another: what is stored of it then depends on nothing else. The
-    scale of a row that is cut along K depends on the whole row, and what all rows share on all of them.
+    scale of a row that is cut along K depends on the whole row, and what rows share on all of them.
 
     Args:
         placed: The weight; its parts have passed `check_parts`.
@@ -35,7 +35,7 @@ def has_own_codes(placed: Placed) -> bool:
     form, shape = placed.format, placed.stored_shape
     intervals = placed.own_intervals()
     rows_are_cut, columns_are_cut = (intervals[dim] != [(0, shape[dim])] for dim in (-2, -1))
-    if form.shared_names and (rows_are_cut or columns_are_cut):
+    if not form.rows_are_independent and (rows_are_cut or columns_are_cut):
         return False
     return not columns_are_cut or _cut_along_columns(placed, intervals) == set(form.tensor_names)
 

@@ -3,7 +3,8 @@
 The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<module>._<parameter>_scale` and, where
 its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
 transposed flag as JSON in a uint8 tensor. In a file of its own, without a configuration, each weight has it. The
-leading underscore keeps Transformers' renaming patterns off.
+leading underscore keeps Transformers' renaming patterns off. `<module>._<parameter>_coded` may stand for all but the
+format, and `<module>._<parameter>_coded_float` for a weight that is not quantized (`coded_weights`).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import functools
 import json
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,6 +23,14 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import COLUMN_SCALE
+from hf_trainweights.tensor.coded_weights import (
+    CODED_FLOAT_SUFFIX,
+    CODED_SUFFIX,
+    decode_float,
+    decode_stored,
+    encode_float,
+    encode_stored,
+)
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
@@ -36,9 +45,9 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
 
 
 def stored_suffixes() -> tuple[str, ...]:
-    """Return the suffixes that names in a file may have: the tensors of all registered formats, and `format`."""
+    """Return the suffixes that names in a file may have: the tensors of all registered formats, and those of any."""
     tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
-    return (*sorted(tensor_names), FORMAT_SUFFIX)
+    return (*sorted(tensor_names), FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
 
 
 def stored_name(parameter_name: str, suffix: str) -> str:
@@ -76,19 +85,25 @@ def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
     return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>\w+?)_(?P<suffix>{'|'.join(map(re.escape, suffixes))})")
 
 
-def flatten_weight(name: str, weight: QuantizedTensor, default: Format | None) -> dict[str, Tensor]:
+def flatten_weight(
+    name: str, weight: QuantizedTensor, default: Format | None, compress: bool = False
+) -> dict[str, Tensor]:
     """Return the plain tensors that stand for one weight in a file.
 
     Args:
         name: Full name of the weight.
         weight: The weight.
         default: The format that the model's configuration names; None if each weight is to name its own.
+        compress: Whether to code the tensors where that makes them smaller, of any format.
 
     Returns:
         The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
-        it, or where it is a slice whose rows lie apart.
+        it, or where it is a slice whose rows lie apart. Or one coded tensor.
     """
-    flat = {stored_name(name, key): tensor.contiguous() for key, tensor in weight.tensors.items()}
+    stored = {key: tensor.contiguous() for key, tensor in weight.tensors.items()}
+    coded = encode_stored(stored, weight.format, compress)
+    stored = stored if coded is None else {CODED_SUFFIX: coded}
+    flat = {stored_name(name, key): tensor for key, tensor in stored.items()}
     if _needs_format(weight, default):
         config = weight.format.get_config() | ({"transposed": True} if weight.transposed else {})
         if default is None and weight.dtype != weight.scale_dtype:
@@ -103,8 +118,13 @@ def _needs_format(weight: QuantizedTensor, default: Format | None) -> bool:
 
 
 def unflatten_weight(
-    name: str, tensors: Mapping[str, Tensor], dtype: torch.dtype | None, default: Format | None
-) -> QuantizedTensor:
+    name: str,
+    tensors: Mapping[str, Tensor],
+    dtype: torch.dtype | None,
+    default: Format | None,
+    shape: Sequence[int] | None = None,
+    values: bool = True,
+) -> Tensor:
     """Return the weight that plain tensors of a file stand for.
 
     Args:
@@ -112,22 +132,43 @@ def unflatten_weight(
         tensors: Its stored tensors by suffix; kept, not copied.
         dtype: Float dtype that the weight shows; None for the one it was saved with.
         default: The format that the model's configuration names; None if there is none.
+        shape: The shape that the weight must show if it is coded: no other is decoded. None for any.
+        values: False to read no more than the header of a coded weight: its tensors are on the meta device.
+
+    Returns:
+        A `QuantizedTensor`; a plain tensor where a weight that is not quantized is coded.
 
     Raises:
         CorruptFileError: A tensor is missing, or has a shape, dtype, memory or content that does not fit.
     """
     tensors = dict(tensors)
+    if CODED_FLOAT_SUFFIX in tensors:
+        plain = decode_float(name, _only(name, tensors, CODED_FLOAT_SUFFIX), shape, values)
+        return plain.to(dtype or plain.dtype)
     form, transposed, saved_dtype = _read_format(name, tensors.pop(FORMAT_SUFFIX, None), default)
+    if CODED_SUFFIX in tensors:
+        wanted = (*shape[:-2], shape[-1], shape[-2]) if shape is not None and transposed else shape
+        tensors = decode_stored(name, _only(name, tensors, CODED_SUFFIX), form, wanted, values)
     qdata = tensors.get("qdata")
     if qdata is None or qdata.dim() < 2:
         found = "no qdata" if qdata is None else f"qdata of shape {tuple(qdata.shape)}"
         raise CorruptFileError(
             name, "qdata of at least 2 dimensions", found, "The file is damaged; save it again from the source."
         )
-    shape = form.shape_of(qdata)
-    check_stored(tensors, form, shape, name)
+    stored_shape = form.shape_of(qdata)
+    check_stored(tensors, form, stored_shape, name)
     held = Held({key: tensors[key] for key in form.tensor_names})
-    return QuantizedTensor.from_held(held, form, shape, dtype or saved_dtype or tensors["scale"].dtype, transposed)
+    return QuantizedTensor.from_held(
+        held, form, stored_shape, dtype or saved_dtype or tensors["scale"].dtype, transposed
+    )
+
+
+def _only(name: str, tensors: Mapping[str, Tensor], suffix: str) -> Tensor:
+    """Return the one tensor that stands for all, once it is the only one."""
+    if len(tensors) > 1:
+        found, next_step = ", ".join(sorted(tensors)), "The file was edited; save it again from the source."
+        raise CorruptFileError(name, f"{suffix} without other tensors", found, next_step)
+    return tensors[suffix]
 
 
 def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> tuple[Format, bool, torch.dtype | None]:
@@ -150,19 +191,24 @@ def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> t
         ) from error
 
 
-def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None) -> dict[str, Any]:
+def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, compress: bool = False) -> dict[str, Any]:
     """Return a state dict in which every quantized weight is replaced by its plain tensors, in place of order.
 
     Args:
         state_dict: Names to tensors, some of them quantized.
         default: The format that the model's configuration names; None if there is none.
+        compress: Whether to code every tensor, quantized or float, where that saves 2 % or more.
 
     Returns:
-        A new dict of the same tensors.
+        A new dict of the same tensors, or of coded ones.
     """
     flat: dict[str, Any] = {}
     for name, tensor in state_dict.items():
-        flat |= flatten_weight(name, tensor, default) if isinstance(tensor, QuantizedTensor) else {name: tensor}
+        if isinstance(tensor, QuantizedTensor):
+            flat |= flatten_weight(name, tensor, default, compress)
+        else:
+            coded = encode_float(tensor) if compress else None
+            flat |= {name: tensor} if coded is None else {stored_name(name, CODED_FLOAT_SUFFIX): coded}
     return flat
 
 
@@ -207,32 +253,34 @@ class FoldStoredTensors:
         """
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
-            if is_notice(name) or (is_guard(state_dict[key]) and _weight(module, name) is not None):
+            if is_notice(name) or (
+                is_guard(state_dict[key]) and isinstance(local_tensor(_parameter(module, name)), QuantizedTensor)
+            ):
                 del state_dict[key]
                 continue
             parsed = parse_stored_name(name)
-            weight = _weight(module, parsed[0]) if parsed else None
-            if parsed and weight is not None:
+            whole = _parameter(module, parsed[0]) if parsed else None
+            is_quantized = isinstance(local_tensor(whole), QuantizedTensor)
+            if parsed and (is_quantized or (whole is not None and parsed[1] == CODED_FLOAT_SUFFIX)):
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
-            weight = _weight(module, name)
-            if weight is not None and _stored_suffixes(weight, self.default) <= tensors.keys():
-                folded, whole = unflatten_weight(name, tensors, weight.dtype, self.default), _parameter(module, name)
-                part = cut(folded, whole, name) if is_distributed(whole) else folded
-                part = part.map(lambda stored, device=weight.device: stored.to(device))
-                state_dict[prefix + name] = with_local(whole, part) if is_distributed(whole) else part
+            whole = _parameter(module, name)
+            if whole is not None and _is_complete(local_tensor(whole), tensors, self.default):
+                folded: Any = unflatten_weight(name, tensors, whole.dtype, self.default, whole.shape)
+                if isinstance(folded, QuantizedTensor):
+                    part = cut(folded, whole, name) if is_distributed(whole) else folded
+                    part = part.map(lambda stored, device=whole.device: stored.to(device))
+                    folded = with_local(whole, part) if is_distributed(whole) else part
+                state_dict[prefix + name] = folded
                 del self.pending[name]
 
 
-def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
-    """Return what `flatten_weight` stores of a weight."""
-    return {*weight.format.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
-
-
-def _weight(module: nn.Module, name: str) -> QuantizedTensor | None:
-    """Return a quantized weight, or the part of it that this rank holds; None for any other parameter."""
-    weight = local_tensor(_parameter(module, name))
-    return weight if isinstance(weight, QuantizedTensor) else None
+def _is_complete(weight: Tensor, tensors: Collection[str], default: Format) -> bool:
+    """Return whether tensors are all that `flatten_weight` stores of a weight."""
+    if not isinstance(weight, QuantizedTensor):
+        return True
+    stored = [CODED_SUFFIX] if CODED_SUFFIX in tensors else weight.format.tensor_names
+    return {*stored, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])} <= set(tensors)
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -35,6 +35,22 @@ def test_quantize_follows_options_and_rules(suffix: str, text: str, llama: Path,
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.parametrize(("option", "value"), [("--bits", "6.5"), ("--size", "120 kB")])
+def test_quantize_chooses_formats_within_a_budget(option: str, value: str, llama: Path, tmp_path: Path) -> None:
+    result = run_json("quantize", llama, tmp_path / "out", option, value)
+    quantized = [row for row in result["tensors"] if row["format"] is not None]
+    bits = 8 * sum(row["bytes_after"] for row in quantized) / sum(row["numel"] for row in quantized)
+    assert len({json.dumps(row["format"]) for row in quantized}) > 1
+    assert bits <= 6.5 if option == "--bits" else (tmp_path / "out" / "model.safetensors").stat().st_size <= 120_000
+
+
+def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest(llama: Path, tmp_path: Path) -> None:
+    result = run("quantize", llama, tmp_path / "out", "--size", "10kB")
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert "size: expected at least " in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
 def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -> None:
     run_json("quantize", llama, tmp_path / "out", "--format", "int8", "--activations", "int8")
     assert load_saved(tmp_path / "out").config.quantization_config.activations == "int8"
@@ -55,7 +71,12 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "Missing option '--format'"),
+        ((), "--format: give --format, --bits or --size"),
+        (("--bits", "4", "--format", "int8"), "--format: expected None with bits or size"),
+        (("--bits", "4", "--size", "1GB"), "--bits: expected either bits or size"),
+        (("--bits", "0"), "--bits: expected a number of bits per weight"),
+        (("--size", "big"), "--size: expected a number of bytes, or a text such as"),
+        (("--bits", "4", "--group-size", "32"), "--group-size: expected None with bits or size"),
         (("--format", "int3"), "--format: 'int3' is none of int8, int4, float8_e4m3."),
         (("--format", "int4", "--activations", "int8"), "--format: expected group_size"),
         (("--format", "int8", "--activations", "int4"), "'int4' is not one of 'int8'"),

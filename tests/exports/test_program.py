@@ -10,10 +10,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from exports.elsewhere import read_elsewhere
-from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
+from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
-from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_program
 
 
@@ -111,26 +111,6 @@ def test_an_error_of_the_compiler_is_ours_and_leaves_nothing(tmp_path: Path, mon
     with pytest.raises(UnsupportedError, match="a module that AOTInductor can hold, found InvalidCxxCompiler"):
         export_program(quantized(Convolutional(), "int8"), tmp_path / "model.pt2", images(2), aot=True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    model = quantized(Convolutional(), "int8")
-    (tmp_path / "model.pt2").write_bytes(b"old")
-    with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
-        export_program(model, tmp_path / "model.pt2", images(2))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
-    export_program(model, tmp_path / "model.pt2", images(2))
-    assert [path.read_bytes() != b"old" for path in tmp_path.iterdir()] == [True]
-
-
-@pytest.mark.parametrize("source", ["nowhere", "empty", "float"])
-def test_a_directory_without_a_quantized_model_is_refused(tmp_path: Path, source: str) -> None:
-    (tmp_path / "empty").mkdir()
-    ARCHITECTURES["vit"].build().save_pretrained(tmp_path / "float")
-    expected = "quantized weights, found none" if source == "float" else "a model that Transformers loads"
-    with pytest.raises(ConfigError, match=f"expected {expected}"):
-        export_program(tmp_path / source, tmp_path / "model.pt2")
-    assert not (tmp_path / "model.pt2").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

@@ -10,11 +10,11 @@ import pytest
 import torch
 from architectures import ARCHITECTURES
 from exports.elsewhere import read_elsewhere
-from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
+from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
 from benchmarks import quality
-from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_torchscript
 
 IDS = torch.arange(12).view(2, 6)
@@ -208,26 +208,6 @@ def test_a_saved_model_is_exported_from_its_directory(tmp_path: Path) -> None:
     inputs = ARCHITECTURES["vit"].inputs(model)
     (found,) = load(tmp_path / "model.pt")(*inputs.values())
     assert torch.equal(found, dequantized_outputs(model, **inputs)[0])
-
-
-def test_a_full_disk_leaves_the_old_file(tmp_path: Path) -> None:
-    model = quantized(Convolutional(), "int8")
-    (tmp_path / "model.pt").write_bytes(b"old")
-    with no_file_beyond(2000), pytest.raises(SaveError, match="File too large"):
-        export_torchscript(model, tmp_path / "model.pt", images(2))
-    assert [path.read_bytes() for path in tmp_path.iterdir()] == [b"old"]
-    export_torchscript(model, tmp_path / "model.pt", images(2))
-    assert [path.read_bytes() != b"old" for path in tmp_path.iterdir()] == [True]
-
-
-@pytest.mark.parametrize("source", ["nowhere", "empty", "float"])
-def test_a_directory_without_a_quantized_model_is_refused(tmp_path: Path, source: str) -> None:
-    (tmp_path / "empty").mkdir()
-    ARCHITECTURES["vit"].build().save_pretrained(tmp_path / "float")
-    expected = "quantized weights, found none" if source == "float" else "a model that Transformers loads"
-    with pytest.raises(ConfigError, match=f"expected {expected}"):
-        export_torchscript(tmp_path / source, tmp_path / "model.pt")
-    assert not (tmp_path / "model.pt").exists()
 
 
 def test_wrong_options_are_refused(tmp_path: Path) -> None:

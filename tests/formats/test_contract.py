@@ -23,6 +23,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationEr
 from hf_trainweights.formats import FORMATS, arithmetic, base, get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.uint import UInt
 
 GOLDEN = Path(__file__).parent / "golden"
 WRITE_GOLDEN = "TRAINWEIGHTS_WRITE_GOLDEN"
@@ -58,6 +59,17 @@ def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return (values * (1 + values.abs().pow(3) / 8) / 16).to(dtype)
 
 
+def groups_of(form: Format, K: int) -> int:
+    """Return how many groups a row of K weights has, each with a scale of its own."""
+    return K // (getattr(form, "group_size", None) or K)
+
+
+def bound_of(form: Format) -> float:
+    """Return the largest error that a format may make, as a fraction of the row's largest magnitude."""
+    # The fewer codes there are, the farther apart they lie, and the more of an outlier the least squared error clips.
+    return {"uint2": 0.75, "uint3": 0.4}.get(form.name, 0.25)
+
+
 def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     assert left.keys() == right.keys()
     for key, tensor in left.items():
@@ -70,8 +82,12 @@ def largest_error(form: Format, weight: Tensor) -> Tensor:
     chosen = form.fallback(weight.shape)
     values = chosen.dequantize(chosen.quantize(weight), weight.shape, torch.float32).double()
     amax = weight.double().abs().amax(dim=-1)
-    # No scale is below 2**-126, so what is smaller than that may become zero.
-    return ((values - weight.double()).abs().amax(dim=-1) - 2.0**-126).clamp_min(0) / amax.clamp_min(1e-300)
+    # No scale is below this, so what is smaller than that may become zero.
+    smallest = 2.0**-126
+    if isinstance(chosen, UInt):
+        # Whole steps of the smallest scale lie apart, and those of float16 are not that small.
+        smallest = arithmetic.smallest_scale(weight.dtype) * chosen.grid.code_units
+    return ((values - weight.double()).abs().amax(dim=-1) - smallest).clamp_min(0) / amax.clamp_min(1e-300)
 
 
 # How exact
@@ -81,8 +97,7 @@ def largest_error(form: Format, weight: Tensor) -> Tensor:
 @each_dtype
 def test_every_value_has_the_nearest_code(form: Format, dtype: torch.dtype) -> None:
     weight = random_weight(6, 256, dtype=dtype)
-    tensors = form.quantize(weight)
-    G = tensors["scale"].shape[-1]
+    tensors, G = form.quantize(weight), groups_of(form, 256)
     wanted = weight.double().view(6, G, -1)
     values = form.dequantize(tensors, weight.shape, torch.float32).double().view(6, G, -1)
     # All values a group decodes to are codes of its scale, so no other of them may be nearer.
@@ -95,11 +110,9 @@ def test_every_value_has_the_nearest_code(form: Format, dtype: torch.dtype) -> N
 @each_format
 @each_dtype
 @pytest.mark.parametrize("exponent", [-24, -20, -17, -14, -8, 0, 8])
-def test_no_error_exceeds_a_quarter_of_the_rows_largest_magnitude(
-    form: Format, dtype: torch.dtype, exponent: int
-) -> None:
+def test_no_error_exceeds_a_part_of_the_rows_largest_magnitude(form: Format, dtype: torch.dtype, exponent: int) -> None:
     weight = (random_weight(16, 256) * 2.0**exponent).to(dtype)
-    assert largest_error(form, weight).max() <= 0.25
+    assert largest_error(form, weight).max() <= bound_of(form)
 
 
 @each_format
@@ -112,7 +125,7 @@ def test_any_finite_weight_comes_back_finite_and_near(form: Format, data: st.Dat
     floats = st.floats(-largest, largest, width=16 if dtype is torch.float16 else 32)
     weight = torch.from_numpy(data.draw(arrays(np.float32, shape, elements=floats))).to(dtype)
     weight = weight.clamp(-largest, largest)
-    assert largest_error(form, weight).max() <= 0.25
+    assert largest_error(form, weight).max() <= bound_of(form)
 
 
 @each_format
@@ -158,7 +171,7 @@ def test_the_largest_and_smallest_numbers_come_back_finite(form: Format, dtype: 
     assert torch.isfinite(tensors["scale"]).all()
     assert torch.isfinite(tensors["qdata"].float()).all()
     assert torch.isfinite(form.dequantize(tensors, weight.shape, dtype)).all()
-    assert largest_error(form, weight).max() <= 0.25
+    assert largest_error(form, weight).max() <= bound_of(form)
 
 
 @each_format
@@ -258,7 +271,7 @@ def test_the_fallback_holds_every_shape(form: Format, shape: tuple[int, ...]) ->
     assert chosen.fallback(shape) == chosen
     assert form.fallback(shape) == form.fallback(torch.Size(shape)) == form.fallback(list(shape))
     if 0 not in shape:
-        assert largest_error(form, random_weight(*shape)).max() <= 0.25
+        assert largest_error(form, random_weight(*shape)).max() <= bound_of(form)
 
 
 @each_format

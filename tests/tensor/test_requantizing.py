@@ -68,7 +68,9 @@ def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str, count
     result = requantize(weight, values)
     assert result.shape == values.shape
     assert same_stored(result[:kept], weight[:kept])
-    torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=0.01, atol=0)
+    # Equal values are one code, but not once their columns are divided by the factors of the other rows.
+    rtol = 0.3 if weight.format.shared_names else 0.01
+    torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=rtol, atol=0)
 
 
 def test_a_weight_that_shows_another_dtype_keeps_that_of_its_scales() -> None:

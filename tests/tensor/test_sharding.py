@@ -247,6 +247,18 @@ def experts(form: str, layout: str) -> Experts:
     return Experts(quantized_weight(form, layout))
 
 
+class Transposed(nn.Module):
+    """A layer that keeps its weight `[K, N]`, as GPT-2 does."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        weight = torch.randn(256, 6, generator=torch.Generator().manual_seed(0))
+        self.weight = nn.Parameter(QuantizedTensor.quantize(weight, FORMS[form], transposed=True), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.weight
+
+
 def table(form: str) -> nn.Embedding:
     layer = nn.Embedding(6, 128)
     layer.weight = nn.Parameter(quantized_weight(form), requires_grad=False)
@@ -261,6 +273,8 @@ def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args:
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         outputs = [layer(given) for layer, given in zip((whole, spread), inputs, strict=True)]
         assert torch.equal(*outputs), form
+        with torch.no_grad():
+            assert torch.equal(outputs[0], spread(x)), form
         if x.is_floating_point():
             for output in outputs:
                 output.square().sum().backward()
@@ -269,10 +283,26 @@ def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args:
 
 
 @pytest.mark.parametrize("layout", ["experts", "experts_transposed"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_experts_are_spread_one_by_one(layout: str, world_size: int) -> None:
     # Three of them: the last rank has one, or none.
     run_ranks(world_size, spread_as_whole, experts, torch.randn(5, 128), layout)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_weight_that_is_stored_transposed_is_cut_by_columns(world_size: int) -> None:
+    run_ranks(world_size, spread_as_whole, Transposed, torch.randn(5, 256))
+
+
+def cut_within_a_group(rank: int) -> str:
+    del rank
+    with pytest.raises(UnsupportedError, match="whole groups of 128 columns") as caught:
+        fully_shard(Transposed("int4"), mesh=mesh_of_all())
+    return str(caught.value)
+
+
+def test_a_weight_that_ranks_cannot_share_by_groups_is_refused_on_every_rank() -> None:
+    assert len(set(run_ranks(3, cut_within_a_group))) == 1
 
 
 def test_a_table_of_embeddings_is_spread_by_rows() -> None:
@@ -290,7 +320,7 @@ def refusal(rank: int, what: str) -> str:
     if rank == 1 and what == "other values":
         model[2].base.weight.qdata[3, 5] += 1
     if what == "a transposed weight":
-        model[2].base.weight = nn.Parameter(quantized_weight("int8", "matrix_transposed"), requires_grad=False)
+        model[2].base.weight = nn.Parameter(quantized_weight("int4", "matrix_transposed"), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"base\.weight") as caught:
         check_shardable(model)
     return str(caught.value)

@@ -8,52 +8,24 @@ allocate more. A payload is
 | blocks | back to back; each either as it is or, when that is smaller, as one standard zstd frame |
 | table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
 
-The bytes of tensors hold next to no repeats but runs of zeros, so zstd is told not to look for others. That is within
-1 % of the order-0 entropy above 3 bits a byte; zstd's own levels are slower and no smaller.
+`hf_trainweights.files.huffman` codes each block.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from itertools import accumulate
 
 import numpy as np
 import torch
-import zstandard
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.memory import ByteBuffer
+from hf_trainweights.files.huffman import decode_block, encode_block
 
 CHUNK = 1 << 18
 """Elements coded together: large enough for good statistics, small enough for the processor's cache."""
-
-_HUFFMAN_ONLY = zstandard.ZstdCompressionParameters(
-    strategy=zstandard.STRATEGY_FAST,
-    min_match=7,
-    hash_log=6,
-    chain_log=6,
-    window_log=17,
-    search_log=1,
-    target_length=0,
-    write_content_size=True,
-)
-# Fewer bytes than a frame takes are not worth a try.
-_SMALLEST_FRAME = 12
-# A frame needs no window of its own when it is decoded at once; this stops one that claims a huge window.
-_MAX_WINDOW_BYTES = 1 << 22
-
-
-class _Coders(threading.local):
-    """zstd's contexts: making them takes as long as coding a small tensor, and no two threads may share one."""
-
-    def __init__(self) -> None:
-        self.compressor = zstandard.ZstdCompressor(compression_params=_HUFFMAN_ONLY)
-        self.decompressor = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES)
-
-
-_coders = _Coders()
 
 
 def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
@@ -80,10 +52,7 @@ class BlockWriter:
 
     def write(self, block: np.ndarray) -> None:
         """Append a 1-D contiguous uint8 array."""
-        stored = block
-        if len(block) >= _SMALLEST_FRAME:
-            coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `read`)
-            stored = np.frombuffer(coded, np.uint8) if len(coded) < len(block) else block
+        stored = encode_block(block)
         self._data.append(stored)
         self._sizes.append(len(stored))
 
@@ -126,19 +95,8 @@ class BlockReader:
         """
         start = self._edges[index]
         stored = self._data[start : self._edges[index + 1]]
-        if len(stored) == size:
-            return stored
         where = f"block {index} at byte {start}"
-        frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)
-        if len(frame) > size or _frame_bytes(frame) != size:
-            raise self._codec.corrupt(where, f"a frame of {size} bytes", f"{len(frame)} bytes of another")
-        try:
-            block = _coders.decompressor.decompress(frame, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            raise self._codec.corrupt(where, "a whole zstd frame", str(error)) from error
-        if len(block) != size:
-            raise self._codec.corrupt(where, f"{size} bytes", f"{len(block)} bytes")
-        return np.frombuffer(block, np.uint8)
+        return decode_block(stored, size, lambda expected, found: self._codec.corrupt(where, expected, found))
 
 
 def int16_to_bytes(numbers: np.ndarray) -> np.ndarray:
@@ -150,11 +108,3 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
     """Undo `int16_to_bytes`."""
     low, high = planes.reshape(2, -1)
     return high.astype(np.int16) * np.int16(256) + low
-
-
-def _frame_bytes(frame: memoryview) -> int:
-    """Return the size that a zstd frame says it decodes to, or -1 if it says none or is no frame."""
-    try:
-        return zstandard.frame_content_size(frame)
-    except zstandard.ZstdError:
-        return -1

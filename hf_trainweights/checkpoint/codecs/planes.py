@@ -23,13 +23,12 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 from hf_trainweights.checkpoint.codecs.memory import empty, scratch
+from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, unfold_, word_layout, words_of
 
 CACHED = 1 << 16
 """Words that are worked on at once: they and all intermediate results stay in the processor's cache."""
 
 _SAMPLE = 4096
-
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -76,36 +75,6 @@ class Planes(Codec):
             for part in read_planes(reader, index * itemsize, out):
                 unfold_(out[part], dtype)
         return decoded.view(dtype).view(shape)
-
-
-def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
-    """Return bytes per component and the number of components of a tensor."""
-    itemsize = dtype.to_real().itemsize if dtype.is_complex else dtype.itemsize
-    return itemsize, shape.numel() * dtype.itemsize // itemsize
-
-
-def words_of(tensor: Tensor) -> np.ndarray:
-    """Return the components of a contiguous tensor as integers, 1-D, a view."""
-    return tensor.reshape(-1).view(WORDS[word_layout(tensor.shape, tensor.dtype)[0]]).numpy()
-
-
-def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Return a copy of integers, those of floats rotated left by one bit."""
-    if not _is_rotated(words, dtype):
-        return words.copy()
-    # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
-    folded = words << 1
-    folded -= words >> (8 * words.itemsize - 1)
-    return folded
-
-
-def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
-    """Undo `fold`, in place."""
-    if _is_rotated(words, dtype):
-        unsigned = words.view(f"u{words.itemsize}")
-        sign = unsigned << (8 * words.itemsize - 1)
-        np.right_shift(unsigned, 1, out=unsigned)
-        np.bitwise_or(unsigned, sign, out=unsigned)
 
 
 def zigzag_(delta: np.ndarray) -> np.ndarray:
@@ -164,7 +133,7 @@ def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable
     planes = scratch("planes", [itemsize, count], np.uint8)
     start = 0
     for part in parts:
-        _split(part.view(f"u{itemsize}"), planes[:, start : start + len(part)])
+        split_planes(part.view(f"u{itemsize}"), planes[:, start : start + len(part)])
         start += len(part)
     for plane in planes:
         writer.write(plane)
@@ -180,24 +149,6 @@ def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: in
         CorruptFileError: A block is damaged.
     """
     planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
-    out_bytes = out.view(np.uint8).reshape(-1, out.itemsize)
     for part in chunk_ranges(len(out), size):
-        for index, plane in enumerate(planes):
-            out_bytes[part, index] = plane[part]
+        join_planes([plane[part] for plane in planes], out[part])
         yield part
-
-
-def _split(words: np.ndarray, planes: np.ndarray) -> None:
-    """Fill `planes`, [itemsize, len(words)], with the bytes of unsigned words, which are overwritten."""
-    if words.itemsize == 1:
-        planes[0] = words
-        return
-    # Narrowing keeps the lower half, and takes a fifth of the time of a strided copy.
-    middle = words.itemsize // 2
-    _split(words.astype(f"u{middle}"), planes[:middle])
-    np.right_shift(words, 8 * middle, out=words)
-    _split(words.astype(f"u{middle}"), planes[middle:])
-
-
-def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
-    return words.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)

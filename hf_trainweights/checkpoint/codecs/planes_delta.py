@@ -25,19 +25,15 @@ from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, 
 from hf_trainweights.checkpoint.codecs.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
-    WORDS,
-    fold,
     plane_bits,
     read_planes,
     sample_step,
-    unfold_,
     unzigzag_,
-    word_layout,
-    words_of,
     write_plain,
     write_planes,
     zigzag_,
 )
+from hf_trainweights.files.byte_planes import WORDS, fold, unfold_, word_layout, words_of
 
 
 @dataclass(frozen=True)

@@ -30,19 +30,16 @@ from hf_trainweights.checkpoint.codecs.matrix import matrix_shape, tile_count, t
 from hf_trainweights.checkpoint.codecs.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
-    WORDS,
-    fold,
     plane_bits,
     read_planes,
     sample_step,
-    unfold_,
     unzigzag_,
-    words_of,
     write_plain,
     write_planes,
     zigzag_,
 )
 from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
+from hf_trainweights.files.byte_planes import WORDS, fold, unfold_, words_of
 
 # Mantissa bits and bias of the exponent.
 _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}

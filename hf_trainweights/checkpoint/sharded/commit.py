@@ -1,0 +1,143 @@
+"""The end of a sharded save: the manifest, and then `.metadata`, which makes a checkpoint of the files.
+
+Files of a save have names that were free before it. So the checkpoint that a directory held stays whole until both
+indices have changed, one after the other; then the files that neither lists are removed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import pickle
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.storage import WriteResult
+
+from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, next_anchor
+from hf_trainweights.checkpoint.sharded.description import describe
+from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem
+from hf_trainweights.checkpoint.sharded.shards import parse_shard, shard_name
+from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
+from hf_trainweights.files.atomic import remove_files, replace_file
+
+_ITEM_FILE = re.compile(rf"__\d+_(\d+){re.escape(ITEM_SUFFIX)}")
+
+
+def free_number(directory: Path) -> int:
+    """Return the lowest even number that, with its successor, is in no name `__<rank>_<number>.distcp`.
+
+    Args:
+        directory: Where items are to be written; it may be missing.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
+    numbers = {int(match[1]) // 2 for name in names if (match := _ITEM_FILE.fullmatch(name))}
+    return next(2 * number for number in range(len(numbers) + 1) if number not in numbers)
+
+
+def file_names(rank: int, number: int) -> tuple[str, str]:
+    """Return the names of a rank's files: for weights, and for everything else.
+
+    Args:
+        rank: The rank.
+        number: What `free_number` returned.
+    """
+    return f"__{rank}_{number}{ITEM_SUFFIX}", f"__{rank}_{number + 1}{ITEM_SUFFIX}"
+
+
+def commit(
+    directory: Path,
+    dcp_metadata: Metadata,
+    results: Sequence[Sequence[WriteResult]],
+    save_id: str,
+    anchor: ShardedAnchor | None = None,
+    **manifest_fields: Any,
+) -> Manifest:
+    """Make a checkpoint of the files that all ranks have written; others in the directory stay.
+
+    Args:
+        directory: The directory.
+        dcp_metadata: What DCP's planner made of the plans of all ranks.
+        results: What each rank reports: `StoredItem` each.
+        save_id: Identifies the save in `.metadata`.
+        anchor: What the weights are stored against, if they are.
+        **manifest_fields: Fields of `Manifest`: mode, step, epoch, metrics, metadata.
+
+    Returns:
+        The manifest.
+
+    Raises:
+        ConfigError: The manifest's fields hold something that JSON cannot.
+        UnsupportedError: This version of torch lacks a class that `.metadata` consists of.
+        OSError: The disk is full or refuses; the checkpoint that was there is whole.
+    """
+    items = [item for several in results for item in several if isinstance(item, StoredItem)]
+    places = {MetadataIndex(each.index.fqn, each.index.offset, each.index.index): each.storage_data for each in items}
+    stock = {index: (place.file, place.start, place.stop - place.start) for index, place in places.items()}
+    pickled = pickle.dumps(stock_metadata(dcp_metadata, stock, save_id))
+    files = _file_entries(directory, items)
+    files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
+    record = _anchor_of(items, anchor)
+    manifest = Manifest(files, sharded=describe(dcp_metadata, record.to_dict()), **manifest_fields)
+    write_manifest(directory, manifest)
+    with replace_file(directory / METADATA_NAME) as file:
+        file.write(pickled)
+    return manifest
+
+
+def remove_unlisted(directory: Path, manifest: Manifest) -> None:
+    """Remove the items and anchors of earlier saves into a directory, and of saves that were killed.
+
+    Args:
+        directory: A sharded checkpoint.
+        manifest: Its manifest.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(anchor_file_name("*"))]
+    remove_files(sorted(path for path in present if path.name not in manifest.files))
+
+
+def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, FileEntry]:
+    entries: dict[str, FileEntry] = {}
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for item in items:
+        file = item.file
+        if file.name not in entries:
+            rows[file.name] = []
+            report = {"anchor": next(iter(file.anchors), None), "tensors": rows[file.name]}
+            entries[file.name] = FileEntry(file.size_bytes, file.sha256, report)
+        rows[file.name].append(item.row)
+    for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
+        link = directory / anchor_file_name(sha256)
+        entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
+    return entries
+
+
+def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None) -> ShardedAnchor:
+    files: dict[str, StoredFile] = {item.file.name: item.file for item in items}
+    names: dict[str, list[str]] = {name: [] for name in files}
+    bits = elements = 0
+    measured = {}
+    for item in items:
+        if "shard" not in item.row:
+            continue
+        name = shard_name(item.index.fqn, item.row["shard"])
+        names[item.file.name].append(name)
+        if item.delta_rms is not None:
+            measured[name] = item.delta_rms
+        if item.row["role"] == "weight":
+            bits += 8 * item.row["bytes_out"]
+            elements += 0 if item.is_repeated else math.prod(parse_shard(name, item.row["shard"])[1])
+    full = {file.sha256: names[file.name] for file in files.values() if file.is_anchor}
+    used = {sha256 for file in files.values() for sha256 in file.anchors}
+    return next_anchor(previous, full, sorted(used), measured, bits / max(elements, 1))

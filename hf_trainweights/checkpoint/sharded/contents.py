@@ -1,0 +1,224 @@
+"""What a DCP directory holds, plain or encoded, read tensor by tensor in one process."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
+from hf_trainweights.checkpoint.sharded.plain_metadata import read_plain_metadata
+from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+
+_NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
+
+
+def is_dcp_directory(path: Path) -> bool:
+    """Return whether a directory holds a DCP checkpoint, or what an interrupted save left of one."""
+    return path.is_dir() and ((path / METADATA_NAME).exists() or next(path.glob(f"*{ITEM_SUFFIX}"), None) is not None)
+
+
+def dcp_directories(path: Path) -> list[Path]:
+    """Return the DCP directories of a checkpoint: itself, or those in it, as a Trainer writes them; sorted.
+
+    Args:
+        path: A directory.
+
+    Returns:
+        An empty list for a checkpoint of one process, and for what is no directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    if not path.is_dir():
+        return []
+    return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
+
+
+def sharded_problem(directory: Path) -> str | None:
+    """Say why a DCP directory cannot be loaded, as far as its metadata and the lengths of its files show.
+
+    Args:
+        directory: A DCP directory.
+
+    Returns:
+        The reason, or None.
+    """
+    try:
+        ShardedContents(directory).require_complete()
+    except (CorruptFileError, OSError) as error:
+        return f"{directory.name}: {error}"
+    return None
+
+
+class ShardedContents:
+    """The tensors and values in a DCP directory, by the names that DCP gave them.
+
+    Args:
+        directory: A DCP directory, plain or encoded.
+
+    Raises:
+        ConfigError: It is none.
+        CorruptFileError: It lacks its metadata, or they are damaged.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, directory: Path):
+        if not is_dcp_directory(directory):
+            next_step = "Pass the directory that torch.distributed.checkpoint wrote, or a Trainer's checkpoint."
+            raise ConfigError(str(directory), f"a directory with {METADATA_NAME}", "none", next_step)
+        self.directory = directory
+        self.metadata = _read_metadata(directory)
+        self._indices: dict[str, list[MetadataIndex]] = defaultdict(list)
+        for index in self.places:
+            self._indices[index.fqn].append(index)
+        register_anchor_directory(directory)
+
+    @property
+    def places(self) -> Mapping[MetadataIndex, Any]:
+        """Where each item lies: `file`, `start` and `stop`, in bytes."""
+        return self.metadata.storage_data
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """The tensors by name; what else was saved is left out."""
+        entries = self.metadata.state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys in the nested state dict that DCP joined to a name."""
+        return (self.metadata.planner_data or {}).get(name, (name,))
+
+    def stored_bytes(self, name: str) -> int:
+        """Return what the items of a name take on disk."""
+        places = {
+            (place.file, place.start, place.stop) for index in self._indices[name] for place in [self.places[index]]
+        }
+        return sum(stop - start for _, start, stop in places)
+
+    def require_complete(self) -> None:
+        """Check that every item lies inside a file that is there; what lies there is not read.
+
+        Raises:
+            CorruptFileError: One does not, or a tensor has a part that no item covers.
+            OSError: A file cannot be read.
+        """
+        ends: dict[str, int] = defaultdict(int)
+        for place in self.places.values():
+            ends[place.file] = max(ends[place.file], place.stop)
+        for name, end in ends.items():
+            path = self.directory / name
+            size_bytes = path.stat().st_size if path.is_file() else None
+            if size_bytes is None or size_bytes < end:
+                found = "no file" if size_bytes is None else f"{size_bytes} bytes"
+                raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
+        for name, entry in self.tensors.items():
+            _require_covered(name, entry)
+        for name in self.metadata.state_dict_metadata:
+            if not self._indices[name]:
+                raise CorruptFileError(f"{self.directory}, {name}", "items of every name", "none", _NEXT_STEP)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor, put together from the parts that the ranks saved.
+
+        Args:
+            name: One of `tensors`.
+
+        Returns:
+            A tensor on the CPU.
+
+        Raises:
+            CorruptFileError: A part is damaged, missing, or of another size or dtype than the metadata say.
+            MissingAnchorError: It needs an anchor that is found nowhere.
+            OSError: A file cannot be read.
+        """
+        entry = self.tensors[name]
+        _require_covered(name, entry)
+        whole: Tensor | None = None
+        for chunk in entry.chunks:
+            part = self.read_item(MetadataIndex(name, chunk.offsets))
+            if part.shape != chunk.sizes or part.dtype != entry.properties.dtype:
+                expected = f"{entry.properties.dtype} of shape {tuple(chunk.sizes)}"
+                found = f"{part.dtype} of shape {tuple(part.shape)}"
+                raise CorruptFileError(f"{self.directory}, {name}", expected, found, _NEXT_STEP)
+            if part.shape == entry.size:
+                return part
+            whole = torch.zeros(entry.size, dtype=part.dtype) if whole is None else whole
+            corner = zip(chunk.offsets, chunk.sizes, strict=True)
+            whole[tuple(slice(start, start + length) for start, length in corner)] = part
+        return torch.zeros(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+
+    def read_item(self, index: MetadataIndex) -> Tensor:
+        """Read the part of a tensor that one rank saved.
+
+        Args:
+            index: One of `places`.
+
+        Returns:
+            A tensor on the CPU.
+
+        Raises:
+            CorruptFileError: It is damaged, missing, or no tensor.
+            MissingAnchorError: It needs an anchor that is found nowhere.
+            OSError: The file cannot be read.
+        """
+        where = f"{self.directory / self.places[index].file}, {index.fqn}" if index in self.places else ""
+        if not where:
+            where = f"{self.directory}, {index.fqn}"
+            raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
+        try:
+            value = torch.load(io.BytesIO(self.read_bytes(index)), map_location="cpu", weights_only=True)
+        except (CorruptFileError, MissingAnchorError) as error:
+            raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
+        except (MemoryError, OSError):
+            raise
+        except Exception as error:  # torch's reader raises anything on damaged bytes
+            found = f"{type(error).__name__}: {error}"[:200]
+            raise CorruptFileError(where, "an item that torch.load reads", found, _NEXT_STEP) from error
+        if not isinstance(value, Tensor):
+            raise CorruptFileError(where, "a tensor", type(value).__name__, _NEXT_STEP)
+        return value
+
+    def read_bytes(self, index: MetadataIndex) -> bytes:
+        """Read the bytes of an item as they lie in its file.
+
+        Args:
+            index: One of `places`.
+
+        Raises:
+            CorruptFileError: The file ends before.
+            OSError: It cannot be read.
+        """
+        place = self.places[index]
+        with open_regular_file(self.directory / place.file, follow_links=False) as file:
+            file.seek(place.start)
+            data = file.read(place.stop - place.start)
+        if len(data) != place.stop - place.start:
+            where = f"{self.directory / place.file}, byte {place.start}"
+            raise CorruptFileError(where, f"{place.stop - place.start} bytes", f"{len(data)}", _NEXT_STEP)
+        return data
+
+
+def _read_metadata(directory: Path) -> Metadata:
+    try:
+        return read_plain_metadata(directory)
+    except FileNotFoundError as error:
+        next_step = "Its save was interrupted: use another checkpoint."
+        raise CorruptFileError(
+            str(directory), f"a {METADATA_NAME}, which is written last", "none", next_step
+        ) from error
+
+
+def _require_covered(name: str, entry: TensorStorageMetadata) -> None:
+    covered, all_ = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
+    if covered != all_:
+        raise CorruptFileError(name, f"items of {all_} elements", f"{covered}", _NEXT_STEP)

@@ -1,0 +1,179 @@
+"""From a sharded checkpoint to what others read: a model's directory, and a plain DCP directory.
+
+One tensor is in memory at a time, put together from the parts of the ranks, so a checkpoint of any number of ranks fits
+where its largest tensor does.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import json
+import pickle
+import shutil
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.directory.verification import list_files, require_intact
+from hf_trainweights.checkpoint.sharded.contents import ShardedContents, dcp_directories
+from hf_trainweights.checkpoint.sharded.parts import model_weights
+from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME, stock_metadata
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.atomic import create_file
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.weight_shards import write_shards
+from hf_trainweights.models.companions import copy_companions
+from hf_trainweights.models.directory import new_directory, require_vacant_directory
+
+_CONFIG, _ADAPTER_CONFIG = "config.json", "adapter_config.json"
+
+
+def restore_as_model(source: str | Path, out: str | Path, *, config: str | Path | None = None) -> None:
+    """Write the weights of a sharded checkpoint as a directory that `from_pretrained` reads.
+
+    Args:
+        source: A DCP directory, plain or encoded, or a Trainer's checkpoint with one.
+        out: A new or empty directory.
+        config: The model's `config.json`, or the `adapter_config.json` of adapters. Default: the one beside the
+            checkpoint, or up to two directories above it. What lies beside it, such as a tokenizer, is copied.
+
+    Raises:
+        ConfigError: `source` is no sharded checkpoint or holds no weights, there is no configuration, or `out` is not
+            empty.
+        CorruptFileError: Something in it is damaged; nothing was written.
+        MissingAnchorError: It was moved without an anchor that it needs.
+        SaveError: `out` cannot be written; nothing is left behind.
+
+    Examples:
+        >>> restore_as_model("run/checkpoint-100", "model")  # doctest: +SKIP
+    """
+    source, out = Path(source), Path(out)
+    require_vacant_directory(out)
+    contents, names = _weights(source)
+    config_file = _find_config(contents.directory) if config is None else Path(config)
+    is_adapter = "peft_type" in _read_config(config_file)
+    tensors = {}
+    for name, stored in names.items():
+        entry = contents.tensors[stored]
+        make = partial(contents.read_tensor, stored)
+        tensors[name] = TensorToWrite(tuple(entry.size), entry.properties.dtype, make)
+    with new_directory(out) as temporary:
+        if is_adapter:
+            write_safetensors(temporary / "adapter_model.safetensors", tensors, {"format": "pt"})
+        else:
+            copy_companions(config_file.parent, temporary)
+            write_shards(tensors, temporary)
+        shutil.copyfile(config_file, temporary / (_ADAPTER_CONFIG if is_adapter else _CONFIG))
+
+
+def restore_as_dcp(source: str | Path, out: str | Path) -> None:
+    """Write a sharded checkpoint as plain DCP files, which load without this package.
+
+    Args:
+        source: A DCP directory, plain or encoded, or a Trainer's checkpoint with several; of the latter the other files
+            are copied.
+        out: A new or empty directory.
+
+    Raises:
+        ConfigError: `source` is no sharded checkpoint, or `out` is not empty.
+        CorruptFileError: Something in it is damaged; nothing was written.
+        MissingAnchorError: It was moved without an anchor that it needs.
+        SaveError: `out` cannot be written; nothing is left behind.
+
+    Examples:
+        >>> restore_as_dcp("run/checkpoint-100", "plain/checkpoint-100")  # doctest: +SKIP
+    """
+    source, out = Path(source), Path(out)
+    require_vacant_directory(out)
+    directories = dcp_directories(source)
+    contents = [ShardedContents(each) for each in directories or [source]]
+    if (source / MANIFEST_NAME).exists():
+        require_intact(source)
+    with new_directory(out) as temporary:
+        for each in contents:
+            target = temporary / each.directory.relative_to(source)
+            target.mkdir(exist_ok=True)
+            write_plain(each, target)
+        if directories != [source]:
+            for name in list_files(source):
+                if name != MANIFEST_NAME and (source / name).parent not in directories:
+                    (temporary / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(source / name, temporary / name, follow_symlinks=False)
+
+
+def write_plain(contents: ShardedContents, target: Path) -> None:
+    """Write the files of a plain DCP directory under the same names, `.metadata` last.
+
+    Args:
+        contents: What they hold.
+        target: An existing directory without these files.
+
+    Raises:
+        CorruptFileError: An item is damaged.
+        MissingAnchorError: An anchor is found nowhere.
+        OSError: The disk is full or refuses.
+    """
+    places: dict[MetadataIndex, tuple[str, int, int]] = {}
+    for name in sorted({place.file for place in contents.places.values()}):
+        start = 0
+        with create_file(target / name) as file:
+            for index in _items_of(contents, name):
+                data = _plain_bytes(contents, index)
+                file.write(data)
+                places[index] = name, start, len(data)
+                start += len(data)
+    metadata = stock_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex)
+    with create_file(target / METADATA_NAME) as file:
+        file.write(pickle.dumps(metadata))
+
+
+def _items_of(contents: ShardedContents, name: str) -> Iterator[MetadataIndex]:
+    of_file = [(place.start, index) for index, place in contents.places.items() if place.file == name]
+    yield from (index for _, index in sorted(of_file, key=lambda item: item[0]))
+
+
+def _plain_bytes(contents: ShardedContents, index: MetadataIndex) -> bytes:
+    if not isinstance(contents.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
+        return contents.read_bytes(index)
+    buffer = io.BytesIO()
+    torch.save(contents.read_item(index), buffer)
+    return buffer.getvalue()
+
+
+def _weights(source: Path) -> tuple[ShardedContents, dict[str, str]]:
+    for directory in dcp_directories(source) or [source]:
+        contents = ShardedContents(directory)
+        names = model_weights(contents)
+        if names:
+            contents.require_complete()
+            return contents, names
+    next_step = "Save the model's state dict alone, or under the key `model`."
+    raise ConfigError(str(source), "a sharded checkpoint with a model's weights", "none", next_step)
+
+
+def _find_config(directory: Path) -> Path:
+    directory = directory.absolute()
+    for folder in (directory, *directory.parents[:2]):
+        for name in (_CONFIG, _ADAPTER_CONFIG):
+            if (folder / name).is_file():
+                return folder / name
+    next_step = "Name the model's config.json (`--config` on the command line)."
+    raise ConfigError(str(directory), f"a {_CONFIG} beside the checkpoint or above it", "none", next_step)
+
+
+def _read_config(file: Path) -> dict[str, object]:
+    try:
+        with open_regular_file(file) as stream:
+            content = json.load(stream)
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(str(file), "a model's configuration", str(error), "Name another file.") from error
+    if not isinstance(content, dict):
+        raise ConfigError(str(file), "a model's configuration", type(content).__name__, "Name another file.")
+    return content

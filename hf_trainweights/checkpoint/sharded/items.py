@@ -1,0 +1,217 @@
+"""Items of a `.distcp` file: each one a torch zip file of one call of `decode_file`, which lies inside another file.
+
+DCP's reader cuts the bytes of one item out of a file and passes them to `torch.load`. Items stand one after the other,
+or inside the payload of another encoded file (encoded/structure.py). There the outer structure lists the storages of
+the inner file as its own, so both read the same bytes, and nothing is stored twice:
+
+    | outer zip ... payload: | inner zip: head | pieces of the inner payload | tail | the next inner zip ... |
+
+Head and tail, the bytes of the inner zip around its pieces, count as storages of bytes that no tensor views. `join`
+makes of many items one encoded file of a flat state dict, which can be an anchor. `pair` puts the zip of exp_avg_sq
+into that of exp_avg, which takes it to be decoded.
+"""
+
+from __future__ import annotations
+
+import io
+import struct
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile
+from hf_trainweights.checkpoint.encoded.spool import Spool
+from hf_trainweights.checkpoint.encoded.structure import (
+    ALIGNMENT_BYTES,
+    VERSION,
+    cut_payload,
+    open_structure,
+    payload_crc32,
+    seal_structure,
+)
+
+# What torch.load needs of a zip file. The others that torch.save writes take 1 kB an item.
+_RECORDS = ("data.pkl", "data/0", "version")
+_UNIX = 3
+
+
+@dataclass(frozen=True)
+class Item:
+    """An encoded file of one tensor, as bytes.
+
+    Args:
+        data: The zip file, 1-D uint8.
+        payload_start: Where its payload begins in it.
+        structure: What `open_structure` returned.
+    """
+
+    data: Tensor
+    payload_start: int
+    structure: dict[str, Any]
+
+    @classmethod
+    def of(cls, encoded: EncodedFile) -> Item:
+        """Return the bytes that torch.save writes of an encoded file, without what torch.load does not need."""
+        saved, buffer = io.BytesIO(), io.BytesIO()
+        torch.save(encoded, saved)
+        with zipfile.ZipFile(saved) as source, zipfile.ZipFile(buffer, "w") as target:
+            for name in _RECORDS:
+                record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
+                record.create_system = _UNIX
+                target.writestr(record, source.read(f"archive/{name}"))
+        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        return cls(data, payload_start(buffer), open_structure(encoded.structure))
+
+    @property
+    def lead(self) -> int:
+        """Zeros before the item in another payload, so that its own payload is aligned there."""
+        return -self.payload_start % ALIGNMENT_BYTES
+
+    @property
+    def size_bytes(self) -> int:
+        """Length of the zip file."""
+        return len(self.data)
+
+
+@dataclass(frozen=True)
+class JoinedItems:
+    """Items as one encoded file.
+
+    Args:
+        file: Their flat state dict.
+        starts: Where each item begins in its payload.
+    """
+
+    file: EncodedFile
+    starts: dict[str, int]
+
+
+def payload_start(file: IO[bytes]) -> int:
+    """Return where the payload begins in a torch zip file that holds one tensor.
+
+    Args:
+        file: An encoded file, open for reading.
+    """
+    with zipfile.ZipFile(file) as archive:
+        offset = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
+    file.seek(offset + 26)
+    name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
+    return offset + 30 + name_bytes + extra_bytes
+
+
+class Joiner:
+    """Collects items and makes one encoded file of them.
+
+    Args:
+        directory: Where a payload that is too large for memory waits.
+        expected_bytes: About how much there will be.
+    """
+
+    def __init__(self, directory: Path | None, expected_bytes: int):
+        self._spool = Spool(directory, expected_bytes)
+        self._stop = 0
+        self._starts: dict[str, int] = {}
+        self._storages: list[dict[str, Any]] = []
+        self._tensors: list[dict[str, Any]] = []
+        self._numbers: dict[str, int] = {}
+
+    def __enter__(self) -> Joiner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._spool.__exit__(*exception)
+
+    def add(self, name: str, item: Item) -> None:
+        """Append an item of one tensor.
+
+        Args:
+            name: Its key in the state dict.
+            item: The item; only its bytes are kept.
+
+        Raises:
+            OSError: The disk is full or refuses.
+        """
+        nested, storages = _nest(item)
+        self._spool.append(nested)
+        self._stop += -self._stop % ALIGNMENT_BYTES
+        self._starts[name] = self._stop + item.lead
+        self._stop += len(nested)
+        (view,) = item.structure["tensors"]
+        self._numbers[name] = len(self._tensors)
+        self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
+        self._storages += storages
+
+    def finish(self) -> JoinedItems:
+        """Return the file.
+
+        Raises:
+            OSError: The disk is full or refuses.
+        """
+        tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
+        structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
+        file = EncodedFile(self._spool.finish(), seal_structure(structure), (), None)
+        return JoinedItems(file, self._starts)
+
+
+def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
+    """Make two items of both moments of a parameter, the zip of one inside that of the other if that one needs it.
+
+    Args:
+        moments: An encoded file of `{"exp_avg_sq": ..., "exp_avg": ...}`.
+
+    Returns:
+        The item of exp_avg, that of exp_avg_sq, and where the latter begins in the former; None if it is not in it.
+    """
+    structure = open_structure(moments.structure)
+    square, mean = structure["storages"]
+    pieces = cut_payload(structure, moments.payload)
+    inner = Item.of(_file_of_one([square], 0, [pieces[0]]))
+    if "exp_avg_sq" not in mean:
+        return Item.of(_file_of_one([mean], 0, [pieces[1]])), inner, None
+    nested, storages = _nest(inner)
+    entries = [*storages, {**mean, "exp_avg_sq": 1}]
+    outer = Item.of(_file_of_one(entries, len(storages), [[nested], pieces[1]]))
+    return outer, inner, outer.payload_start + inner.lead
+
+
+def _file_of_one(storages: list[dict[str, Any]], number: int, pieces: Iterable[Sequence[Tensor]]) -> EncodedFile:
+    with Spool(None, 0) as spool:
+        for piece in (piece for several in pieces for piece in several):
+            spool.append(piece)
+        payload = spool.finish()
+    content: Mapping[str, Any] = {
+        "version": VERSION,
+        "tree": {"tensor": 0},
+        "tensors": [{"storage": number}],
+        "storages": storages,
+    }
+    return EncodedFile(payload, seal_structure(content), (), None)
+
+
+def _nest(item: Item) -> tuple[Tensor, list[dict[str, Any]]]:
+    """Return an item's bytes as a part of another payload, and the storages that lie there, head and tail included."""
+    nested = torch.from_numpy(np.zeros(item.lead + len(item.data), np.uint8))
+    nested[item.lead :] = item.data
+    start = stop = item.lead + item.payload_start
+    for entry in item.structure["storages"]:
+        for size in entry["sizes"]:
+            stop += -stop % ALIGNMENT_BYTES + size
+    head, tail = nested[:start], nested[stop + -stop % ALIGNMENT_BYTES :]
+    return nested, [_bytes_entry(head), *item.structure["storages"], _bytes_entry(tail)]
+
+
+def _bytes_entry(data: Tensor) -> dict[str, Any]:
+    length = len(data)
+    return {"codec": "raw", "dtype": "uint8", "shape": [length], "sizes": [length], "crc32": payload_crc32([data])}
+
+
+def item_crc32(data: Tensor | bytes) -> int:
+    """Return the CRC-32 of an item's bytes."""
+    return zlib.crc32(data if isinstance(data, bytes) else data.numpy().data)

@@ -1,0 +1,139 @@
+"""The file of one rank's weights: differences to anchors, or a full one that is an anchor itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.planner import WriteItem
+
+from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
+from hf_trainweights.checkpoint.directory.drift import without_coarse_rounding
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.sharded.anchors import OpenAnchors
+from hf_trainweights.checkpoint.sharded.drift import expected_shard_drift_rms
+from hf_trainweights.checkpoint.sharded.items import Item, Joiner, item_crc32, payload_start
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, name_of
+from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem, Written
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.sha256 import DigestedFile
+
+
+def write_weights(rank: RankItems) -> list[StoredItem]:
+    """Write the weights of one rank.
+
+    Args:
+        rank: Its items.
+
+    Returns:
+        A result for each weight and buffer.
+
+    Raises:
+        UnstorableError: A tensor cannot be stored; the error names it.
+        OSError: The disk is full or refuses.
+    """
+    items = rank.weights
+    if not items:
+        return []
+    anchors = OpenAnchors(rank.orders.anchor, rank.directory) if rank.orders.anchor else None
+    # All of them at first: those that are gone decide whether this file is to be an anchor.
+    found = {name_of(item): anchors.find(name_of(item)) for item in items} if anchors else {}
+    twins = rank.twins(items)
+    firsts = [item for item in items if twins[name_of(item)] == name_of(item)]
+    if anchors and anchors.digests():
+        written, file = _write_differences(rank, firsts, found, anchors)
+        shift = 0
+    else:
+        written, file, shift = _write_full(rank, firsts)
+    by_name = {name_of(each.item): each for each in written}
+    results = []
+    for item in items:
+        first = by_name[twins[name_of(item)]]
+        each = first if item is first.item else replace(first, item=item, is_repeated=True)
+        results.append(each.stored(file, shift))
+    return results
+
+
+def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written], StoredFile, int]:
+    """Write an anchor; return also where its payload begins."""
+    path = rank.directory / rank.orders.weights_name
+    sizes, reports = {}, {}
+    with Joiner(rank.directory, sum(map(_plain_bytes, items))) as joiner:
+        for item in items:
+            encoded = _encode_full(rank, item)
+            each = Item.of(encoded)
+            joiner.add(name_of(item), each)
+            sizes[name_of(item)] = each.size_bytes, item_crc32(each.data)
+            reports[name_of(item)] = _named(encoded, item)
+        joined = joiner.finish()
+    with replace_file(path) as file:
+        digested = DigestedFile(file)
+        torch.save(joined.file, cast("BinaryIO", digested))
+    with path.open("rb") as whole:
+        start = payload_start(whole)
+    starts = joined.starts
+    written = [
+        Written(item, starts[name_of(item)], *sizes[name_of(item)], report=reports[name_of(item)]) for item in items
+    ]
+    return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True), start
+
+
+def _encode_full(rank: RankItems, item: WriteItem) -> EncodedFile:
+    tensor, order, name = rank.tensor(item), rank.orders.orders[item.index.fqn], name_of(item)
+    plan = replace(order.plan, anchor=None)
+    if plan.round_to is not None:
+        drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else expected_shard_drift_rms(rank, item)
+        plan = without_coarse_rounding({(): plan}, {plan.name: tensor}, {plan.name: drift or 0.0})[()]
+    return _encode(rank, tensor, plan, None)
+
+
+def _write_differences(
+    rank: RankItems, items: Iterable[WriteItem], found: dict[str, Anchor | None], anchors: OpenAnchors
+) -> tuple[list[Written], StoredFile]:
+    path = rank.directory / rank.orders.weights_name
+    written = []
+    with replace_file(path) as file:
+        digested = DigestedFile(file)
+        for item in items:
+            tensor, order, name = rank.tensor(item), rank.orders.orders[item.index.fqn], name_of(item)
+            anchor, measured = found[name], None
+            rms = anchors.step_rms.get(name)
+            if order.lossy and anchor is not None and rms is None:
+                rms = measured = _measure_rms(tensor, anchor, name)
+            encoded = _encode(rank, tensor, order.shard_plan(name, rms or 0.0), anchor)
+            each = Item.of(encoded)
+            start = digested.size_bytes
+            digested.write(each.data.numpy().data)
+            crc32, report = item_crc32(each.data), _named(encoded, item)
+            written.append(Written(item, start, each.size_bytes, crc32, report, encoded.anchor_sha256, measured))
+    return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=anchors.digests())
+
+
+def _encode(rank: RankItems, tensor: Tensor, plan: TensorPlan, anchor: Anchor | None) -> EncodedFile:
+    link = rank.directory / anchor_file_name(anchor.sha256) if anchor else None
+    return encode_file(tensor, {(): plan}, anchor=anchor, anchor_link=link, spool_directory=rank.directory)
+
+
+def _measure_rms(tensor: Tensor, anchor: Anchor, name: str) -> float:
+    """Measure how far a shard has moved; 0, which leaves it exact, where that is no number."""
+    if name not in anchor:
+        return 0.0
+    reference = anchor.tensor(name)
+    rms = rms_difference(tensor, reference) if reference.shape == tensor.shape else math.nan
+    return rms if math.isfinite(rms) else 0.0
+
+
+def _named(encoded: EncodedFile, item: WriteItem) -> TensorReport:
+    return replace(encoded.report[0], path=item.index.fqn)
+
+
+def _plain_bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0

@@ -1,0 +1,214 @@
+"""`TrainWeightsWriter`: saves small checkpoints through torch.distributed.checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import uuid
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
+from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
+from hf_trainweights.checkpoint.sharded.others_file import write_others
+from hf_trainweights.checkpoint.sharded.planning import Order, moments_together, plan_tensors
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, name_of
+from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME
+from hf_trainweights.checkpoint.sharded.weights_file import write_weights
+from hf_trainweights.errors import SaveError, UnsupportedError
+from hf_trainweights.files.atomic import make_directories
+from hf_trainweights.files.save_errors import save_errors
+
+_OUTCOME = "The checkpoint that was there before, if there was one, is whole."
+
+
+class TrainWeightsWriter(StorageWriter):
+    """Writes small checkpoints for `torch.distributed.checkpoint.save` and `async_save`.
+
+    A stock `FileSystemReader` reads them where hf_trainweights is imported; `TrainWeightsReader` also checks what it
+    reads and executes no pickle. Errors are raised on every rank as DCP's `CheckpointException`, whose `failures` maps
+    each rank that failed to its error and traceback: `error.failures[rank][0]` is one of `hf_trainweights.errors`.
+
+    Args:
+        path: The checkpoint, a directory that all ranks share. One that it holds already stays whole until the new one
+            is complete, and then gives way.
+        mode: `lossless`, `near-lossless` or `compact`, see `Policy`.
+        rules: Exceptions from the mode, see `Policy`. Names of weights are those in the model's own state dict.
+        anchor: An earlier checkpoint of the run. Weights are stored as differences to the anchor that it names, of
+            which this one gets hard links, so any of them may be deleted. Without one, where a new anchor is due, and
+            where the tensors are sharded otherwise, the checkpoint is full.
+        buffers: Names in the model that are buffers, which are exact in every mode. Default: tensors that have no state
+            in an optimizer that is saved with them; if none has, those of fewer than two dimensions.
+        anchor_every: The most checkpoints that one anchor serves.
+        step: Training steps done. Where the checkpoints of a run tell theirs, steps of the lossy modes become finer if
+            saves follow each other more closely.
+        metadata: JSON to keep in the manifest.
+        overwrite: Whether a checkpoint at `path` may be replaced.
+
+    Raises:
+        ConfigError: The mode or a rule is unknown.
+
+    Examples:
+        >>> import warnings, torch, torch.distributed.checkpoint as dcp
+        >>> warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")  # one process, and we mean it
+        >>> model = {"weight": torch.ones(2, 3)}
+        >>> writer = TrainWeightsWriter("checkpoint-1", mode="lossless")
+        >>> _ = dcp.save({"model": model}, storage_writer=writer, no_dist=True)
+        >>> model["weight"].zero_()
+        tensor([[0., 0., 0.],
+                [0., 0., 0.]])
+        >>> dcp.load({"model": model}, storage_reader=dcp.FileSystemReader("checkpoint-1"), no_dist=True)
+        >>> model["weight"]
+        tensor([[1., 1., 1.],
+                [1., 1., 1.]])
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        mode: str = "lossless",
+        rules: Mapping[str, Any] | None = None,
+        *,
+        anchor: str | os.PathLike[str] | None = None,
+        buffers: Collection[str] | None = None,
+        anchor_every: int = ANCHOR_EVERY_SAVES,
+        step: int | None = None,
+        metadata: Mapping[str, Any] | None = None,
+        overwrite: bool = True,
+    ):
+        super().__init__()
+        self._path = Path(path).absolute()
+        self._policy = Policy(mode, rules or {})
+        self._previous = None if anchor is None else Path(anchor).absolute()
+        self._buffers = None if buffers is None else frozenset(buffers)
+        self._anchor_every = anchor_every
+        self._fields = {"mode": mode, "step": step, "metadata": dict(metadata or {})}
+        self._overwrite = overwrite
+        self._save_id = str(uuid.uuid4())
+        self._at_hand: list[WriteItem] = []
+        self._anchor: ShardedAnchor | None = None
+        self._use_collectives = True
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another save, to another path if one is given; DCP calls it."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id).absolute()
+        self._save_id = str(uuid.uuid4())
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take the settings of a save; DCP calls it on every rank."""
+        self._use_collectives = kwargs.get("use_collectives", True)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Check that the save is possible; DCP calls it on every rank.
+
+        Raises:
+            UnsupportedError: The ranks are to save without knowing of each other, or the planner keeps plans.
+            SaveError: There is a checkpoint and it may not be replaced, or the directory cannot be made.
+        """
+        if not self._use_collectives:
+            next_step = "Save with collectives: one manifest lists the files of all ranks."
+            raise UnsupportedError("use_collectives", "True", "False", next_step)
+        if not getattr(plan, "usable", True):
+            next_step = "Leave it off: the codecs of a save are part of its plan."
+            raise UnsupportedError("enable_plan_caching", "False", "True", next_step)
+        if not self._overwrite and (self._path / METADATA_NAME).exists():
+            next_step = "Save to another path, or pass overwrite=True."
+            raise SaveError(str(self._path), "no checkpoint, because overwrite is False", "one", next_step)
+        with save_errors(self._path, _OUTCOME):
+            make_directories(self._path)
+        self._at_hand = list(plan.items)
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Plan the save; DCP calls it on the coordinator.
+
+        Raises:
+            ConfigError: A rule names no tensor.
+            SaveError: The directory cannot be read.
+        """
+        with save_errors(self._path, _OUTCOME):
+            number = free_number(self._path)
+        previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
+        orders = self._orders(plans, is_delta=True) if previous and not self._is_new_anchor_due(previous) else None
+        if previous is None or orders is None or not _fits(previous, plans, orders):
+            self._anchor, orders = None, self._orders(plans, is_delta=False)
+        else:
+            self._anchor = previous
+        drift_rms = previous.step_rms if previous and self._anchor is None else {}
+        return [
+            dataclasses.replace(
+                plan, storage_data=RankOrders(*file_names(rank, number), orders, self._anchor, drift_rms)
+            )
+            for rank, plan in enumerate(moments_together(plans, orders))
+        ]
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write the files of a rank; DCP calls it on every rank.
+
+        Returns:
+            A `StoredItem` for each item.
+
+        Raises:
+            UnstorableError: A tensor or an object cannot be stored; the error names it.
+            SaveError: The disk is full or refuses.
+        """
+        items = RankItems(self._path, plan.items, planner.resolve_data, plan.storage_data, self._at_hand)
+        future: Future[list[WriteResult]] = Future()
+        with save_errors(self._path, _OUTCOME):
+            future.set_result([*write_weights(items), *write_others(items)])
+        self._at_hand = []
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Complete the checkpoint; DCP calls it on the coordinator.
+
+        Raises:
+            ConfigError: `metadata` holds something that JSON cannot.
+            UnsupportedError: This version of torch lacks a class that `.metadata` consists of.
+            SaveError: The disk is full or refuses.
+        """
+        with save_errors(self._path, _OUTCOME):
+            manifest = commit(self._path, metadata, results, self._save_id, self._anchor, **self._fields)
+            remove_unlisted(self._path, manifest)
+
+    def storage_meta(self) -> StorageMeta:
+        """Return where the checkpoint is saved, and the identity of the save."""
+        return StorageMeta(checkpoint_id=self.checkpoint_id, save_id=self._save_id)
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint is saved."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a checkpoint can be saved there: at a path, not at a URL."""
+        return "://" not in str(checkpoint_id)
+
+    def _orders(self, plans: list[SavePlan], *, is_delta: bool) -> dict[str, Order]:
+        items = [item for plan in plans for item in plan.items]
+        paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
+        return plan_tensors(items, paths, self._policy, self._buffers, is_delta=is_delta)
+
+    def _is_new_anchor_due(self, previous: ShardedAnchor) -> bool:
+        return previous.record.is_spent(self._anchor_every)
+
+
+def _fits(anchor: ShardedAnchor, plans: list[SavePlan], orders: Mapping[str, Order]) -> bool:
+    """Return whether the anchors hold all shards of the weights, and any of these is to be stored as a difference."""
+    weights = [item for plan in plans for item in plan.items if _is_weight(orders.get(item.index.fqn))]
+    uses = any("anchor" in codec.references for order in orders.values() for codec in order.plan.candidates)
+    return uses and {name_of(item) for item in weights} <= anchor.shards.keys()
+
+
+def _is_weight(order: Order | None) -> bool:
+    return order is not None and order.state is None

@@ -1,0 +1,68 @@
+"""Tensors as words, and words as planes of bytes of equal significance.
+
+Of a floating point word the bits are rotated left by one, so that the exponent fills the top byte and the sign goes to
+the lowest bit: mantissas are noise, but exponents repeat.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
+    """Return bytes per component and the number of components of a tensor."""
+    itemsize = dtype.to_real().itemsize if dtype.is_complex else dtype.itemsize
+    return itemsize, shape.numel() * dtype.itemsize // itemsize
+
+
+def words_of(tensor: Tensor) -> np.ndarray:
+    """Return the components of a contiguous tensor as integers, 1-D, a view."""
+    return tensor.reshape(-1).view(WORDS[word_layout(tensor.shape, tensor.dtype)[0]]).numpy()
+
+
+def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Return a copy of integers, those of floats rotated left by one bit."""
+    if not _is_rotated(words, dtype):
+        return words.copy()
+    # The arithmetic shift gives 0 or -1, and the left shift an even number: subtracting sets the lowest bit.
+    folded = words << 1
+    folded -= words >> (8 * words.itemsize - 1)
+    return folded
+
+
+def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
+    """Undo `fold`, in place."""
+    if _is_rotated(words, dtype):
+        unsigned = words.view(f"u{words.itemsize}")
+        sign = unsigned << (8 * words.itemsize - 1)
+        np.right_shift(unsigned, 1, out=unsigned)
+        np.bitwise_or(unsigned, sign, out=unsigned)
+
+
+def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
+    """Fill `planes`, [itemsize, len(words)], with the bytes of unsigned words, which are overwritten."""
+    if words.itemsize == 1:
+        planes[0] = words
+        return
+    # Narrowing keeps the lower half, and takes a fifth of the time of a strided copy.
+    middle = words.itemsize // 2
+    split_planes(words.astype(f"u{middle}"), planes[:middle])
+    np.right_shift(words, 8 * middle, out=words)
+    split_planes(words.astype(f"u{middle}"), planes[middle:])
+
+
+def join_planes(planes: Sequence[np.ndarray], words: np.ndarray) -> None:
+    """Fill words, 1-D, with their bytes of each significance, lowest first."""
+    in_bytes = words.view(np.uint8).reshape(-1, words.itemsize)
+    for index, plane in enumerate(planes):
+        in_bytes[:, index] = plane
+
+
+def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
+    return words.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)

@@ -1,0 +1,259 @@
+"""A few tensors as one entropy-coded array of bytes, which says itself how it is read and finds any damage.
+
+| bytes | content |
+|---|---|
+| 0 to 3 | `TWC1` |
+| 4 to 7 | CRC-32 of all that follows up to the end of the table |
+| 8 to 11 | length of the JSON |
+| then | JSON: `[[name, dtype, shape], ...]`, no spaces |
+| table | for each block two numbers: its stored size and the CRC-32 of its stored bytes |
+| blocks | back to back, each coded by `huffman` |
+
+Numbers are little-endian uint32. A tensor is a run of matrices, `shape[:-2]` of them, each cut into chunks of 2**18
+words. The words of a floating tensor are its elements; those of any other are bytes. A chunk is one block for each byte
+of a word, the least significant first (`byte_planes`). So the header tells the size of each block, and one matrix can
+be read without the others.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, unfold_, words_of
+from hf_trainweights.files.huffman import decode_block, encode_block
+
+_MAGIC = b"TWC1"
+_PREFIX = struct.Struct("<4sII")
+_ENTRY = np.dtype([("size", "<u4"), ("crc32", "<u4")])
+_CHUNK_WORDS = 1 << 18
+# What one thread does as fast as several.
+_SMALL_BYTES = 1 << 20
+_MOST_DIMENSIONS, _MOST_ELEMENTS = 64, 1 << 56
+_DTYPES = {
+    **{
+        str(each).removeprefix("torch."): each for each in (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+    },
+    **{str(each).removeprefix("torch."): each for each in (torch.float8_e4m3fn, torch.float8_e5m2)},
+    **{str(each).removeprefix("torch."): each for each in (torch.uint8, torch.int8, torch.int16, torch.int32)},
+}
+CODED_DTYPES = frozenset(_DTYPES.values())
+"""The dtypes of tensors that can be coded."""
+
+_Piece = TypeVar("_Piece")
+_Result = TypeVar("_Result")
+
+
+class _Spec(NamedTuple):
+    """Shape and dtype of a tensor, and how they cut it into blocks."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def planes(self) -> int:
+        return self.dtype.itemsize if self.dtype.is_floating_point else 1
+
+    @property
+    def matrices(self) -> int:
+        return math.prod(self.shape[:-2])
+
+    @property
+    def matrix_words(self) -> int:
+        return math.prod(self.shape[-2:]) * (1 if self.dtype.is_floating_point else self.dtype.itemsize)
+
+    @property
+    def chunks(self) -> int:
+        return -(-self.matrix_words // _CHUNK_WORDS)
+
+    @property
+    def blocks(self) -> int:
+        return self.matrices * self.chunks * self.planes
+
+    def chunk(self, number: int) -> slice:
+        return slice(number * _CHUNK_WORDS, min((number + 1) * _CHUNK_WORDS, self.matrix_words))
+
+
+def encode_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return tensors as one array of bytes; equal tensors give equal bytes.
+
+    Args:
+        tensors: By name; of any shape, of `CODED_DTYPES`, on any device.
+
+    Returns:
+        A new uint8 tensor `[bytes]` on the CPU.
+
+    Examples:
+        >>> coded = encode_tensors({"codes": torch.zeros(1000, 1000, dtype=torch.int8)})
+        >>> len(coded) < 200, decode_tensors(coded, "weight")["codes"].shape
+        (True, torch.Size([1000, 1000]))
+    """
+    specs = {name: _Spec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    parts: list[np.ndarray] = []
+    for name, spec in specs.items():
+        words = _words(tensors[name].detach().cpu().contiguous()).reshape(spec.matrices, spec.matrix_words)
+        pieces = [(matrix, spec.chunk(number), spec) for matrix in words for number in range(spec.chunks)]
+        parts += [block for blocks in _map(_encode_chunk, pieces, words.nbytes) for block in blocks]
+    listed = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
+    text = json.dumps(listed, separators=(",", ":")).encode()
+    table = np.array([(len(block), zlib.crc32(block.data)) for block in parts], _ENTRY).tobytes()
+    rest = struct.pack("<I", len(text)) + text + table
+    head = _MAGIC + struct.pack("<I", zlib.crc32(rest)) + rest
+    return torch.from_numpy(np.concatenate([np.frombuffer(head, np.uint8), *parts]))
+
+
+def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
+    matrix, chunk, spec = piece
+    words = matrix[chunk]
+    if spec.planes == 1:
+        return [encode_block(words)]
+    planes = np.empty((spec.planes, len(words)), np.uint8)
+    split_planes(fold(words, spec.dtype).view(f"u{spec.planes}"), planes)
+    return [encode_block(plane) for plane in planes]
+
+
+def decode_tensors(coded: Tensor, where: str) -> dict[str, Tensor]:
+    """Undo `encode_tensors`.
+
+    Args:
+        coded: Uint8 `[bytes]`.
+        where: What errors call it.
+
+    Returns:
+        New tensors on the CPU, by name.
+
+    Raises:
+        CorruptFileError: It is damaged.
+    """
+    reader = CodedTensors(coded, where)
+    return {name: reader.read(name) for name in reader.specs}
+
+
+class CodedTensors:
+    """Reads what `encode_tensors` wrote, as much of it as is asked for; checks everything before it is used.
+
+    Args:
+        coded: Uint8 `[bytes]`, on any device.
+        where: What errors call it.
+
+    Raises:
+        CorruptFileError: The header is damaged, or the blocks are not as long as it says.
+    """
+
+    def __init__(self, coded: Tensor, where: str):
+        self._where = where
+        if coded.dtype != torch.uint8 or coded.dim() != 1:
+            raise self._corrupt("coded bytes", "uint8 of 1 dimension", f"{coded.dtype} of {coded.dim()}")
+        self._data = coded.detach().cpu().contiguous().numpy()
+        magic, crc32, json_bytes = _PREFIX.unpack(self._data[: _PREFIX.size].tobytes().ljust(_PREFIX.size, b"\0"))
+        if magic != _MAGIC:
+            raise self._corrupt("the first bytes", repr(_MAGIC), repr(magic))
+        start = _PREFIX.size + json_bytes
+        self.specs = self._read_specs(bytes(self._data[_PREFIX.size : start]))
+        firsts = list(accumulate((spec.blocks for spec in self.specs.values()), initial=0))
+        end = start + firsts[-1] * _ENTRY.itemsize
+        if end > len(self._data) or zlib.crc32(self._data[8:end].data) != crc32:
+            raise self._corrupt("the header", "the one that its checksum is of", "another one, or the end")
+        table = self._data[start:end].view(_ENTRY)
+        self._firsts = dict(zip(self.specs, firsts, strict=False))
+        self._crc32s = table["crc32"].tolist()
+        self._edges = list(accumulate(table["size"].tolist(), initial=end))
+        if self._edges[-1] != len(self._data):
+            raise self._corrupt("the blocks", f"{self._edges[-1]} bytes with the header", f"{len(self._data)}")
+
+    def read(self, name: str, matrix: int | None = None) -> Tensor:
+        """Return a tensor, or one of its matrices.
+
+        Args:
+            name: One of `specs`.
+            matrix: Its number among those of all leading dimensions, which are flattened; None for all.
+
+        Returns:
+            A new tensor on the CPU, of the whole shape or `[N, K]`.
+
+        Raises:
+            CorruptFileError: A block is damaged.
+        """
+        spec = self.specs[name]
+        numbers = range(spec.matrices) if matrix is None else [range(spec.matrices)[matrix]]
+        shape = spec.shape if matrix is None else spec.shape[-2:]
+        try:
+            out = torch.empty(shape, dtype=spec.dtype)
+        except RuntimeError as error:
+            raise self._corrupt("the shape", "a tensor that fits into memory", str(shape)) from error
+        words = _words(out).reshape(len(numbers), spec.matrix_words)
+        pieces = [
+            (words[place], chunk, self._firsts[name] + (number * spec.chunks + chunk) * spec.planes, spec)
+            for place, number in enumerate(numbers)
+            for chunk in range(spec.chunks)
+        ]
+        for _ in _map(self._decode_chunk, pieces, words.nbytes):
+            pass
+        return out
+
+    def _decode_chunk(self, piece: tuple[np.ndarray, int, int, _Spec]) -> None:
+        matrix, number, first, spec = piece
+        words = matrix[spec.chunk(number)]
+        planes = [self._block(first + plane, len(words)) for plane in range(spec.planes)]
+        if spec.planes == 1:
+            words[:] = planes[0]
+            return
+        join_planes(planes, words)
+        unfold_(words, spec.dtype)
+
+    def _block(self, index: int, size: int) -> np.ndarray:
+        start = self._edges[index]
+        stored = self._data[start : self._edges[index + 1]]
+        where = f"block {index} at byte {start}"
+        if zlib.crc32(stored.data) != self._crc32s[index]:
+            raise self._corrupt(where, f"the CRC-32 {self._crc32s[index]:08x}", "another one")
+        return decode_block(stored, size, lambda expected, found: self._corrupt(where, expected, found))
+
+    def _read_specs(self, text: bytes) -> dict[str, _Spec]:
+        expected = "names, dtypes and shapes in JSON"
+        try:
+            specs = {str(name): _Spec(tuple(shape), _DTYPES[dtype]) for name, dtype, shape in json.loads(text)}
+            are_shapes = all(_is_shape(spec.shape) for spec in specs.values())
+        except (ValueError, TypeError, LookupError, RecursionError) as error:
+            raise self._corrupt("the header", expected, str(error)[:200]) from error
+        if not are_shapes:
+            raise self._corrupt("the header", expected, "a shape that no tensor has")
+        return specs
+
+    def _corrupt(self, part: str, expected: str, found: str) -> CorruptFileError:
+        next_step = "The file is damaged; download it again, or save it again from the source."
+        return CorruptFileError(f"{self._where}, {part}", expected, found, next_step)
+
+
+def _is_shape(shape: tuple[object, ...]) -> bool:
+    sizes = [size for size in shape if type(size) is int and size >= 0]
+    plain = len(sizes) == len(shape) <= _MOST_DIMENSIONS
+    return plain and math.prod(max(1, size) for size in sizes) <= _MOST_ELEMENTS
+
+
+def _words(tensor: Tensor) -> np.ndarray:
+    """Return the words of a contiguous tensor, 1-D, a view."""
+    plain = tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    return words_of(plain) if tensor.dtype.is_floating_point else plain.reshape(-1).view(torch.uint8).numpy()
+
+
+def _map(
+    function: Callable[[_Piece], _Result], pieces: Sequence[_Piece], size_bytes: int
+) -> Iterator[_Result] | Iterable[_Result]:
+    """Return the results in order; of much to do by as many threads as PyTorch has, since zstd lets go of the GIL."""
+    threads = min(torch.get_num_threads(), len(pieces))
+    if threads < 2 or size_bytes <= _SMALL_BYTES:
+        return map(function, pieces)
+    with ThreadPoolExecutor(threads) as pool:
+        return list(pool.map(function, pieces))

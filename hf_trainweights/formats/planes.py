@@ -1,0 +1,84 @@
+"""Packing of codes of 2 to 6 bits: for every 32 columns as many int32 words as a code has bits.
+
+A code is cut into planes of 4, 2 and 1 bits, the widest with the lowest bits first: 6 = 4 + 2, 5 = 4 + 1, 3 = 2 + 1.
+A plane of p bits takes p words, which is 4p bytes. Bits `p * i` up to `p * i + p - 1` of its byte j belong to column
+`4 * p * i + j`. So one shift and one mask of whole words yield neighbouring columns, four to a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import QuantizationError
+
+COLUMNS = 32
+"""Columns whose codes share their words."""
+
+
+def pack_planes(codes: Tensor, bits: int) -> Tensor:
+    """Pack unsigned codes along the last dimension.
+
+    Args:
+        codes: Uint8 `[*, K]`, K a multiple of 32, each 0 to 2**bits - 1.
+        bits: Bits of a code, 2 to 6.
+
+    Returns:
+        A new int32 tensor `[*, K // 32 * bits]`.
+
+    Raises:
+        QuantizationError: K is not a multiple of 32.
+
+    Examples:
+        >>> [f"{word:08X}" for word in pack_planes(torch.arange(32, dtype=torch.uint8) % 4, 2).tolist()]
+        ['FFAA5500', 'FFAA5500']
+    """
+    *lead, K = codes.shape
+    if K % COLUMNS:
+        raise QuantizationError("codes", f"a multiple of {COLUMNS} columns to pack", f"{K}", "Use int8.")
+    words = codes.contiguous().view(torch.int32).unflatten(-1, (K // COLUMNS, -1))
+    packed = words.new_zeros(*lead, K // COLUMNS, bits)
+    for plane, start, fields, mask in _planes(bits):
+        parts = words.unflatten(-1, (fields, plane))
+        for field in range(fields):
+            part = (parts[..., field, :] >> start).bitwise_and_(mask)
+            packed[..., start : start + plane].bitwise_or_(part.bitwise_left_shift_(plane * field))
+    return packed.flatten(-2)
+
+
+def unpack_planes(packed: Tensor, bits: int) -> Tensor:
+    """Unpack codes, the inverse of `pack_planes`.
+
+    Args:
+        packed: Int32 `[*, K // 32 * bits]`.
+        bits: Bits of a code, 2 to 6.
+
+    Returns:
+        A new uint8 tensor `[*, K]` of values 0 to 2**bits - 1.
+
+    Examples:
+        >>> unpack_planes(pack_planes(torch.arange(32, dtype=torch.uint8), 5), 5).tolist() == list(range(32))
+        True
+    """
+    words = packed.unflatten(-1, (packed.shape[-1] // bits, bits))
+    codes = words.new_empty(*words.shape[:-1], COLUMNS // 4)
+    for plane, start, fields, mask in _planes(bits):
+        parts = codes.unflatten(-1, (fields, plane))
+        for field in range(fields):
+            part = (words[..., start : start + plane] >> plane * field).bitwise_and_(mask)
+            if start:
+                parts[..., field, :].bitwise_or_(part.bitwise_left_shift_(start))
+            else:
+                parts[..., field, :] = part
+    return codes.flatten(-2).view(torch.uint8)
+
+
+def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:
+    """Yield each plane's bits, the first bit of a code and word of a group in it, its fields, and their mask."""
+    start = 0
+    for plane in (4, 2, 1):
+        if bits & plane:
+            yield plane, start, 8 // plane, (2**plane - 1) * 0x01010101
+            start += plane

@@ -1,0 +1,161 @@
+"""uint2 to uint6: asymmetric codes of 2 to 6 bits, with a scale and a zero point of 4 bits for each group of a row.
+
+| tensor | shape | dtype |
+|---|---|---|
+| `qdata` | `[*, N, K // 32 * bits]` | int32 words of codes 0 to 2**bits - 1, packed as in `planes` |
+| `scale` | `[*, N, 1]` | the weight's dtype |
+| `group_scale` | `[*, N, K // group_size // 2]` | uint8, two groups a byte, the first in the low bits |
+| `zero_point` | likewise | likewise |
+
+`weight = (code * code_units - zero_point * zero_units) * (group_scale + 1) * scale`. The units are whole numbers that
+spread the 16 zero points over all codes, so that every factor but `scale` is a small integer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, scale_codes
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.planes import COLUMNS, pack_planes, unpack_planes
+from hf_trainweights.formats.uint_search import PARAMETERS, Grid, encode, row_scale, search
+
+GROUP_SIZES = (16, 32)
+
+
+@dataclass(frozen=True)
+class UInt(Format):
+    """Asymmetric codes of a few bits, in groups of `group_size` weights along K.
+
+    Args:
+        group_size: Weights that share a scale and a zero point: 16 or 32.
+
+    Raises:
+        ConfigError: `group_size` is neither.
+    """
+
+    tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "group_scale", "zero_point")
+    grid: ClassVar[Grid]
+    group_size: int = 16
+
+    def __post_init__(self) -> None:
+        if self.group_size not in GROUP_SIZES or type(self.group_size) is not int:
+            raise ConfigError(
+                "group_size",
+                f"one of {', '.join(map(str, GROUP_SIZES))} for {self.name}",
+                repr(self.group_size),
+                "16 is the most exact, 32 takes a quarter of a bit less.",
+            )
+
+    @property
+    def column_step(self) -> int:
+        """Two groups, whose parameters share a byte."""
+        return 2 * self.group_size
+
+    def fallback(self, shape: Sequence[int]) -> Format:
+        """Return groups of 16 where 64 does not divide K but 32 does, else int8 with one scale a row."""
+        *_, N, K = shape
+        sizes = (self.group_size, GROUP_SIZES[0])
+        fitting = (size for size in sizes if N > 1 and K > 1 and K % COLUMNS == 0 and K % (2 * size) == 0)
+        size = next(fitting, None)
+        return Int8() if size is None else type(self)(size)
+
+    def tensor_specs(
+        self, shape: Sequence[int], scale_dtype: torch.dtype
+    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return words of codes, a scale for each row, and bytes of two groups each."""
+        *lead, K = shape
+        pairs = ((*lead, K // self.group_size // 2), torch.uint8)
+        return {
+            "qdata": ((*lead, K // COLUMNS * self.grid.bits), torch.int32),
+            "scale": ((*lead, 1), scale_dtype),
+            "group_scale": pairs,
+            "zero_point": pairs,
+        }
+
+    def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
+        """Return `[*, N, K]`, 32 columns for as many words as a code has bits."""
+        return (*qdata.shape[:-1], qdata.shape[-1] // self.grid.bits * COLUMNS)
+
+    def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
+        """Fill codes for the group scales and zero points that `uint_search` finds."""
+        del amax
+        for block, values in float32_blocks(rows):
+            # Groups side by side: what is computed of each is then one operation on whole vectors.
+            groups = values.view(-1, self.group_size).t().contiguous()
+            ends = torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
+            scale = out["scale"][block].copy_(row_scale(self.grid, ends.view(2, len(values), -1), rows.dtype))
+            inverse = reciprocal(scale).expand(-1, groups.shape[1] // len(values)).flatten()
+            steps, zeros = search(self.grid, groups.mul_(inverse), ends.mul_(inverse))
+            limit = torch.finfo(rows.dtype).max * inverse
+            codes = encode(self.grid, groups, steps, zeros, limit).to(torch.uint8).t().contiguous()
+            out["qdata"][block].copy_(pack_planes(codes.view(len(values), -1), self.grid.bits))
+            out["group_scale"][block].copy_(_pack_pairs(steps.sub_(1).view(len(values), -1)))
+            out["zero_point"][block].copy_(_pack_pairs(zeros.view(len(values), -1)))
+
+    def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
+        """Return what codes and zero points differ by, times the scale of the group."""
+        del K
+        codes = unpack_planes(tensors["qdata"], self.grid.bits).view(torch.int8).mul_(self.grid.code_units)
+        zeros = _unpack_pairs(tensors["zero_point"]).mul_(self.grid.zero_units)
+        steps = _unpack_pairs(tensors["group_scale"]).add_(1) * tensors["scale"].float()
+        groups = codes.unflatten(-1, (-1, self.group_size)).sub_(zeros.unsqueeze(-1))
+        return scale_codes(groups, steps.unsqueeze(-1), dtype).flatten(-2)
+
+
+@dataclass(frozen=True)
+class UInt2(UInt):
+    """Codes of 2 bits."""
+
+    name: ClassVar[str] = "uint2"
+    grid: ClassVar[Grid] = Grid(bits=2, code_units=5, zero_units=1, clippings=(0.95, 0.8, 0.65, 0.5))
+
+
+@dataclass(frozen=True)
+class UInt3(UInt):
+    """Codes of 3 bits."""
+
+    name: ClassVar[str] = "uint3"
+    grid: ClassVar[Grid] = Grid(bits=3, code_units=2, zero_units=1, clippings=(1.0, 0.88, 0.77, 0.66))
+
+
+@dataclass(frozen=True)
+class UInt4(UInt):
+    """Codes of 4 bits."""
+
+    name: ClassVar[str] = "uint4"
+    grid: ClassVar[Grid] = Grid(bits=4, code_units=1, zero_units=1, clippings=(1.0, 0.93, 0.86, 0.79))
+
+
+@dataclass(frozen=True)
+class UInt5(UInt):
+    """Codes of 5 bits."""
+
+    name: ClassVar[str] = "uint5"
+    grid: ClassVar[Grid] = Grid(bits=5, code_units=1, zero_units=2, clippings=(1.04, 0.96, 0.88))
+
+
+@dataclass(frozen=True)
+class UInt6(UInt):
+    """Codes of 6 bits."""
+
+    name: ClassVar[str] = "uint6"
+    grid: ClassVar[Grid] = Grid(bits=6, code_units=1, zero_units=4, clippings=(1.05, 1.0, 0.95))
+
+
+def _pack_pairs(values: Tensor) -> Tensor:
+    """Return float values 0 to 15, `[n, G]`, two to a byte, the first in the low bits."""
+    low, high = values.to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return high.bitwise_left_shift(4).bitwise_or_(low)
+
+
+def _unpack_pairs(pairs: Tensor) -> Tensor:
+    """Return int8 `[*, G]` of bytes `[*, G // 2]`, the inverse of `_pack_pairs`."""
+    return torch.stack((pairs & (PARAMETERS - 1), pairs >> 4), dim=-1).flatten(-2).view(torch.int8)

@@ -1,0 +1,149 @@
+"""The group scales and zero points of `uint`: which of 16 each give the smallest squared error.
+
+Tensors are `[group_size, n]`: the weights of one group lie below each other, n groups side by side.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.formats.arithmetic import smallest_scale
+
+PARAMETERS = 16
+"""How many group scales there are, and how many zero points."""
+
+
+class Grid(NamedTuple):
+    """What the codes of one number of bits stand for.
+
+    Args:
+        bits: Bits of a code.
+        code_units: What one code is more than the one before it, in group scales.
+        zero_units: What one zero point is more than the one before it, in group scales.
+        clippings: Which parts of a group's range the codes may cover, for the first tries of a group scale.
+    """
+
+    bits: int
+    code_units: int
+    zero_units: int
+    clippings: tuple[float, ...]
+
+    @property
+    def largest_code(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+
+def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scale of each row: the largest group scale, 16 times as large, covers every group.
+
+    It is a number of two bits, 1 or 1.5 times a power of two, so that few bits hold what it is multiplied with.
+
+    Args:
+        grid: The codes.
+        ends: Float32 `[2, rows, G]`: the least value of each group or 0, and the largest or 0.
+        dtype: Dtype of the scale.
+
+    Returns:
+        A new tensor `[rows, 1]` of `dtype`.
+    """
+    low, high = ends / (grid.largest_code * grid.code_units)
+    wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS
+    fraction, exponent = torch.frexp(wanted.clamp_min(smallest_scale(dtype)))
+    up = torch.where(fraction > 0.75, 1.0, torch.where(fraction > 0.5, 0.75, 0.5))
+    return torch.ldexp(up, exponent).to(dtype).masked_fill_(wanted == 0, 0)
+
+
+def search(grid: Grid, groups: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the group scales and zero points of the smallest squared error among those that are tried.
+
+    First each clipping, with the codes about the middle of the range; then the group scales next to the best of these;
+    then the zero points next to the best.
+
+    Args:
+        grid: The codes.
+        groups: Float32 `[group_size, n]`, in units of the row's scale.
+        ends: `[2, n]`: the least value of each group or 0, and the largest or 0, in the same units.
+
+    Returns:
+        Float32 `[n]` group scales 1 to 16, and zero points 0 to 15.
+    """
+    low, high = ends
+    covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
+    best = _Best(grid, groups)
+    for clipping in grid.clippings:
+        best.try_scale(covering * clipping, middle)
+    scale = best.scale
+    for step in (-1, 1):
+        best.try_scale(scale + step, middle)
+    zero = best.zero
+    for step in (-1, 1):
+        best.try_zero(best.scale, (zero + step).clamp_(0, PARAMETERS - 1))
+    return best.scale, best.zero.masked_fill_(covering == 0, 0)
+
+
+class _Best:
+    """The best group scales and zero points so far, the first of equal ones."""
+
+    def __init__(self, grid: Grid, groups: Tensor):
+        self._grid, self._groups = grid, groups
+        self._exact, self._rounded = torch.empty_like(groups), torch.empty_like(groups)
+        self.scale = self.zero = groups.new_zeros(groups.shape[1])
+        self._error = groups.new_full(self.scale.shape, torch.inf)
+
+    def try_scale(self, wanted: Tensor, middle: Tensor) -> None:
+        """Try group scales with the codes about `middle`."""
+        grid = self._grid
+        scale = wanted.round().clamp_(1, PARAMETERS)
+        below = grid.largest_code / 2 - middle / (scale * grid.code_units)
+        self.try_zero(scale, (below * (grid.code_units / grid.zero_units)).round_().clamp_(0, PARAMETERS - 1))
+
+    def try_zero(self, scale: Tensor, zero: Tensor) -> None:
+        """Try group scales and zero points; keep those of a smaller squared error."""
+        exact = _steps(self._grid, self._groups, scale, zero, self._exact)
+        rounded = torch.round(exact, out=self._rounded).clamp_(0, self._grid.largest_code)
+        error = _sum(exact.sub_(rounded).square_()) * scale.square()
+        better = error < self._error
+        self._error = torch.where(better, error, self._error)
+        self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)
+
+
+def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tensor) -> Tensor:
+    """Return the codes of the nearest values.
+
+    Args:
+        grid: The codes.
+        groups: Float32 `[group_size, n]`, in units of the row's scale.
+        scale: `[n]`, 1 to 16.
+        zero: `[n]`, 0 to 15.
+        limit: `[n]`: the largest number that the weight's dtype holds, in those units.
+
+    Returns:
+        New float32 codes of the shape of `groups`.
+    """
+    codes = _steps(grid, groups, scale, zero, torch.empty_like(groups)).round_()
+    farthest = grid.largest_code * grid.code_units * scale
+    if not bool(((limit < farthest) & (limit > 0)).any()):
+        return codes.clamp_(0, grid.largest_code)
+    # Near the end of the dtype's range, codes beyond it would come back as infinities.
+    reach, start = (limit / scale).floor_(), zero * grid.zero_units
+    lowest = ((start - reach) / grid.code_units).ceil_().clamp_min_(0)
+    highest = ((start + reach) / grid.code_units).floor_().clamp_max_(grid.largest_code)
+    return torch.where(limit > 0, codes.clamp(lowest, highest), 0)
+
+
+def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, out: Tensor) -> Tensor:
+    """Return the codes as exact numbers in `out`, not rounded and not clamped."""
+    steps = torch.mul(groups, (scale * grid.code_units).reciprocal_(), out=out)
+    return steps.add_(zero * (grid.zero_units / grid.code_units))
+
+
+def _sum(squares: Tensor) -> Tensor:
+    """Return the sums over the first dimension, by halves: always in this order, whatever the machine."""
+    while len(squares) > 1:
+        first, second = squares.chunk(2)
+        squares = first.add_(second)
+    return squares[0]

@@ -1,0 +1,81 @@
+"""What a quantized model may take: so many bits a weight, or so many bytes in all."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from hf_trainweights.errors import ConfigError
+
+_UNITS = {"": 1} | {
+    f"{prefix}{ending}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for ending, base in (("b", 1000), ("", 1000), ("ib", 1024))
+}
+_UNITS["b"] = 1
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A limit that formats are chosen for; one of the two is set.
+
+    Args:
+        bits: Mean bits of a weight, scales included.
+        size_bytes: Bytes of the weight files that a save writes.
+    """
+
+    bits: float | None
+    size_bytes: int | None
+
+    @classmethod
+    def of(cls, bits: object, size: object) -> Budget | None:
+        """Return the budget that a user gives, None for none.
+
+        Args:
+            bits: A number above 0, or None.
+            size: A number of bytes, a text such as `"1.2GB"`, or None.
+
+        Raises:
+            ConfigError: Both are given, or one is no such value.
+
+        Examples:
+            >>> Budget.of(None, "1.2 GB")
+            Budget(bits=None, size_bytes=1200000000)
+        """
+        if bits is None and size is None:
+            return None
+        if bits is not None and size is not None:
+            raise ConfigError("bits", "either bits or size", f"bits={bits!r} and size={size!r}", "Leave one out.")
+        if bits is None:
+            return cls(None, _size_bytes(size))
+        if isinstance(bits, bool) or not isinstance(bits, int | float) or not 0 < bits < math.inf:
+            raise ConfigError("bits", "a number of bits per weight", repr(bits), "4.0 is four bits a weight.")
+        return cls(float(bits), None)
+
+
+def check_left_to_budget(**options: object) -> None:
+    """Check that a user who gives a budget does not give what is chosen for it.
+
+    Args:
+        options: The arguments that the choice decides about.
+
+    Raises:
+        ConfigError: One of them is given.
+    """
+    for name, value in options.items():
+        if value is not None:
+            next_step = "Leave one out; overrides give single weights a format of their own."
+            raise ConfigError(name, "None with bits or size, which choose the formats", repr(value), next_step)
+
+
+def _size_bytes(size: object) -> int:
+    match = _SIZE.fullmatch(size) if isinstance(size, str) else None
+    if match is not None and match[2].lower() in _UNITS:
+        count = int(float(match[1]) * _UNITS[match[2].lower()])
+    else:
+        count = size if isinstance(size, int) and not isinstance(size, bool) else 0
+    if count <= 0:
+        raise ConfigError("size", "a number of bytes, or a text such as '1.2GB' or '900MiB'", repr(size), "Mend it.")
+    return count

@@ -1,0 +1,82 @@
+"""The formats that a budget chooses from, and what each loses of a weight, told from a sample of its rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.formats import get_format
+from hf_trainweights.formats.base import Format
+
+# From the smallest to the most exact.
+CANDIDATES: tuple[Format, ...] = (
+    *(get_format({"format": f"uint{bits}", "group_size": size}) for bits in range(2, 7) for size in (32, 16)),
+    get_format({"format": "int8"}),
+)
+
+# A weight's relative error is known to 0.02 dB from this many of its elements: rows, evenly spaced.
+_SAMPLED_ELEMENTS = 1 << 19
+
+# Returns some rows of a stored weight `[*, N, K]`, by their numbers among those of all its matrices.
+Rows = Callable[[Tensor], Tensor]
+
+
+def candidates(shape: Sequence[int]) -> list[Format]:
+    """Return the formats that a weight can have, each once.
+
+    Args:
+        shape: Shape of the stored weight, `[*, N, K]`.
+    """
+    return list(dict.fromkeys(form.fallback(shape) for form in CANDIDATES))
+
+
+def rows_of(weight: Tensor) -> Rows:
+    """Return the rows of a weight in memory.
+
+    Args:
+        weight: A float weight as it is stored, `[*, N, K]`; any strides.
+    """
+    return lambda numbers: (weight if weight.dim() == 2 else weight.flatten(0, -3))[
+        tuple(_places(numbers.to(weight.device), weight.shape))
+    ]
+
+
+def _places(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
+    return [numbers] if len(shape) == 2 else [numbers // shape[-2], numbers % shape[-2]]
+
+
+@torch.no_grad()
+def relative_errors(name: str, shape: Sequence[int], rows: Rows) -> dict[Format, float]:
+    """Return what each candidate loses of a weight: the squared error over the squared norm, of a sample.
+
+    Args:
+        name: What errors call the weight.
+        shape: Shape of the stored weight, `[*, N, K]`.
+        rows: Returns some of its rows.
+
+    Returns:
+        Numbers of six digits: the same on every machine, whatever adds up.
+
+    Raises:
+        QuantizationError: The weight holds NaN or Inf.
+    """
+    *lead, K = shape
+    count = math.prod(lead)
+    taken = min(count, max(2, _SAMPLED_ELEMENTS // max(1, K)))
+    sample = rows(torch.arange(taken) * count // max(1, taken)).detach().cpu().contiguous()
+    norm = _squares(sample)
+    losses = {}
+    for form in candidates(shape):
+        # A single row may not fit where the whole weight does.
+        here = form.fallback(sample.shape)
+        rounded = here.dequantize(here.quantize(sample, name), sample.shape, torch.float32)
+        losses[form] = float(f"{_squares(rounded - sample.float()) / norm if norm else 0.0:.5e}")
+    return losses
+
+
+def _squares(rows: Tensor) -> float:
+    # Row by row, and these exactly: the order in which threads add would change the last digits.
+    return math.fsum(rows.double().square_().sum(dim=-1).tolist())
