@@ -14,7 +14,7 @@ from hf_trainweights.models.host.tensor_parallel import LocalPart
 from hf_trainweights.models.stored_weights import StoredWeight
 from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.modules import as_parameter
-from hf_trainweights.tensor.placements import is_distributed, local_tensor
+from hf_trainweights.tensor.placements import Placed, is_distributed, local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.shards import cut
 
@@ -99,13 +99,15 @@ class LoadState:
         Raises:
             UnsupportedError: The weight cannot be cut between its groups, or is a float one that was entropy-coded.
         """
-        if not is_distributed(skeleton) or name not in self.plans:
+        if not is_distributed(skeleton):
             return weight
         if not isinstance(weight, QuantizedTensor):
             expected, found = "float weights as they are", "an entropy-coded one"
             next_step = "Load the model in one process, and save it without compress for several."
             raise UnsupportedError(name, expected, found, next_step)
-        return cut(weight, skeleton, name, self.plans[name])
+        part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
+        part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
+        return part
 
     def _file(self, name: str) -> str:
         """Return the file that holds a weight; the directory where the checkpoint has it under another name."""

@@ -29,7 +29,7 @@ from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.guard_names import name_guards
-from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.models import has_adapters, shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.ranks import gather_on_first_rank, is_in_parts, on_first_rank
@@ -240,7 +240,7 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
         given = {name: own[name] if is_same_weight(own.get(name), tensor) else tensor for name, tensor in given.items()}
     quantizer: Any = copy.copy(model.hf_quantizer)
     quantizer.state_dict_to_save, quantizer.writes_guards = given, True
-    saved_model = copy.copy(model)
+    saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
     # Of a model with adapters only these are saved.
     with canonical_layouts([] if has_adapters(model) else model.parameters() if given is None else given.values()):

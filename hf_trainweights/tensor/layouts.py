@@ -22,17 +22,27 @@ _FREED_BYTES = 4 << 20
 def choose_layouts_(module: nn.Module) -> None:
     """Hold each quantized weight of a linear layer in the layout in which it is multiplied fastest, in place.
 
-    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call.
+    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call. Nor
+    does it where FSDP gathers weights for every call, because they travel as they lie in files.
 
     Args:
         module: Any module.
     """
-    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+    if _is_gathered(module) or any(parameter.device.type != "cpu" for parameter in module.parameters()):
         return
     for places in parameter_places(module).values():
         weight = local_tensor(getattr(*places[0]))
         if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
             _hold_in_best_layout_(weight)
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a module or a part of it."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(each, FSDPModule) for each in module.modules())
 
 
 def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

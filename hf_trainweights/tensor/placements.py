@@ -54,6 +54,20 @@ class Placed(NamedTuple):
         # A rank that is not in the mesh holds nothing; what it is told does not matter.
         return self.intervals(self.whole.device_mesh.get_coordinate() or [0] * self.whole.device_mesh.ndim)
 
+    def gathered_rows(self) -> int | None:
+        """Return how many rows, or experts, each rank sends where FSDP gathers; None where it does not.
+
+        The last ranks may hold fewer and send padding.
+        """
+        mesh = self.whole.device_mesh
+        gathers = ["fsdp" in name for name in mesh.mesh_dim_names or ()]
+        own = mesh.get_coordinate()
+        if own is None or not any(gathers):
+            return None
+        # The first of the ranks that gather from each other has the most.
+        first = [0 if gathered else place for place, gathered in zip(own, gathers, strict=True)]
+        return sizes_of(self.intervals(first))[0]
+
     def intervals(self, coordinate: Sequence[int]) -> list[list[Interval]]:
         """Return what one rank holds of each dimension of the stored weight.
 

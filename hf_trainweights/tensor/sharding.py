@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.cutting import cut_columns, join_columns
 from hf_trainweights.tensor.held_tensor import Held, HeldTensor
+from hf_trainweights.tensor.placements import local_tensor
 
 
 class ShardedTensor(HeldTensor):
@@ -160,10 +161,12 @@ class ShardedTensor(HeldTensor):
         if out is None:
             whole = self.join(gathered, dtype)
             return whole, tuple(whole.held.tensors.values()) if self.is_cut_by_columns else ()
+        # Beside a tensor-parallel plan FSDP has wrapped the weight.
+        weight = local_tensor(out)
         if self.is_cut_by_columns:
             for name, tensor in self.join(gathered, dtype).held.tensors.items():
-                out.held.tensors[name].copy_(tensor)
-        out.hold_(out.held)  # a kernel's preparations for the weight were made for the buffer's former memory
+                weight.held.tensors[name].copy_(tensor)
+        weight.hold_(weight.held)  # a kernel's preparations for the weight were made for the buffer's former memory
         return None
 
 

@@ -33,7 +33,9 @@ from hf_trainweights.tensor.coded_weights import (
 )
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
+from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
+from hf_trainweights.tensor.shards import cut
 from hf_trainweights.tensor.stored_checks import check_stored
 
 FORMAT_SUFFIX = "format"
@@ -251,21 +253,24 @@ class FoldStoredTensors:
         """
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
-            if is_notice(name) or (is_guard(state_dict[key]) and isinstance(_parameter(module, name), QuantizedTensor)):
+            if is_notice(name) or (
+                is_guard(state_dict[key]) and isinstance(local_tensor(_parameter(module, name)), QuantizedTensor)
+            ):
                 del state_dict[key]
                 continue
             parsed = parse_stored_name(name)
-            weight = _parameter(module, parsed[0]) if parsed else None
-            if parsed and (
-                isinstance(weight, QuantizedTensor) or (weight is not None and parsed[1] == CODED_FLOAT_SUFFIX)
-            ):
+            whole = _parameter(module, parsed[0]) if parsed else None
+            is_quantized = isinstance(local_tensor(whole), QuantizedTensor)
+            if parsed and (is_quantized or (whole is not None and parsed[1] == CODED_FLOAT_SUFFIX)):
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
-            weight = _parameter(module, name)
-            if weight is not None and _is_complete(weight, tensors, self.default):
-                folded = unflatten_weight(name, tensors, weight.dtype, self.default, weight.shape)
+            whole = _parameter(module, name)
+            if whole is not None and _is_complete(local_tensor(whole), tensors, self.default):
+                folded: Any = unflatten_weight(name, tensors, whole.dtype, self.default, whole.shape)
                 if isinstance(folded, QuantizedTensor):
-                    folded = folded.map(lambda stored, device=weight.device: stored.to(device))
+                    part = cut(folded, whole, name) if is_distributed(whole) else folded
+                    part = part.map(lambda stored, device=whole.device: stored.to(device))
+                    folded = with_local(whole, part) if is_distributed(whole) else part
                 state_dict[prefix + name] = folded
                 del self.pending[name]
 

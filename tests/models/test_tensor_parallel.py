@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import transformers
-from architectures import ARCHITECTURES, DECODER, MOE, generate, outputs, text_inputs
+from architectures import ARCHITECTURES, DECODER, MOE, generate, outputs, random_floats, text_inputs
 from ranks import Outcome, outcomes_of_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -29,6 +29,7 @@ from hf_trainweights.tensor.shards import gather
 pytestmark = pytest.mark.slow
 
 CONFIGS: dict[str, dict[str, Any]] = {
+    "int4_columns": {"format": "int4", "group_size": 32, "column_scale": True},
     "int8": {"format": "int8"},
     "int8_g32": {"format": "int8", "group_size": 32, "include_embeddings": True},
     "int4_g32": {"format": "int4", "group_size": 32},
@@ -48,6 +49,11 @@ def make_llama_of_four_heads() -> PreTrainedModel:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, "num_key_value_heads": 4}))
 
 
+def make_llama_of_odd_rows() -> PreTrainedModel:
+    """One row of its embeddings too many for two ranks."""
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, "vocab_size": 97}))
+
+
 def make_mixtral_of_four_heads() -> PreTrainedModel:
     config = transformers.MixtralConfig(**{**MOE, "num_key_value_heads": 4}, num_local_experts=4)
     return transformers.MixtralForCausalLM(config)
@@ -56,6 +62,7 @@ def make_mixtral_of_four_heads() -> PreTrainedModel:
 MAKERS: dict[str, Callable[[], PreTrainedModel]] = {
     "qwen2": make_qwen2,
     "qwen3": make_qwen3,
+    "llama_of_odd_rows": make_llama_of_odd_rows,
     "llama_of_four_heads": make_llama_of_four_heads,
     "mixtral_of_four_heads": make_mixtral_of_four_heads,
 } | {
@@ -98,26 +105,33 @@ def assert_same_model(model: PreTrainedModel, expected: PreTrainedModel) -> int:
             assert torch.equal(whole(parameter), of_one), name
     assert str(model.hf_quantizer.summary()) == str(expected.hf_quantizer.summary())
     inputs = text_inputs()
-    torch.testing.assert_close(outputs(model, inputs)[0], outputs(expected, inputs)[0], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(outputs(model, inputs)[0], outputs(expected, inputs)[0], rtol=1e-4, atol=1e-4)
     # With gradients Transformers takes another way through its modules.
-    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(model(**inputs).logits, expected(**inputs).logits, rtol=1e-4, atol=1e-4)
     assert torch.equal(generate(model, inputs), generate(expected, inputs))
     return cut
 
 
-def loads_as_one_process_does(rank: int, path: Path, names: list[str], quantized: Path) -> list[int]:
+def loads_as_one_process_does(
+    rank: int, path: Path, names: list[str], quantized: Path, sizes: dict[str, int] | None = None
+) -> list[int]:
     cuts = []
     for name in names:
         expected = one_process(path, CONFIGS[name])
-        cuts.append(assert_same_model(on_ranks(path, CONFIGS[name]), expected))
+        cuts.append(assert_same_model(on_ranks(path, CONFIGS[name], **(sizes or {})), expected))
         if rank == 0:
             expected.save_pretrained(quantized / name)
         dist.barrier()
-        cuts.append(assert_same_model(on_ranks(quantized / name, None), expected))
+        cuts.append(assert_same_model(on_ranks(quantized / name, None, **(sizes or {})), expected))
     return cuts
 
 
-@pytest.mark.parametrize("name", [name for name in MAKERS if not name.endswith("four_heads")])
+# Transformers 5.17 refuses a head whose rows do not divide.
+CUTS_EVENLY = not hasattr(DistributedConfig, "dp_size")
+ODD = pytest.param("llama_of_odd_rows", marks=pytest.mark.skipif(CUTS_EVENLY, reason="later than this Transformers"))
+
+
+@pytest.mark.parametrize("name", [ODD, *(name for name in MAKERS if "_of_" not in name)])
 def test_two_ranks_hold_the_codes_and_give_the_results_of_one_process(name: str, tmp_path: Path) -> None:
     """On the fly and from a quantized checkpoint, in each format, with merged experts and packed gate and up."""
     path = float_model(tmp_path, name)
@@ -156,6 +170,20 @@ def experts_are_divided(rank: int, path: Path) -> list[torch.Size]:
     return [
         local_tensor(parameter).shape for name, parameter in model.named_parameters() if "experts.down_proj" in name
     ]
+
+
+@pytest.mark.parametrize("name", ["llama_of_odd_rows", "llama_tied", "qwen3_moe"])
+def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(name: str, tmp_path: Path) -> None:
+    path = float_model(tmp_path, name)
+    for cuts in run_ranks(2, loads_as_one_process_does, path, list(CONFIGS), tmp_path / "quantized", {"fsdp_size": 2}):
+        assert min(cuts) > 0
+
+
+@pytest.mark.skipif(CUTS_EVENLY, reason="Transformers 5.17 loads no model so")
+def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(tmp_path: Path) -> None:
+    path, sizes = float_model(tmp_path, "llama"), {"fsdp_size": 2, "tp_size": 2}
+    for cuts in run_ranks(4, loads_as_one_process_does, path, ["int8", "int4_g32"], tmp_path / "quantized", sizes):
+        assert min(cuts) > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
@@ -294,3 +322,40 @@ def is_dequantized(rank: int, path: Path) -> None:
 
 def test_a_distributed_model_is_dequantized_part_by_part(tmp_path: Path) -> None:
     run_ranks(2, is_dequantized, float_model(tmp_path, "llama"))
+
+
+def takes_flat_tensors(rank: int, path: Path, other: Path) -> None:
+    model, expected = on_ranks(path, CONFIGS["int8"]), one_process(other, CONFIGS["int8"])
+    if rank == 0:
+        expected.save_pretrained(other / "int8")
+    dist.barrier()
+    # PyTorch takes no whole float tensor for one that is distributed.
+    plain = {name for name, parameter in expected.named_parameters() if not isinstance(parameter, QuantizedTensor)}
+    cut = {name for name, parameter in model.named_parameters() if is_distributed(parameter)}
+    flat = load_file(other / "int8" / "model.safetensors")
+    model.load_state_dict({name: tensor for name, tensor in flat.items() if name not in plain & cut}, strict=False)
+    for (name, parameter), (_, of_one) in zip(model.named_parameters(), expected.named_parameters(), strict=True):
+        if isinstance(of_one, QuantizedTensor):
+            assert same_stored(whole(parameter.detach()).canonical(), of_one.detach().canonical()), name
+
+
+def test_a_distributed_model_takes_the_tensors_of_a_file(tmp_path: Path) -> None:
+    """Trainer resumes so."""
+    path = float_model(tmp_path, "llama")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**DECODER)).save_pretrained(tmp_path / "other")
+    run_ranks(2, takes_flat_tensors, path, tmp_path / "other")
+
+
+def returns_gradients(rank: int, path: Path) -> None:
+    gradients = []
+    for model in (on_ranks(path, CONFIGS["int4_g32"]), one_process(path, CONFIGS["int4_g32"])):
+        inputs = random_floats(2, 8, 64).requires_grad_()
+        model(inputs_embeds=inputs).logits.square().sum().backward()
+        gradients.append(inputs.grad)
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-3)
+
+
+def test_gradients_pass_through_the_parts_of_all_ranks(tmp_path: Path) -> None:
+    run_ranks(2, returns_gradients, float_model(tmp_path, "llama"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.tensor.placements import is_distributed, local_tensor
 
 
@@ -108,7 +109,7 @@ def without_ranks(model: PreTrainedModel) -> PreTrainedModel:
     Args:
         model: A model whose whole state dict is given to the save.
     """
-    alone = copy.copy(model)
+    alone = shallow_copy(model)
     alone.config = copy.copy(model.config)
     alone.config.distributed_config = None
     return alone
