@@ -1,7 +1,7 @@
 """Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer.
 
-Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `hf_trainweights.exports` and
-`hf_trainweights.formats`. All other paths may change with any release.
+Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `hf_trainweights.distributed`,
+`hf_trainweights.exports` and `hf_trainweights.formats`. All other paths may change with any release.
 """
 
 import importlib as _importlib

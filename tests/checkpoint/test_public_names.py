@@ -1,12 +1,13 @@
 import pytest
 import torch
 
-from hf_trainweights import checkpoint
+from hf_trainweights import checkpoint, distributed
 
 
-def test_every_public_name_is_there():
-    assert all(hasattr(checkpoint, name) for name in checkpoint.__all__)
-    assert checkpoint.__all__ == sorted(checkpoint.__all__)
+@pytest.mark.parametrize("package", [checkpoint, distributed])
+def test_every_public_name_is_there(package):
+    assert all(hasattr(package, name) for name in package.__all__)
+    assert package.__all__ == sorted(package.__all__)
 
 
 @pytest.mark.parametrize("mode", ["lossless", "compact"])

@@ -17,7 +17,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.anchor_files import (
+    MissingAnchorError,
+    anchor_file_name,
+    register_anchor_directory,
+)
 from hf_trainweights.checkpoint.sharded.description import metadata_of
 from hf_trainweights.checkpoint.sharded.items import item_crc32
 from hf_trainweights.checkpoint.sharded.results import Place
@@ -160,7 +164,9 @@ def read_sharded_manifest(directory: Path) -> Manifest:
     for name, entry in manifest.files.items():
         path = directory / name
         size_bytes = path.stat().st_size if path.is_file() else None
-        if size_bytes != entry.size_bytes and name != METADATA_NAME:  # which a killed save may not have replaced yet
+        # A killed save may not have replaced the one, and the other may lie in another checkpoint of the run.
+        is_missing_anchor = size_bytes is None and name == anchor_file_name(entry.sha256)
+        if size_bytes != entry.size_bytes and name != METADATA_NAME and not is_missing_anchor:
             found = "no file" if size_bytes is None else f"{size_bytes} bytes"
             raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", found, _NEXT_STEP)
     return manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -79,6 +80,15 @@ def load(path: Path, reader: type = TrainWeightsReader, state: Mapping[str, Any]
     loaded = sharded(loaded) if dist.is_initialized() and state is None else loaded
     state_dict_loader.load(loaded, storage_reader=reader(path), no_dist=not dist.is_initialized())
     return _map(loaded, lambda each: each.full_tensor() if isinstance(each, DTensor) else each, lambda value: value)
+
+
+def failures(action: Callable[[], object]) -> dict[int, BaseException]:
+    """Return what DCP's exception holds of a save or a load, by the rank that failed; nothing if it succeeds."""
+    try:
+        action()
+    except CheckpointException as error:
+        return {rank: failure for rank, (failure, _) in error.failures.items()}
+    return {}
 
 
 def differing(found: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:

@@ -1,0 +1,123 @@
+"""`ModelState`: a model as torch.distributed.checkpoint saves and loads it, quantized weights as plain tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, flatten_weight, parse_stored_name, unflatten_weight
+
+
+class ModelState:
+    """A model to be passed to `torch.distributed.checkpoint`, which takes it for what it calls `Stateful`.
+
+    Quantized weights are saved as the plain tensors that stand for them in files, sharded as they are, and loaded back
+    into the model. Any reader can load such a checkpoint; none needs this package for the names and tensors in it.
+
+    Args:
+        model: A module, plain or wrapped by FSDP2; it may hold no quantized weight at all.
+
+    Examples:
+        >>> import warnings, torch.distributed.checkpoint as dcp
+        >>> from hf_trainweights import quantize_
+        >>> from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
+        >>> warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")  # one process, and we mean it
+        >>> saved, loaded = (quantize_(torch.nn.Sequential(torch.nn.Linear(64, 64))) for _ in range(2))
+        >>> _ = dcp.save({"model": ModelState(saved)}, storage_writer=TrainWeightsWriter("quantized"), no_dist=True)
+        >>> dcp.load({"model": ModelState(loaded)}, storage_reader=TrainWeightsReader("quantized"), no_dist=True)
+        >>> torch.equal(saved[0].weight.qdata, loaded[0].weight.qdata)
+        True
+    """
+
+    def __init__(self, model: nn.Module):
+        self._model = model
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the model's state dict, in it the stored tensors of each quantized weight under their names in files.
+
+        Raises:
+            UnsupportedError: A quantized weight is sharded along its columns.
+        """
+        flat: dict[str, Any] = {}
+        for name, tensor in get_model_state_dict(self._model).items():
+            flat |= _stored(name, tensor)
+        return flat
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Put into the model what `state_dict` returned, filled with other values.
+
+        Args:
+            state_dict: Names to tensors.
+
+        Raises:
+            CorruptFileError: The tensors of a quantized weight are missing, or of another format.
+        """
+        tensors = get_model_state_dict(self._model).items()
+        weights = {name: each for name, each in tensors if isinstance(each, Tensor) and _local(each) is not None}
+        stored: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
+        plain = {}
+        for name, tensor in state_dict.items():
+            parsed = parse_stored_name(name)
+            if parsed and parsed[0] in stored:
+                stored[parsed[0]][parsed[1]] = tensor
+            else:
+                plain[name] = tensor
+        set_model_state_dict(self._model, plain, options=StateDictOptions(strict=False))
+        for name, weight in weights.items():
+            self._put(name, weight, stored[name])
+
+    def _put(self, name: str, weight: Tensor, stored: Mapping[str, Tensor]) -> None:
+        local = _local(weight)
+        assert local is not None  # the caller has found it so
+        plain = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in stored.items()}
+        folded = unflatten_weight(name, plain, local.dtype, None)
+        if folded.format != local.format or folded.shape != local.shape:
+            expected, found = f"{local.format} of {tuple(local.shape)}", f"{folded.format} of {tuple(folded.shape)}"
+            raise CorruptFileError(name, expected, found, "Quantize the model as it was when it was saved.")
+        if isinstance(weight, DTensor):
+            with torch.no_grad():
+                for key, tensor in local.tensors.items():
+                    tensor.copy_(plain[key])
+        else:
+            self._model.load_state_dict({name: folded}, strict=False, assign=True)
+
+
+def _local(tensor: object) -> QuantizedTensor | None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local if isinstance(local, QuantizedTensor) else None
+
+
+def _stored(name: str, tensor: object) -> dict[str, Any]:
+    local = _local(tensor)
+    if local is None:
+        return {name: tensor}
+    flat = flatten_weight(name, local, None)
+    return (
+        {key: _shard_as(tensor, each, local, key) for key, each in flat.items()}
+        if isinstance(tensor, DTensor)
+        else flat
+    )
+
+
+def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str) -> DTensor:
+    """Return one stored tensor as it is spread over the ranks: cut like the weight's rows, or the same on all."""
+    if any(not isinstance(each, Replicate) and each != Shard(0) for each in weight.placements):
+        next_step = "Save a model that is sharded along rows, as FSDP2 does it, or gather it first."
+        raise UnsupportedError(name, "shards of whole rows", str(weight.placements), next_step)
+    parsed = parse_stored_name(name)
+    shared = {FORMAT_SUFFIX, *getattr(local.format, "shared_names", ())}
+    if parsed is None or parsed[1] in shared:
+        placements = [Replicate()] * weight.device_mesh.ndim
+        return DTensor.from_local(stored, weight.device_mesh, placements, run_check=False)
+    shape = torch.Size((weight.shape[0], *stored.shape[1:]))
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        stored, weight.device_mesh, weight.placements, run_check=False, shape=shape, stride=stride
+    )
