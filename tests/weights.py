@@ -24,6 +24,10 @@ FORMS |= {
     for name, form in FORMATS.items()
     if "group_size" in form.__dataclass_fields__
 }
+FORMS |= {
+    f"{name}_column_scale": get_format({**FORMS[name].get_config(), "column_scale": True})
+    for name in ("int8", "int4_g32", "float8_e4m3")
+}
 
 
 def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Any
 from hf_trainweights.errors import ConfigError, did_you_mean
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -34,7 +35,8 @@ def get_format(config: Mapping[str, Any]) -> Format:
     """Return the format that a JSON description names.
 
     Args:
-        config: `{"format": name, **parameters}` as `Format.get_config` returns it; parameters may be left out.
+        config: `{"format": name, **parameters}` as `Format.get_config` returns it; parameters may be left out. With
+            `"column_scale": True` each input column has a factor of its own, in any format.
 
     Raises:
         ConfigError: The name is not in `FORMATS`, or a parameter is unknown or has a value that is not allowed.
@@ -47,12 +49,16 @@ def get_format(config: Mapping[str, Any]) -> Format:
     name = parameters.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:
         raise ConfigError("format", f"one of {', '.join(FORMATS)}", repr(name), _nearest_format(name))
+    column_scale = parameters.pop(COLUMN_SCALE, False)
+    if type(column_scale) is not bool:
+        raise ConfigError(COLUMN_SCALE, "True or False", repr(column_scale), "Pass one of these.")
     known = [field.name for field in fields(FORMATS[name])]
     unknown = sorted(set(parameters) - set(known))
     if unknown:
-        allowed = ", ".join(known) or "no parameters"
+        allowed = ", ".join([*known, COLUMN_SCALE])
         raise ConfigError(f"format {name}", allowed, ", ".join(unknown), "Leave out what this format does not have.")
-    return FORMATS[name](**parameters)
+    form = FORMATS[name](**parameters)
+    return ColumnScaled(form) if column_scale else form
 
 
 def _nearest_format(name: object) -> str:

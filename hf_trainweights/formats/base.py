@@ -28,10 +28,19 @@ class Format(ABC):
 
     name: ClassVar[str]
     tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale")
+    # Stored tensors that serve all rows alike: `[*, 1, k]` where the others are `[*, N, k]`.
+    shared_names: ClassVar[tuple[str, ...]] = ()
+    # Stored tensors that hold one code a group, packed by `group_scales.pack_bits`, to the bits of a code.
+    bit_packed: ClassVar[Mapping[str, int]] = {}
 
     def __str__(self) -> str:
         group_size = getattr(self, "group_size", None)
         return f"{self.name} g{group_size}" if group_size else self.name
+
+    @property
+    def column_step(self) -> int:
+        """The least number of columns that can be cut off without rounding anew: those that share a scale."""
+        return getattr(self, "group_size", None) or 1
 
     def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
         """Return the tensors of some rows.
@@ -46,7 +55,9 @@ class Format(ABC):
         Raises:
             IndexError: An index is negative or not below N, as for `F.embedding`.
         """
-        return {name: _take(stored, indices) for name, stored in tensors.items()}
+        return {
+            name: stored if name in self.shared_names else _take(stored, indices) for name, stored in tensors.items()
+        }
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
@@ -130,20 +141,7 @@ class Format(ABC):
             >>> tensors["qdata"].tolist()
             [[127, 127, 127], [127, 127, 127]]
         """
-        if weight.dtype not in FLOAT_DTYPES or weight.dim() < 2:
-            raise QuantizationError(
-                name,
-                f"a float32, bfloat16 or float16 weight of at least 2 dimensions to quantize to {self.name}",
-                f"{weight.dtype} of shape {tuple(weight.shape)}",
-                "Leave this tensor out with modules_to_not_convert.",
-            )
-        if self.fallback(weight.shape) != self:
-            raise QuantizationError(
-                name,
-                f"a shape that {self.get_config()} can hold",
-                f"{tuple(weight.shape)}",
-                "Quantize it with the format that fallback(shape) returns.",
-            )
+        self.check_weight(weight, name)
         weight = weight.detach()
         out = self.empty(weight.shape, weight.dtype, weight.device)
         if weight.numel() == 0:
@@ -166,6 +164,45 @@ class Format(ABC):
                     )
                 self.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
         return out
+
+    def quantize_beside(self, weight: Tensor, shared: Mapping[str, Tensor], name: str = "weight") -> dict[str, Tensor]:
+        """As `quantize`, with the tensors that all rows share given, so that rows of one value get the same codes.
+
+        Args:
+            weight: As for `quantize`.
+            shared: Stored tensors of an earlier weight of the same K, those of `shared_names` among them.
+            name: What errors call the weight.
+
+        Raises:
+            QuantizationError: As for `quantize`.
+        """
+        del shared
+        return self.quantize(weight, name)
+
+    def check_weight(self, weight: Tensor, name: str) -> None:
+        """Check that a weight has a dtype and a shape that can be quantized to this format.
+
+        Args:
+            weight: The weight.
+            name: What errors call it.
+
+        Raises:
+            QuantizationError: It is not a float matrix, or has a shape that this format cannot hold.
+        """
+        if weight.dtype not in FLOAT_DTYPES or weight.dim() < 2:
+            raise QuantizationError(
+                name,
+                f"a float32, bfloat16 or float16 weight of at least 2 dimensions to quantize to {self.name}",
+                f"{weight.dtype} of shape {tuple(weight.shape)}",
+                "Leave this tensor out with modules_to_not_convert.",
+            )
+        if self.fallback(weight.shape) != self:
+            raise QuantizationError(
+                name,
+                f"a shape that {self.get_config()} can hold",
+                f"{tuple(weight.shape)}",
+                "Quantize it with the format that fallback(shape) returns.",
+            )
 
     def dequantize(self, tensors: Mapping[str, Tensor], shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Return the float weight that stored tensors stand for.

@@ -14,7 +14,9 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.kernels import int4, int4_tiles, int8
+from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
 from hf_trainweights.kernels.layouts import Layout
 
 # From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `linear`.
@@ -64,6 +66,9 @@ def linear(
     Returns:
         A new tensor `[*, N]` of the dtype of `x`; None where there is no fast path, and the caller dequantizes.
     """
+    if isinstance(form, ColumnScaled):
+        inner = layout.inner if isinstance(layout, WithColumnScale) else None
+        return linear(scale_columns(x, held), held, form.inner, inner, bias)
     kernel = KERNELS.get(form.name)
     if kernel is None:
         return None
@@ -90,6 +95,10 @@ def prepare_few_rows(
         A function that takes x of that dtype, without a gradient, and gives the same bits as `linear`; None where
         there is no such function.
     """
+    if isinstance(form, ColumnScaled):
+        inner = layout.inner if isinstance(layout, WithColumnScale) else None
+        multiply_few = prepare_few_rows(held, form.inner, inner, dtype)
+        return multiply_few and (lambda x, bias: multiply_few(scale_columns(x, held), bias))
     kernel = KERNELS.get(form.name)
     if kernel is None or not all(tensor.is_contiguous() for tensor in held.values()):
         return None
@@ -105,6 +114,9 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device
         dtype: Dtype of its scales, which is that of the activations.
         device: Where the weight is.
     """
+    if isinstance(form, ColumnScaled):
+        layout = choose_layout(form.inner, shape, dtype, device)
+        return layout and WithColumnScale(layout)
     kernel = KERNELS.get(form.name)
     if kernel is None or kernel.choose_layout is None or device.type != "cpu":
         return None
@@ -118,5 +130,7 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
         form: Format of the weights.
         dtype: Dtype that they show.
     """
+    if isinstance(form, ColumnScaled):
+        return slowness(form.inner, dtype)
     kernel = KERNELS.get(form.name)
     return None if kernel is None or kernel.slowness is None else kernel.slowness(dtype)

@@ -42,6 +42,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token. Small
             weights, and a few tokens of 16 bits, keep float activations, because integers are not faster there. Only
             with format "int8" and no groups; the error of a product is about four times that of bfloat16.
+        column_scale: Whether each input column has a factor of its own, chosen so that the columns of a group are of
+            one size. It costs 16 bits a column, and a multiplication of the input in each product.
         base_model: Hub id of the float model; a model that is loaded from the Hub by this configuration has it in its
             own copy, so that cards of later saves can name it.
         version: Version of this configuration's layout.
@@ -73,6 +75,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         base_model: str | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
+        column_scale: bool = False,
         **unknown: Never,
     ):
         for name, value in unknown.items():
@@ -91,9 +94,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         self.version = version
         self.format = format
         self.activations = activations
-        self.group_size = (
-            _format_of(format, group_size=group_size, activations=activations).get_config().get("group_size")
-        )
+        self.column_scale = column_scale
+        self.group_size = group_size
+        self.group_size = self.default_format.get_config().get("group_size")
         self.modules_to_not_convert = check_names(modules_to_not_convert)
         self.overrides = check_overrides(overrides)
         if type(include_embeddings) is not bool:
@@ -175,7 +178,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
     @property
     def default_format(self) -> Format:
         """The format of every weight that no override names."""
-        return _format_of(self.format, group_size=self.group_size, activations=self.activations)
+        parameters = {"group_size": self.group_size, "activations": self.activations, "column_scale": self.column_scale}
+        return get_format(
+            {"format": self.format, **{key: value for key, value in parameters.items() if value is not None}}
+        )
 
     def format_for(
         self, names: Iterable[str], selected: Mapping[str, Collection[str]] | None = None
@@ -204,6 +210,9 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             overrides where that is another.
         """
         values = copy.deepcopy(self.__dict__)
+        if not self.column_scale:
+            # Earlier versions do not know the key.
+            del values["column_scale"]
         order = list(self.overrides or ())
         return values if order == sorted(order) else {**values, OVERRIDE_ORDER: order}
 
@@ -215,7 +224,3 @@ class TrainWeightsConfig(QuantizationConfigMixin):
 
 def _known_keys() -> list[str]:
     return [name for name in inspect.signature(TrainWeightsConfig).parameters if name != "unknown"]
-
-
-def _format_of(name: str, **parameters: Any) -> Format:
-    return get_format({"format": name, **{key: value for key, value in parameters.items() if value is not None}})

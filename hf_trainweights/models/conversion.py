@@ -30,7 +30,7 @@ class TrainWeightsQuantize(QuantizerOp):
 
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, **_: Any
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Quantize each entry that the quantizer chose a format for.
 
         Args:
@@ -43,19 +43,19 @@ class TrainWeightsQuantize(QuantizerOp):
         loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         return {name: self._quantize(name, weight, model) for name, weight in loaded.items()}
 
-    def _quantize(self, name: str, weight: Tensor, model: Any) -> Tensor:
+    def _quantize(self, name: str, weight: Tensor, model: Any) -> Any:
         choice = self.state.choices.get(name)
         if choice is None or choice.format is None:
             return weight
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
 
         def make() -> QuantizedTensor:
-            _check_shape(name, weight, skeleton.shape)
-            return QuantizedTensor.quantize(weight, form, choice.transposed, name)
+            _check_shape(name, weight, self.state.shape_read(name, skeleton))
+            return self.state.own_part(name, QuantizedTensor.quantize(weight, form, choice.transposed, name), skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
 
-    def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Tensor | None:
+    def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Quantize experts before they are merged, where the merged weight is to be quantized.
 
         Args:
@@ -70,7 +70,12 @@ class TrainWeightsQuantize(QuantizerOp):
         if choice is None or choice.format is None or choice.transposed:
             return None
         form, skeleton = choice.format, model.get_parameter_or_buffer(name)
-        return self.state.parameter_or_stand_in(skeleton, lambda: quantize_experts(name, skeleton.shape, form, parts))
+        shape = self.state.shape_read(name, skeleton)
+
+        def make() -> QuantizedTensor:
+            return self.state.own_part(name, quantize_experts(name, shape, form, parts, len(skeleton)), skeleton)
+
+        return self.state.parameter_or_stand_in(skeleton, make)
 
 
 class TrainWeightsDeserialize(QuantizerOp):
@@ -85,7 +90,7 @@ class TrainWeightsDeserialize(QuantizerOp):
 
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
-    ) -> dict[str, Tensor]:
+    ) -> dict[str, Any]:
         """Build one weight.
 
         Args:
@@ -106,22 +111,26 @@ class TrainWeightsDeserialize(QuantizerOp):
 
         def make() -> QuantizedTensor:
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default)
-            _check_shape(full_layer_name, weight, skeleton.shape)
-            return weight
+            _check_shape(full_layer_name, weight, self.state.shape_read(full_layer_name, skeleton))
+            return self.state.own_part(full_layer_name, weight, skeleton)
 
         return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}
 
 
-def deserialize_converters(state: LoadState, leaves: set[str]) -> list[Any]:
+def deserialize_converters(state: LoadState, leaves: set[str], cut_on_cpu: bool = False) -> list[Any]:
     """Return the converters that put stored tensors together.
 
     Args:
         state: What the operations of this load share.
         leaves: Names that quantized parameters have in their modules, e.g. `weight`, `down_proj`.
+        cut_on_cpu: Whether to read tensors to the CPU, where they are views of the file, before a rank's part of them
+            is moved to its device.
     """
     suffixes = stored_suffixes()
     return [
-        make_converter([stored_name(leaf, suffix) for suffix in suffixes], leaf, TrainWeightsDeserialize(state))
+        make_converter(
+            [stored_name(leaf, suffix) for suffix in suffixes], leaf, TrainWeightsDeserialize(state), cut_on_cpu
+        )
         for leaf in sorted(leaves)
     ]
 

@@ -1,7 +1,7 @@
 """Experts quantized one by one while they load, so that no merged float weight is ever in memory.
 
-Rows are quantized independently, so stacking and concatenating rows of codes gives the very tensors that quantizing the
-merged weight gives.
+Experts are quantized independently, and rows too, except in formats in which the rows of an expert share something. So
+stacking and concatenating rows of codes gives the very tensors that quantizing the merged weight gives.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def quantize_experts(
-    name: str, shape: torch.Size, form: Format, parts: Sequence[Sequence[NamedLoad]]
+    name: str, shape: torch.Size, form: Format, parts: Sequence[Sequence[NamedLoad]], count: int | None = None
 ) -> QuantizedTensor:
     """Quantize experts one by one and put them together.
 
@@ -26,23 +26,34 @@ def quantize_experts(
         name: Full name of the merged weight.
         shape: Its shape, `[E, N, K]`.
         form: The format to quantize to.
-        parts: The tensors that are concatenated along N, for each part one per expert.
+        parts: The tensors that are concatenated along N, for each part one per expert; one of another rank loads None.
+        count: The experts that all ranks hold together; E where there is one.
 
     Raises:
         CorruptFileError: An expert is missing, or a tensor has another shape.
         QuantizationError: A tensor holds NaN or Inf.
     """
     E, N, K = shape
-    if any(len(part) != E for part in parts):
+    count = E if count is None else count
+    if any(len(part) != count for part in parts):
         counts = " and ".join(str(len(part)) for part in parts)
         raise CorruptFileError(
-            name, f"{E} experts", counts, "A shard is missing; download or save the model and its config.json again."
+            name,
+            f"{count} experts",
+            counts,
+            "A shard is missing; download or save the model and its config.json again.",
         )
     merged: dict[str, Tensor] = {}
-    dtype = torch.float32
-    for expert in range(E):
-        weights = [(source_name, load()) for source_name, load in (part[expert] for part in parts)]
+    dtype, expert = torch.float32, 0
+    for sources in zip(*parts, strict=True):
+        loaded = [(source_name, load()) for source_name, load in sources]
+        weights = [(source_name, weight) for source_name, weight in loaded if weight is not None]
+        if not weights:
+            continue
         _check_expert(weights, N, K)
+        if form.shared_names and len(weights) > 1:
+            # What all rows of an expert share is chosen by all of them.
+            weights = [(_names(weights), torch.cat([weight for _, weight in weights]))]
         row = 0
         for source_name, weight in weights:
             stored = form.quantize(weight, source_name)
@@ -50,16 +61,21 @@ def quantize_experts(
                 dtype = weight.dtype
                 merged = form.empty(shape, dtype, weight.device)
             for key, tensor in stored.items():
-                merged[key][expert, row : row + weight.shape[0]].copy_(tensor)
+                rows = slice(None) if key in form.shared_names else slice(row, row + weight.shape[0])
+                merged[key][expert, rows].copy_(tensor)
             row += weight.shape[0]
+        expert += 1
     return QuantizedTensor(merged, form, shape, dtype)
 
 
 def _check_expert(weights: Sequence[tuple[str, Tensor]], N: int, K: int) -> None:
     shapes = [tuple(weight.shape) for _, weight in weights]
     if {shape[1:] for shape in shapes} != {(K,)} or sum(shape[0] for shape in shapes) != N:
-        names = " and ".join(source_name for source_name, _ in weights)
-        raise wrong_shape(names, (N, K), " and ".join(map(str, shapes)))
+        raise wrong_shape(_names(weights), (N, K), " and ".join(map(str, shapes)))
+
+
+def _names(weights: Sequence[tuple[str, Tensor]]) -> str:
+    return " and ".join(source_name for source_name, _ in weights)
 
 
 def wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileError:

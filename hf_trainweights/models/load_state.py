@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.host.tensor_parallel import LocalPart
 from hf_trainweights.models.stored_weights import StoredWeight
 from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.modules import as_parameter
+from hf_trainweights.tensor.placements import Placed, is_distributed, local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.shards import cut
 
 
 class LoadState:
@@ -29,10 +32,14 @@ class LoadState:
         self.default = default
         self.choices: dict[str, Choice] = {}
         self.stored: Mapping[str, StoredWeight] = {}
+        # What cuts each weight that ranks hold parts of and that Transformers reads whole.
+        self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
 
-    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter:
+    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], QuantizedTensor]) -> nn.Parameter | LocalPart:
         """Return a quantized parameter, or once the load has failed a stand-in for it that takes no memory.
+
+        Where ranks hold parts of the weight, it is the part of this rank.
 
         Args:
             skeleton: The parameter of the model on the meta device.
@@ -40,13 +47,40 @@ class LoadState:
         """
         if self.error is None:
             try:
-                return as_parameter(make())
+                weight = make()
+                return LocalPart(weight) if is_distributed(skeleton) else as_parameter(weight)
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)
                 self.error.__cause__ = error
-        stand_in = torch.zeros((), dtype=skeleton.dtype).expand(skeleton.shape)
-        return nn.Parameter(stand_in, requires_grad=False)
+        stand_in = torch.zeros((), dtype=skeleton.dtype).expand(local_tensor(skeleton).shape)
+        return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
+
+    def shape_read(self, name: str, skeleton: Tensor) -> torch.Size:
+        """Return the shape that a float weight or the weight of stored tensors arrives in.
+
+        Args:
+            name: Full name of the weight.
+            skeleton: As for `parameter_or_stand_in`.
+        """
+        return skeleton.shape if name in self.plans else local_tensor(skeleton).shape
+
+    def own_part(self, name: str, weight: QuantizedTensor, skeleton: Tensor) -> QuantizedTensor:
+        """Return what this rank holds of a weight that was read: its part of one that was read whole.
+
+        Args:
+            name: Full name of the weight.
+            weight: The weight in the shape that `shape_read` returns.
+            skeleton: As for `parameter_or_stand_in`.
+
+        Raises:
+            UnsupportedError: The weight cannot be cut between its groups.
+        """
+        if not is_distributed(skeleton):
+            return weight
+        part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
+        part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
+        return part
 
     def _file(self, name: str) -> str:
         """Return the file that holds a weight; the directory where the checkpoint has it under another name."""

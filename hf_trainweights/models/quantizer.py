@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
@@ -15,13 +16,16 @@ from transformers.utils import logging
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
+from hf_trainweights.models.cut_plans import cut_plans
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.hub import hub_id
 from hf_trainweights.models.load_state import LoadState
 from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
+from hf_trainweights.models.ranks import failing_alike
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
@@ -31,6 +35,7 @@ from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 
@@ -61,6 +66,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
         self._summary: Summary | None = None
+        self._whole_reads: RemovableHandle | None = None
 
     def summary(self) -> Summary:
         """Return the choice for each parameter: quantized or left alone, and why.
@@ -119,7 +125,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return lift_cpu_limit(max_memory, self._model_bytes) if self.pre_quantized else max_memory
 
     def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        self.state.stored = check_weight_files(kwargs.get("checkpoint_files") or [], model.config.name_or_path or "")
+        with failing_alike(is_loaded_by_ranks(model)):
+            files = kwargs.get("checkpoint_files") or []
+            self.state.stored = check_weight_files(files, model.config.name_or_path or "")
         config = self.quantization_config
         summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
         if not self.pre_quantized:
@@ -129,6 +137,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)
         self._model_bytes = summary.bytes_after
+        if is_loaded_by_ranks(model):
+            self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
         return model
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
@@ -157,7 +167,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         # The files tell what is quantized: config.json does not keep the order of the overrides.
         stored = {name for name, weight in self.state.stored.items() if weight.kind == "quantized"}
         leaves = {name.rpartition(".")[2] for name in stored | self.state.choices.keys()}
-        return deserialize_converters(self.state, leaves | {"weight"})
+        return deserialize_converters(self.state, leaves | {"weight"}, cut_on_cpu=self._whole_reads is not None)
 
     def update_weight_conversions(
         self, weight_conversions: list[Any], model: PreTrainedModel | None = None
@@ -170,8 +180,13 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     # When they are loaded
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
-        if self.state.error is not None:
-            raise self.state.error
+        if self._whole_reads is not None:
+            self._whole_reads.remove()
+            self._whole_reads = None
+        with failing_alike(is_loaded_by_ranks(model)):
+            if self.state.error is not None:
+                raise self.state.error
+        run_on_parts(model, lambda part: isinstance(part, QuantizedTensor))
         if not self.pre_quantized and self.quantization_config.base_model is None:
             # A copy: the user may quantize another model by the same configuration.
             self.quantization_config = copy.copy(self.quantization_config)
@@ -229,7 +244,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: torch.dtype | str | None = None) -> PreTrainedModel:
         # After a save config.dtype is a string.
         target = getattr(torch, dtype) if isinstance(dtype, str) else dtype
-        shown = {parameter.dtype for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)}
+        quantized = (p for p in model.parameters() if isinstance(local_tensor(p), QuantizedTensor))
+        shown = {parameter.dtype for parameter in quantized}
         dequantize_(model, target)
         if target is not None:
             # The float weights beside them, which a cast has taken along: a product takes no two dtypes.

@@ -12,6 +12,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import load_offloaded
 from hf_trainweights.models.host.models import has_adapters, tied_names
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict
 
@@ -80,13 +81,14 @@ def is_same_weight(tensor: object, other: object) -> bool:
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
-    """Return the bytes that the model holds, quantized weights by their stored tensors.
+    """Return the bytes that the model holds in this process, quantized weights by their stored tensors.
 
     Args:
         self: The model.
         return_buffers: Whether to count buffers.
     """
     parameters = sum(
-        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size() for p in self.parameters()
+        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size()
+        for p in map(local_tensor, self.parameters())
     )
     return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)

@@ -14,7 +14,7 @@ import inspect
 import os
 import tempfile
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,10 @@ from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.guard_names import name_guards
-from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.host.models import has_adapters, shallow_copy
+from hf_trainweights.models.host.tensor_parallel import without_ranks
 from hf_trainweights.models.hub import Push, begin_push
+from hf_trainweights.models.ranks import gather_on_first_rank, is_in_parts, on_first_rank
 from hf_trainweights.models.resizing import resize_token_embeddings
 from hf_trainweights.models.saved_tensors import get_memory_footprint, is_same_weight
 from hf_trainweights.models.training import train
@@ -59,6 +61,8 @@ def save_pretrained(
 ) -> None:
     """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
 
+    Where ranks hold parts of the model, all of them must call this; rank 0 writes what one process would.
+
     Args:
         self: The model.
         save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
@@ -71,7 +75,8 @@ def save_pretrained(
         SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
             there before is untouched. Or the upload failed, after the files were written.
         Exception: What the Hub's client refuses, before anything is written; see `push_to_hub`.
-        UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`.
+        UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`, or of a model that ranks hold
+            quantized parts of.
     """
     # Not the signature of the model's own class: some classes override it with *args.
     given = _SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments
@@ -80,17 +85,27 @@ def save_pretrained(
     safe = safe_serialization is None or safe_serialization
     if options.get("distributed_checkpoint") and not safe:
         raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
+    in_parts = is_in_parts(self, options.get("state_dict"))
+    if in_parts and options.get("distributed_checkpoint"):
+        raise UnsupportedError(
+            "save_pretrained",
+            "a model that ranks hold quantized parts of to be saved whole",
+            "distributed_checkpoint=True",
+            "Leave it out: the parts are gathered as codes and scales, and rank 0 writes them.",
+        )
     # Other processes write nothing, or only their own part: they must not hold the directory.
-    if options.get("distributed_checkpoint") or not options.get("is_main_process", True):
+    if options.get("distributed_checkpoint") or not (in_parts or options.get("is_main_process", True)):
         type(self).save_pretrained(self, save_directory, **options)
         return
     directory = Path(save_directory)
-    push = None
+    push_options = None
     if options.pop("push_to_hub", False):
         push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
         push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
-        push = begin_push(**push_options)
-    _save(self, directory, safe, options, push)
+    if in_parts:
+        _save_parts(self, lambda: contextlib.nullcontext(directory), safe, options, push_options)
+    else:
+        _save(self, directory, safe, options, begin_push(**push_options) if push_options else None)
 
 
 def push_to_hub(
@@ -100,10 +115,11 @@ def push_to_hub(
     safe_serialization: bool = True,
     max_shard_size: int | str = "50GB",
     **kwargs: Any,
-) -> CommitInfo:
+) -> CommitInfo | None:
     """Push a quantized model to the Hub, in either serialization, with a model card.
 
-    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit.
+    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit. Where
+    ranks hold parts of the model, all of them must call this, and rank 0 pushes.
 
     Args:
         self: The model.
@@ -114,18 +130,46 @@ def push_to_hub(
             `commit_message`, `commit_description`.
 
     Returns:
-        The commit, a string with its URL.
+        The commit, a string with its URL; None on a rank that does not push.
 
     Raises:
         SaveError: The upload failed, or the files could not be written before it.
         Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
             cannot be one, `HfHubHTTPError` without a token that may write there.
     """
+    options = {"max_shard_size": max_shard_size}
+    if is_in_parts(self):
+        return _save_parts(self, _temporary, safe_serialization, options, {"repo_id": repo_id, **kwargs})
     push = begin_push(repo_id, **kwargs)
+    with _temporary() as directory:
+        return _save(self, directory, safe_serialization, options, push)
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as directory:
-        commit = _save(self, Path(directory), safe_serialization, {"max_shard_size": max_shard_size}, push)
-    assert commit is not None
-    return commit
+        yield Path(directory)
+
+
+def _save_parts(
+    model: PreTrainedModel,
+    target: Callable[[], contextlib.AbstractContextManager[Path]],
+    safe: bool,
+    options: dict[str, Any],
+    push_options: dict[str, Any] | None,
+) -> CommitInfo | None:
+    """Save a model that ranks hold parts of, from the first rank; all ranks must call it."""
+    writes = options.pop("is_main_process", True)
+    push = on_first_rank("push_to_hub", lambda: begin_push(**push_options) if push_options and writes else None)
+    whole = gather_on_first_rank(model, options.pop("state_dict", None))
+
+    def write() -> CommitInfo | None:
+        if not writes:
+            return None
+        with target() as directory:
+            return _save(without_ranks(model), directory, safe, {**options, "state_dict": whole}, push)
+
+    return on_first_rank("save_pretrained", write)
 
 
 def _save(
@@ -196,7 +240,7 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
         given = {name: own[name] if is_same_weight(own.get(name), tensor) else tensor for name, tensor in given.items()}
     quantizer: Any = copy.copy(model.hf_quantizer)
     quantizer.state_dict_to_save, quantizer.writes_guards = given, True
-    saved_model = copy.copy(model)
+    saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
     # Of a model with adapters only these are saved.
     with canonical_layouts([] if has_adapters(model) else model.parameters() if given is None else given.values()):

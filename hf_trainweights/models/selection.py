@@ -17,6 +17,7 @@ from hf_trainweights.models.host.models import tied_names
 from hf_trainweights.models.layers import is_transposed, is_weight
 from hf_trainweights.models.overrides import left_out, listed
 from hf_trainweights.models.summary import Choice, Summary, check_not_empty
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why a weight is left alone that the configuration would have quantized.
@@ -77,7 +78,7 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """
     found = []
     for choice in choose(module, config, skip).tensors:
-        weight = getattr(choice.module, choice.name.rpartition(".")[2])
+        weight = local_tensor(getattr(choice.module, choice.name.rpartition(".")[2]))
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
             choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before)
         found.append(choice)
@@ -133,17 +134,25 @@ def _choose(
     owner = owners[name.rpartition(".")[0]]
     transposed = is_transposed(owner, parameter)
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
-    if isinstance(parameter, QuantizedTensor):
-        form, expected = parameter.format, wanted.fallback(parameter.stored_shape) if wanted else None
+    weight = local_tensor(parameter)
+    if isinstance(weight, QuantizedTensor):
+        # The whole weight's shape, of which this rank may hold a part.
+        stored = _stored_shape(parameter, weight.transposed)
+        form, expected = weight.format, wanted.fallback(stored) if wanted else None
         reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
-        return Choice(name, owner, form, reason, parameter.transposed, numel, size, parameter.stored_bytes)
+        stored_bytes = form.stored_bytes(stored, weight.scale_dtype)
+        return Choice(name, owner, form, reason, weight.transposed, numel, size, stored_bytes)
     if wanted is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size)
-    *lead, N, K = parameter.shape
-    stored = (*lead, K, N) if transposed else (*lead, N, K)
+    stored = _stored_shape(parameter, transposed)
     chosen = wanted.fallback(stored)
     reason = reason if chosen == wanted else _misfit(wanted)
     return Choice(name, owner, chosen, reason, transposed, numel, size, chosen.stored_bytes(stored, parameter.dtype))
+
+
+def _stored_shape(parameter: Tensor, transposed: bool) -> tuple[int, ...]:
+    *lead, N, K = parameter.shape
+    return (*lead, K, N) if transposed else (*lead, N, K)
 
 
 def _misfit(wanted: Format | None) -> str:

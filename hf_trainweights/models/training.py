@@ -6,6 +6,7 @@ import warnings
 
 from transformers import PreTrainedModel
 
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -35,6 +36,6 @@ def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
 def _trains_leftovers(model: PreTrainedModel) -> bool:
     """Return whether a model is as it was loaded: each parameter that can train would. Adapters freeze the others."""
     parameters = list(model.parameters())
-    quantized = [parameter for parameter in parameters if isinstance(parameter, QuantizedTensor)]
+    quantized = [parameter for parameter in parameters if isinstance(local_tensor(parameter), QuantizedTensor)]
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     return bool(quantized and trainable) and len(quantized) + len(trainable) == len(parameters)

@@ -11,7 +11,7 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.dispatch import unsupported_in_place
 from hf_trainweights.tensor.handlers import replaces
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.read_only import lost_write, read_only_storage
+from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, lost_write, read_only_storage
 
 
 @replaces(Tensor.__setitem__)
@@ -50,7 +50,13 @@ def _set_data(tensor: Tensor, data: Tensor) -> Any:
     if not isinstance(tensor, QuantizedTensor):
         return NotImplemented
     if not isinstance(data, QuantizedTensor):
-        raise unsupported_in_place("data", tensor)
+        raise UnsupportedError(
+            "data",
+            "a quantized weight to take the place of one",
+            f"{data.dtype} values to take that of {tensor!r}",
+            f"{HOW_TO_CHANGE} FullyShardedDataParallel puts views of one float tensor there: use fully_shard, which is "
+            "fsdp_version 2 of accelerate.",
+        )
     Tensor.data.__set__(tensor, data)  # type: ignore[attr-defined]
     tensor.format, tensor.stored_shape, tensor.transposed = data.format, data.stored_shape, data.transposed
     return tensor.hold_(data.held)

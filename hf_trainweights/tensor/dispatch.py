@@ -31,7 +31,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs: Likewise.
 
     Raises:
-        UnsupportedError: The op writes to a quantized weight.
+        UnsupportedError: The op writes to a quantized weight, or sends it to other processes.
     """
     handler, result = HANDLERS.get(func), NotImplemented
     if handler is not None:
@@ -42,6 +42,9 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    # Their schemas do not say what they write to: float values in place of a weight would be lost without a word.
+    if func.namespace == "c10d":
+        raise unsupported_collective(func)
     for value in written(func, args, kwargs):
         if isinstance(value, HeldTensor):
             raise unsupported_in_place(str(func), value)
@@ -55,6 +58,21 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     result = compute_dequantized(func, *args, **kwargs)
     # Of a weight that is stored transposed, `contiguous` and `flatten` are such a copy. Of a float one they are views.
     return read_only(result) if func is torch.ops.aten.clone.default else views_as_read_only(func, result)
+
+
+def unsupported_collective(func: Any) -> UnsupportedError:
+    """Return the error for a collective that would send a quantized weight as it is.
+
+    Args:
+        func: The op.
+    """
+    return UnsupportedError(
+        str(func),
+        "plain tensors",
+        "a quantized weight, whose float values are nowhere in memory",
+        "Let every rank load the model, and load_state_dict or set_model_state_dict without broadcast_from_rank0. To "
+        "send a weight yourself, send the tensors in weight.tensors one by one.",
+    )
 
 
 def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:

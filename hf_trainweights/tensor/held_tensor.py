@@ -129,6 +129,7 @@ class HeldTensor(Tensor):
         format: Format,  # noqa: A002
         transposed: bool = False,
         name: str = "weight",
+        beside: Mapping[str, Tensor] | None = None,
     ) -> Self:
         """Quantize a float weight.
 
@@ -137,6 +138,7 @@ class HeldTensor(Tensor):
             format: The format to use; where it cannot hold the shape, its fallback is.
             transposed: Whether the reduction runs along the last dimension but one.
             name: What errors call the weight.
+            beside: Held tensors of an earlier weight of this format, whose tensors that all rows share are kept.
 
         Returns:
             A new tensor that shows the weight's shape and dtype and shares no memory with it.
@@ -146,7 +148,7 @@ class HeldTensor(Tensor):
         """
         stored = weight.detach().transpose(-1, -2) if transposed else weight.detach()
         chosen = format.fallback(stored.shape)
-        held = Held(chosen.quantize(stored, name))
+        held = Held(chosen.quantize_beside(stored, beside or {}, name))
         return cls.from_held(held, chosen, stored.shape, weight.dtype, transposed)
 
     @property

@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Freed memory that is kept at most while weights are exchanged.
@@ -21,17 +22,27 @@ _FREED_BYTES = 4 << 20
 def choose_layouts_(module: nn.Module) -> None:
     """Hold each quantized weight of a linear layer in the layout in which it is multiplied fastest, in place.
 
-    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call.
+    Nothing changes where a part of the module is on another device: accelerate then moves weights for every call. Nor
+    does it where FSDP gathers weights for every call, because they travel as they lie in files.
 
     Args:
         module: Any module.
     """
-    if any(parameter.device.type != "cpu" for parameter in module.parameters()):
+    if _is_gathered(module) or any(parameter.device.type != "cpu" for parameter in module.parameters()):
         return
     for places in parameter_places(module).values():
-        weight = getattr(*places[0])
+        weight = local_tensor(getattr(*places[0]))
         if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
             _hold_in_best_layout_(weight)
+
+
+def _is_gathered(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a module or a part of it."""
+    if not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(each, FSDPModule) for each in module.modules())
 
 
 def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
@@ -70,7 +81,7 @@ def canonical_layouts(weights: Iterable[torch.Tensor]) -> Iterator[None]:
     """
     private = [
         (weight, weight.kernel_layout)
-        for weight in weights
+        for weight in map(local_tensor, weights)
         if isinstance(weight, QuantizedTensor) and weight.kernel_layout is not None
     ]
     try:

@@ -7,6 +7,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
+from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -51,9 +52,12 @@ def dequantize_(module: nn.Module, dtype: torch.dtype | None = None) -> None:
     """
     for places in parameter_places(module).values():
         owner, name = places[0]
-        weight = getattr(owner, name)
+        parameter = getattr(owner, name)
+        weight = local_tensor(parameter)
         if isinstance(weight, QuantizedTensor):
-            put_parameter(places, nn.Parameter(weight.dequantize(dtype).contiguous(), requires_grad=False))
+            values = weight.dequantize(dtype).contiguous()
+            values = with_local(parameter, values) if is_distributed(parameter) else values
+            put_parameter(places, nn.Parameter(values, requires_grad=False))
 
 
 def get_model_size_in_bytes(module: nn.Module) -> int:
@@ -70,7 +74,7 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
         64
     """
     sizes: dict[int, int] = {}
-    for tensor in [*module.parameters(), *module.buffers()]:
+    for tensor in map(local_tensor, [*module.parameters(), *module.buffers()]):
         for held in tensor.held.tensors.values() if isinstance(tensor, QuantizedTensor) else [tensor]:
             storage = held.untyped_storage()
             sizes[storage._cdata] = storage.nbytes()

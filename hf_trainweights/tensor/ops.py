@@ -99,8 +99,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
             "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
             "one seed before the module is made."
             if isinstance(target, QuantizedTensor)
-            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). FSDP shards no quantized "
-            "weights: pass them to fully_shard as ignored_params, or dequantize the module first."
+            else "Copy source.dequantize(), or call load_state_dict(..., assign=True). fully_shard cuts quantized "
+            "weights along their first dimension alone: for them let shard_placement_fn return None."
         )
         expected = "two quantized tensors of one format, shape and scale dtype"
         found = f"{_describe(source)} to be copied into {_describe(target)}"
@@ -141,7 +141,10 @@ def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tens
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
     tensors, layout = _divisible(tensor, dim)
-    return _part(tensor, Held({name: function(held) for name, held in tensors.items()}, layout))
+    shared = _shared_along(tensor, dim)
+    return _part(
+        tensor, Held({name: held if name in shared else function(held) for name, held in tensors.items()}, layout)
+    )
 
 
 def _divisible(tensor: QuantizedTensor, dim: int) -> Held:
@@ -149,13 +152,23 @@ def _divisible(tensor: QuantizedTensor, dim: int) -> Held:
     return Held(tensor.tensors) if _stored_dim(tensor, dim) == tensor.dim() - 2 else tensor.held
 
 
+def _shared_along(tensor: QuantizedTensor, dim: int) -> tuple[str, ...]:
+    """Return the names of the held tensors that a cut along `dim` leaves whole: those that all rows share."""
+    return tensor.format.shared_names if _stored_dim(tensor, dim) == tensor.dim() - 2 else ()
+
+
 def _part(tensor: QuantizedTensor, held: Held) -> Tensor:
     """Return the weight that held tensors of some of the rows stand for; a single row is dequantized, read-only."""
     shape = (*held.tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
     if len(shape) < 2:
-        rows = {name: stored.unsqueeze(0) for name, stored in held.tensors.items()}
+        rows = {name: stored if stored.dim() > 1 else stored.unsqueeze(0) for name, stored in held.tensors.items()}
         return read_only(tensor.format.dequantize(rows, (1, *shape), tensor.dtype)[0])
-    return QuantizedTensor.from_held(held, tensor.format, shape, tensor.dtype, tensor.transposed)
+    # Indices of two dimensions make several matrices of rows.
+    whole = {
+        name: stored.expand(*shape[:-2], *stored.shape[-2:]) if name in tensor.format.shared_names else stored
+        for name, stored in held.tensors.items()
+    }
+    return QuantizedTensor.from_held(Held(whole, held.layout), tensor.format, shape, tensor.dtype, tensor.transposed)
 
 
 @implements(aten.select.int, any_layout=True)
@@ -177,8 +190,9 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    tensors, layout = _divisible(tensor, dim)
-    pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in tensors.items()}
+    (tensors, layout), shared = _divisible(tensor, dim), _shared_along(tensor, dim)
+    pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in tensors.items() if name not in shared}
+    pieces |= {name: [tensors[name]] * len(pieces["qdata"]) for name in shared}
     parts = (dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True))
     return [_part(tensor, Held(part, layout)) for part in parts]
 
@@ -235,7 +249,7 @@ def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     return return_and_correct_aliasing(func, (tensor, *dims), {}, flipped)
 
 
-@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
+@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default, any_layout=True)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: Any) -> Any:
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))

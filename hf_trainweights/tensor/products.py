@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.cutting import cut_rows
 from hf_trainweights.kernels import MultiplyFew
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.tensor.dispatch import compute_dequantized
@@ -68,7 +69,7 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     rows = max(1, BLOCK_ELEMENTS // max(1, K))
     if rows >= N:
         return F.linear(given, form.dequantize(tensors, shape, dtype), shift).to(x.dtype)
-    blocks = [{name: tensor[i : i + rows] for name, tensor in tensors.items()} for i in range(0, N, rows)]
+    blocks = [cut_rows(form, tensors, lambda stored, i=i: stored[i : i + rows]) for i in range(0, N, rows)]
     weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
     out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
     return (out if shift is None else out.add_(shift)).to(x.dtype)

@@ -92,7 +92,7 @@ def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
         QuantizationError: The values hold NaN or Inf.
     """
     plain = values.detach().to(weight.scale_dtype)
-    quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed)
+    quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed, beside=weight.held.tensors)
     _keep_equal_rows_(quantized, weight, plain)
     quantized = quantized.map(lambda stored: stored, weight.dtype)
     if weight.kernel_layout is None:
@@ -109,6 +109,8 @@ def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, value
     rows = min(new.shape[-2], old.shape[-2])
     equal = (new[..., :rows, :] == old[..., :rows, :]).all(dim=-1, keepdim=True)
     for name, stored in weight.tensors.items():
+        if name in quantized.format.shared_names:
+            continue
         target, source = (_as_bytes(each)[..., :rows, :] for each in (quantized.held.tensors[name], stored))
         target.copy_(torch.where(equal, source, target))
 

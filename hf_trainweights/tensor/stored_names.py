@@ -21,9 +21,12 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.guards import is_guard, is_notice
 from hf_trainweights.tensor.held_tensor import Held
+from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
+from hf_trainweights.tensor.shards import cut
 from hf_trainweights.tensor.stored_checks import check_stored
 
 FORMAT_SUFFIX = "format"
@@ -34,7 +37,7 @@ _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in SHOWN_DTYPES}
 
 def stored_suffixes() -> tuple[str, ...]:
     """Return the suffixes that names in a file may have: the tensors of all registered formats, and `format`."""
-    tensor_names = {name for form in FORMATS.values() for name in form.tensor_names}
+    tensor_names = {COLUMN_SCALE, *(name for form in FORMATS.values() for name in form.tensor_names)}
     return (*sorted(tensor_names), FORMAT_SUFFIX)
 
 
@@ -204,24 +207,32 @@ class FoldStoredTensors:
         """
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
-            if is_notice(name) or (is_guard(state_dict[key]) and isinstance(_parameter(module, name), QuantizedTensor)):
+            if is_notice(name) or (is_guard(state_dict[key]) and _weight(module, name) is not None):
                 del state_dict[key]
                 continue
             parsed = parse_stored_name(name)
-            weight = _parameter(module, parsed[0]) if parsed else None
-            if parsed and isinstance(weight, QuantizedTensor):
+            weight = _weight(module, parsed[0]) if parsed else None
+            if parsed and weight is not None:
                 self.pending[parsed[0]][parsed[1]] = state_dict.pop(key)
         for name, tensors in list(self.pending.items()):
-            weight = _parameter(module, name)
-            if isinstance(weight, QuantizedTensor) and _stored_suffixes(weight, self.default) <= tensors.keys():
-                folded = unflatten_weight(name, tensors, weight.dtype, self.default)
-                state_dict[prefix + name] = folded.map(lambda stored, device=weight.device: stored.to(device))
+            weight = _weight(module, name)
+            if weight is not None and _stored_suffixes(weight, self.default) <= tensors.keys():
+                folded, whole = unflatten_weight(name, tensors, weight.dtype, self.default), _parameter(module, name)
+                part = cut(folded, whole, name) if is_distributed(whole) else folded
+                part = part.map(lambda stored, device=weight.device: stored.to(device))
+                state_dict[prefix + name] = with_local(whole, part) if is_distributed(whole) else part
                 del self.pending[name]
 
 
 def _stored_suffixes(weight: QuantizedTensor, default: Format) -> set[str]:
     """Return what `flatten_weight` stores of a weight."""
     return {*weight.format.tensor_names, *([FORMAT_SUFFIX] if _needs_format(weight, default) else [])}
+
+
+def _weight(module: nn.Module, name: str) -> QuantizedTensor | None:
+    """Return a quantized weight, or the part of it that this rank holds; None for any other parameter."""
+    weight = local_tensor(_parameter(module, name))
+    return weight if isinstance(weight, QuantizedTensor) else None
 
 
 def _parameter(module: nn.Module, name: str) -> Tensor | None:

@@ -1,16 +1,13 @@
-"""Quantized weights in PyTorch's distributed wrappers, each in two processes over gloo."""
+"""Quantized weights in PyTorch's distributed data-parallel wrapper, in two processes over gloo."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_trainweights import TrainWeightsConfig, quantize_
@@ -61,23 +58,3 @@ def test_processes_with_different_quantized_weights_are_told_what_to_do(tmp_path
     texts = {file.name: file.read_text() for file in tmp_path.iterdir()}
     assert list(texts) == ["1"]
     assert "give all processes the same quantized weights first: load one checkpoint, or set one seed" in texts["1"]
-
-
-def shards(rank: int, directory: Path) -> None:
-    torch.manual_seed(0)
-    layers, mesh = module("int8"), init_device_mesh("cpu", (PROCESSES,))
-    expected = layers(torch.ones(1, 64))
-    try:
-        fully_shard(module("int8"), mesh=mesh)
-    except UnsupportedError as error:
-        (directory / str(rank)).write_text(str(error))
-    fully_shard(layers, mesh=mesh, ignored_params={layers[0].weight})
-    torch.testing.assert_close(layers(torch.ones(1, 64)), expected)
-
-
-@pytest.mark.skipif("ignored_params" not in inspect.signature(fully_shard).parameters, reason="later than this PyTorch")
-def test_fully_shard_is_told_to_leave_quantized_weights_out_and_does(tmp_path: Path) -> None:
-    run_ranks(PROCESSES, shards, tmp_path)
-    texts = [file.read_text() for file in tmp_path.iterdir()]
-    assert len(texts) == PROCESSES
-    assert all("pass them to fully_shard as ignored_params" in text for text in texts)

@@ -16,8 +16,9 @@ try:
 except ImportError as error:
     raise unsupported("transformers.core_model_loading") from error
 
-# A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it.
-NamedLoad = tuple[str, Callable[[], Tensor]]
+# A tensor of a checkpoint that is not loaded yet: its name there, and the function that loads it, or None where it is
+# for another rank.
+NamedLoad = tuple[str, Callable[[], Tensor | None]]
 
 _CONVERTER_ATTRIBUTES = (
     *("source_patterns", "_original_source_patterns", "_original_target_patterns", "scope_prefix", "base_model_prefix"),
@@ -103,7 +104,9 @@ class MergingConverter(Converter):
         return super().convert(layer_name, model, config, hf_quantizer, loading_info)
 
 
-def make_converter(source_patterns: list[str], target_pattern: str, operation: QuantizerOp) -> WeightConverter:
+def make_converter(
+    source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
+) -> WeightConverter:
     """Return a converter that makes one parameter of several tensors.
 
     Where a version lacks an attribute, Transformers' own converter does the same more slowly.
@@ -112,9 +115,12 @@ def make_converter(source_patterns: list[str], target_pattern: str, operation: Q
         source_patterns: The ends of the tensors' names in a checkpoint.
         target_pattern: The end of the parameter's name.
         operation: The operation that makes the parameter.
+        on_cpu: Whether the operation gets the tensors on the CPU, wherever the parameter is to be.
     """
     cls = Converter if _has_known_converters() else WeightConverter
-    return cls(source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation])
+    return cls(
+        source_patterns=source_patterns, target_patterns=target_pattern, operations=[operation], force_cpu=on_cpu
+    )
 
 
 def offer_before_merging(conversion: Any) -> Any:

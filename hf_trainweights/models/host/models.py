@@ -48,6 +48,17 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     return sorted(kept)
 
 
+def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
+    """Return another object of a model's class that shares all its parts and attributes.
+
+    Args:
+        model: The model. The class that `fully_shard` gives it cannot be copied by `copy`.
+    """
+    copied = object.__new__(type(model))
+    copied.__setstate__(model.__dict__)
+    return copied
+
+
 def was_loaded(parameter: Tensor) -> bool:
     """Return whether a parameter came from a checkpoint; False where a version does not say.
 

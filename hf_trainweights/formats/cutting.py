@@ -1,0 +1,110 @@
+"""Parts of a weight that is quantized already: some of its rows, or some of its columns, without new rounding.
+
+A weight `[*, N, K]` is a table of stored tensors. Each has N as its last dimension but one, except those that
+`Format.shared_names` lists: they serve all rows alike. Along K a tensor is cut in proportion, or serves every part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import QuantizationError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
+
+
+def cut_rows(form: Format, tensors: Mapping[str, Tensor], cut: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
+    """Return the stored tensors of some rows of a weight.
+
+    Args:
+        form: The weight's format.
+        tensors: Its stored tensors.
+        cut: From a stored tensor `[*, N, k]` to its rows `[*, n, k]`, such as a slice.
+
+    Returns:
+        What `cut` returns of each tensor; those that all rows share as they are.
+    """
+    return {name: stored if name in form.shared_names else cut(stored) for name, stored in tensors.items()}
+
+
+def cut_columns(
+    form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int
+) -> dict[str, Tensor]:
+    """Return the stored tensors of the columns from `start` up to `stop`.
+
+    Args:
+        form: The weight's format.
+        tensors: Its stored tensors.
+        shape: Shape of the stored weight, `[*, N, K]`.
+        start: First column, a multiple of `form.column_step`.
+        stop: Column behind the last one, such a multiple too.
+
+    Returns:
+        Contiguous tensors of a weight `[*, N, stop - start]`: copies, or the given ones where nothing is cut off.
+
+    Raises:
+        QuantizationError: The columns are no whole groups, or not within the weight.
+
+    Examples:
+        >>> from hf_trainweights.formats import get_format
+        >>> form = get_format({"format": "int4", "group_size": 32})
+        >>> half = cut_columns(form, form.quantize(torch.ones(2, 64)), (2, 64), 32, 64)
+        >>> {name: tuple(tensor.shape) for name, tensor in half.items()}
+        {'qdata': (2, 4), 'scale': (2, 1)}
+    """
+    *lead, K = shape
+    step = form.column_step
+    if not 0 <= start < stop <= K or start % step or stop % step:
+        raise QuantizationError(
+            "columns",
+            f"a part of {K} columns at multiples of {step} for {form}",
+            f"{start} to {stop}",
+            "Cut at other columns, or quantize with a group_size that divides the parts.",
+        )
+    sizes = _row_sizes(form, shape, tensors)
+    part_sizes = _row_sizes(form, (*lead, stop - start), tensors)
+    part = {}
+    for name, stored in tensors.items():
+        if sizes[name] == part_sizes[name] and name not in form.bit_packed:
+            part[name] = stored
+        elif name in form.bit_packed:
+            codes = unpack_bits(stored, form.bit_packed[name], K // step)
+            part[name] = pack_bits(codes[..., start // step : stop // step], form.bit_packed[name])
+        else:
+            first = start * sizes[name] // K
+            part[name] = stored.narrow(-1, first, part_sizes[name]).contiguous()
+    return part
+
+
+def join_columns(form: Format, parts: Sequence[Mapping[str, Tensor]], widths: Sequence[int]) -> dict[str, Tensor]:
+    """Return the stored tensors of a weight that was cut along K, the inverse of `cut_columns`.
+
+    Args:
+        form: The weight's format.
+        parts: The stored tensors of each part, in order; where they share a tensor, the first part's is taken.
+        widths: The number of columns of each part.
+
+    Returns:
+        New tensors of a weight `[*, N, sum(widths)]`, or those of the first part where it has the whole tensor.
+    """
+    lead = form.shape_of(parts[0]["qdata"])[:-1]
+    sizes = _row_sizes(form, (*lead, sum(widths)), parts[0])
+    joined = {}
+    for name, stored in parts[0].items():
+        pieces = [part[name] for part in parts]
+        if name in form.bit_packed:
+            bits = form.bit_packed[name]
+            counts = [width // form.column_step for width in widths]
+            codes = [unpack_bits(piece, bits, count) for piece, count in zip(pieces, counts, strict=True)]
+            joined[name] = pack_bits(torch.cat(codes, dim=-1), bits)
+        else:
+            joined[name] = stored if stored.shape[-1] == sizes[name] else torch.cat(pieces, dim=-1)
+    return joined
+
+
+def _row_sizes(form: Format, shape: Sequence[int], tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Return the last dimension of each stored tensor of a weight of this shape."""
+    return {name: size[-1] for name, (size, _) in form.tensor_specs(shape, tensors["scale"].dtype).items()}

@@ -1,0 +1,72 @@
+"""Whether the ranks of a distributed run hold the same quantized weights, asked before they depend on it.
+
+FSDP2 cuts its rows from what each rank has. If ranks differ in a format or a size, their collectives do not fit each
+other, and processes abort or wait forever; if they differ in values alone, the weights become a mixture.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+
+def check_shardable(module: nn.Module, group: Any = None) -> None:
+    """Check that all ranks hold the same quantized weights and that `fully_shard` can spread them over ranks.
+
+    Every rank must call it, before `fully_shard`; what one rank would raise, all raise.
+
+    Args:
+        module: The module that is to be spread, with its weights still whole.
+        group: The ranks that are asked; all if None.
+
+    Raises:
+        UnsupportedError: A weight is missing on a rank, differs there in format, shape, dtype or values, or lies
+            transposed as in GPT-2's Conv1D, so that its first dimension is not that of the codes' rows.
+    """
+    own = {name: _describe(parameter) for name, parameter in module.named_parameters(remove_duplicate=False)}
+    of_ranks: list[dict[str, str]] = [{} for _ in range(dist.get_world_size(group))]
+    dist.all_gather_object(of_ranks, own, group=group)
+    for name in sorted({name for described in of_ranks for name in described}):
+        found = [described.get(name, "no weight") for described in of_ranks]
+        if len(set(found)) > 1:
+            other = next(rank for rank, text in enumerate(found) if text != found[0])
+            raise UnsupportedError(
+                name,
+                "the same weight on all ranks",
+                f"{found[0]} on rank 0 and {found[other]} on rank {other}",
+                "Let all ranks load one checkpoint with one configuration, or set one seed before the model is made.",
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, QuantizedTensor) and parameter.transposed and parameter.dim() == 2:
+            raise UnsupportedError(
+                name,
+                "a weight whose rows are its first dimension, which fully_shard cuts",
+                f"{parameter!r}",
+                "Pass it to fully_shard as ignored_params, or name its layer in modules_to_not_convert.",
+            )
+
+
+def _describe(parameter: Tensor) -> str:
+    """Return what must be the same on all ranks; of a float weight, which wrappers make equal, not the values."""
+    if not isinstance(parameter, QuantizedTensor):
+        return f"a {parameter.dtype} weight of shape {tuple(parameter.shape)}"
+    sums = (
+        ""
+        if parameter.is_meta
+        else f", bytes that sum to {', '.join(str(_sum(t)) for t in parameter.tensors.values())}"
+    )
+    transposed = ", transposed" * parameter.transposed
+    shown = f"{parameter.dtype} with scales in {parameter.scale_dtype}"
+    return f"a weight in {parameter.format} of shape {tuple(parameter.shape)}{transposed}, {shown}{sums}"
+
+
+def _sum(stored: Tensor) -> int:
+    # Bytes weighted by their column, so that two that are exchanged change it. It reads the codes once.
+    matrix = stored.contiguous().view(torch.uint8).flatten(0, -2)
+    return int((matrix.sum(0, dtype=torch.int64) * torch.arange(1, matrix.shape[1] + 1, device=stored.device)).sum())
