@@ -113,6 +113,7 @@ def _measure_standstill(first: Any, second: Any, base: Path, repeats: int) -> di
     """Return for how long a call blocks: ours in the background, PyTorch's own in the foreground and background."""
     seconds: dict[str, list[float]] = {"ours_async": [], "plain": [], "plain_async": []}
     anchor = base / "near-lossless-anchor"
+    group = dist.new_group()  # nothing else may talk over the group of a save in the background
     for number in range(repeats):
         for kind, of_kind in seconds.items():
             path = base / f"stand-{kind}-{number}"
@@ -122,7 +123,7 @@ def _measure_standstill(first: Any, second: Any, base: Path, repeats: int) -> di
             )
             dist.barrier()
             start = time.perf_counter()
-            pending = dcp.async_save(second, storage_writer=writer) if "async" in kind else None
+            pending = dcp.async_save(second, storage_writer=writer, process_group=group) if "async" in kind else None
             if pending is None:
                 dcp.save(second, storage_writer=writer)
             of_kind.append(time.perf_counter() - start)

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.sha256 import read_chunks
-from hf_trainweights.files.temporary import Claim, claim_directory, claim_file, temporary_path
+from hf_trainweights.files.temporary import Claim, claim_directory, claim_file
 
 _BUFFER_BYTES = 1 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
@@ -234,22 +234,6 @@ def link_or_copy(source: Path, target: Path) -> None:
                 file.write(chunk)
         return
     disk.file_system.sync_directory(target.parent)
-
-
-def replace_by_link(source: Path, target: Path) -> None:
-    """Make a file take the place of another one in the same directory under its name as well, durably.
-
-    Args:
-        source: A regular file whose data are on the disk.
-        target: The other file, which stays whole until the last step.
-
-    Raises:
-        CorruptFileError: `source` is no regular file.
-        OSError: The disk is full or refuses; `target` is as it was.
-    """
-    aside = temporary_path(target.parent)
-    link_or_copy(source, aside)
-    move_file(aside, target)
 
 
 def sync_tree(directory: Path) -> None:

@@ -43,7 +43,8 @@ from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 from hf_trainweights.checkpoint.sharded.contents import dcp_directories
 from hf_trainweights.checkpoint.sharded.in_place import compress_sharded, restore_sharded
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
-from hf_trainweights.files.atomic import remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import remove_files, replace_file
+from hf_trainweights.files.links import replace_by_link
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
