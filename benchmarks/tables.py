@@ -261,7 +261,42 @@ def _run_of(report: dict[str, Any]) -> str:
     return f"{report['date']}, commit {report['commit'][:7]}, {report['machine']['cpu']}, seed {report['seed']}"
 
 
+def distributed() -> str:
+    """Return what sharded saves cost over ranks."""
+    report = read("distributed")
+    rows = []
+    for kind in ("strong", "weak"):
+        for row in report[kind]:
+            stand = row["standstill_seconds"]
+            ratios = [f"{mode['ratio_delta']:.1f}" for mode in row["modes"].values()]
+            seconds = [f"{mode['cpu_seconds_per_rank']:.2f}" for mode in row["modes"].values()]
+            blocked = f"{stand['ours_async'] / stand['plain']:.2f}"
+            rows.append([f"{kind}, {row['ranks']}", f"{row['plain_bytes'] / 1e6:.0f}", *ratios, *seconds, blocked])
+    modes = list(report["strong"][0]["modes"])
+    header = ["scaling, ranks", "plain, MB", *modes, *(f"{mode}, s" for mode in modes), "standstill"]
+    caption = (
+        f"{report['cpu']}: plain bytes of the second of two saves divided by its bytes, and processor seconds of the "
+        "slowest rank. Standstill: how long async_save with this package's writer blocks training, relative to save "
+        "with PyTorch's own. All ranks share the cores of one machine."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def distributed_plan() -> str:
+    """Return what a large model would cost, from the speed that was measured."""
+    plan = read("distributed")["plan"]
+    rows = [["plain", f"{plan['plain_bytes'] / 1e9:.0f}", f"{plan['plain_bytes'] / plan['ranks'] / 1e9:.1f}", ""]]
+    for mode, row in plan["modes"].items():
+        per_rank = f"{row['bytes'] / plan['ranks'] / 1e9:.2f}"
+        rows.append([mode, f"{row['bytes'] / 1e9:.0f}", per_rank, f"{row['seconds_per_rank']:.0f}"])
+    header = ["a save", "GB", "GB per rank", "seconds on one core per rank"]
+    size = f"{plan['parameters'] / 1e9:.1f} billion parameters with AdamW in float32 on {plan['ranks']} ranks"
+    return f"{table(header, rows)}\n\nOn paper: {size}, at the ratios and the speed of one rank above."
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "distributed": distributed,
+    "distributed-plan": distributed_plan,
     "abilities": abilities,
     "fuzz": fuzz,
     "soak": soak,

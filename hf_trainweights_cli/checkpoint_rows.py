@@ -47,7 +47,8 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
 
 def bytes_without_anchors(directory: Path) -> int:
     """Return the bytes of all files in a directory but anchors, which other checkpoints hold as well."""
-    return sum(file.lstat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+    files = (file.lstat() for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in files}.values())
 
 
 def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:

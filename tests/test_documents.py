@@ -44,12 +44,20 @@ def test_python_examples_parse(path: Path) -> None:
         ast.parse(block)
 
 
-@pytest.mark.parametrize("room", ["", "checkpoint", "exports", "formats"])
+@pytest.mark.parametrize("room", ["", "checkpoint", "distributed", "exports", "formats"])
 def test_the_reference_has_every_public_name(room: str) -> None:
     pages = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
     documented = {name.rpartition(".")[2] for name in re.findall(r"^::: (\S+)$", pages, re.MULTILINE)}
     public = importlib.import_module(".".join(filter(None, ("hf_trainweights", room)))).__all__
     assert set(public) - {"TrainWeightsError"} - documented == set()  # errors have a page of their own
+
+
+def test_the_tests_that_the_page_on_several_ranks_names_exist() -> None:
+    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"(tests/\S+\.py)::(\w+)", text))
+    assert len(named) > 5
+    missing = [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]
+    assert missing == []
 
 
 def test_the_readme_has_the_two_commands() -> None:

@@ -12,9 +12,12 @@ from pathlib import Path
 
 from hf_trainweights.checkpoint.compression import Compression, Savings, is_plain
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
+from hf_trainweights.checkpoint.sharded_compression import ShardedCompression
 from hf_trainweights.errors import ConfigError
 
 ON_ERROR = ("warn", "raise")
+
+Work = Compression | ShardedCompression
 
 _logger = logging.getLogger(__name__)
 
@@ -29,27 +32,30 @@ class Backlog:
         ConfigError: `on_error` is neither.
     """
 
+    speaks = True
+    """Whether this process says what went wrong; of several ranks one does."""
+
     def __init__(self, on_error: str):
         if on_error not in ON_ERROR:
             raise ConfigError("on_error", " or ".join(ON_ERROR), repr(on_error), "Choose one of these.")
         self._on_error = on_error
-        self._waiting: list[Compression] = []
-        self._failed: dict[Path, Compression] = {}
+        self._waiting: list[Work] = []
+        self._failed: dict[Path, Work] = {}
         self._stayed: dict[Path, str] = {}
-        self._outcomes: list[tuple[Compression, Exception | str]] = []
+        self._outcomes: list[tuple[Work, Exception | str]] = []
         self._fatal: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._savings = Savings()
         self._said: set[tuple[Path, str]] = set()
 
-    def add(self, compression: Compression) -> None:
+    def add(self, compression: Work) -> None:
         """Take in a checkpoint, and those again that stayed plain and are still there.
 
         Args:
             compression: The checkpoint.
         """
         self._failed.pop(compression.directory, None)
-        self._waiting += [failed for failed in self._failed.values() if is_plain(failed.directory)]
+        self._waiting += [failed for failed in self._failed.values() if failed.is_wanted]
         self._waiting.append(compression)
         self._failed.clear()
 
@@ -113,7 +119,7 @@ class Backlog:
         except BaseException as error:  # raised again by finish, in the thread that asks
             self._fatal = error
 
-    def _try(self, compression: Compression) -> None:
+    def _try(self, compression: Work) -> None:
         try:
             no_room = compression.run(self._savings)
         except Exception as error:
@@ -122,7 +128,7 @@ class Backlog:
             if no_room:
                 self._outcomes.append((compression, no_room))
 
-    def _keep_plain(self, compression: Compression, outcome: Exception | str) -> None:
+    def _keep_plain(self, compression: Work, outcome: Exception | str) -> None:
         directory = compression.directory
         self._failed[directory] = compression
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
@@ -135,4 +141,5 @@ class Backlog:
         self._stayed[directory] = reason
         if (directory, reason) not in self._said:
             self._said.add((directory, reason))
-            _logger.warning("%s %s", message, reason)
+            if self.speaks:
+                _logger.warning("%s %s", message, reason)

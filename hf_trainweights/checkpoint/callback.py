@@ -16,19 +16,22 @@ from typing import Any
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, SaveStrategy
+from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
 from hf_trainweights.checkpoint.backlog import Backlog
 from hf_trainweights.checkpoint.compression import Compression, drop_stale_manifest, size_bytes
 from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, set_weights_aside
-from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.sharded.contents import register_checkpoint
+from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.checkpoint.sharded_compression import ShardedCompression
+from hf_trainweights.checkpoint.sharding import Sharding, all_ranks, plain_buffer_names, plain_names, sharding_of
+from hf_trainweights.checkpoint.trainer_files import checkpoint_of, newest_metrics, remove_leftovers
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
 
@@ -39,8 +42,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     """Keeps a Trainer's checkpoints small; an unmodified Trainer resumes from them.
 
     The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
-    stay plain safetensors, so that what is uploaded needs nothing but Transformers. Sharded FSDP and DeepSpeed
-    checkpoints are left as they are.
+    stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
+    every rank makes small what it has written. Checkpoints of DeepSpeed are left as they are.
 
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
@@ -69,6 +72,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self.anchor_every = anchor_every
         self._backlog = Backlog(on_error)
         self._said: set[str] = set()
+        self._ranks = Ranks()
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Make the checkpoints of a moved run readable: their files record where their anchors were.
@@ -79,7 +83,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             control: What it is going to do.
         """
         for directory in checkpoint_directories(args.output_dir or ""):
-            register_anchor_directory(directory)
+            register_checkpoint(directory)
 
     def on_train_begin(
         self,
@@ -102,16 +106,21 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
                 some weights at their starting values.
             SaveError: The mark cannot be written.
         """
-        if not self._is_supported(args):
+        sharding = self._sharding(args)
+        if sharding is Sharding.OTHER:
             return
+        self._backlog.speaks = state.is_world_process_zero
+        self._ranks = all_ranks() if sharding is Sharding.SHARDED else Ranks()
         if model is not None:
-            self.policy.require_used(extract_model_from_parallel(model).state_dict())
-        names = converted_names(extract_model_from_parallel(model)) if model is not None else set()
+            self.policy.require_used(plain_names(extract_model_from_parallel(model)))
+        # Under FSDP the Trainer resumes from files that have the modules' names.
+        is_whole = model is not None and sharding is Sharding.NONE
+        names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
         if args.should_save:
-            _remove_leftovers(Path(args.output_dir or ""))
+            remove_leftovers(Path(args.output_dir or ""))
             if names:
                 mark_run(args.output_dir or "", min(names))
-        directory = _checkpoint(args, state)
+        directory = checkpoint_of(args, state)
         problem = converted_weights_problem(directory, names) if names and state.global_step > 0 else None
         if problem:
             next_step = "Pass resume_from_checkpoint=latest(output_dir), which passes such a checkpoint over."
@@ -164,6 +173,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         Raises:
             Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
+        if self._sharding(args) is Sharding.SHARDED:  # only one rank hears of a push
+            return
         self._backlog.finish()
         self._add(args, state, **kwargs)
         self._backlog.finish()
@@ -199,7 +210,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         """
         self._backlog.finish()
         summary = str(self._backlog)
-        if summary:
+        if summary and self._backlog.speaks:
             _logger.warning("%s", summary)
 
     def _add(
@@ -211,28 +222,32 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         optimizer: Any = None,
         **_: Any,
     ) -> None:
-        directory = _checkpoint(args, state)
-        if not args.should_save or not directory.is_dir() or not self._is_supported(args):
-            return
+        directory = checkpoint_of(args, state)
+        sharding = self._sharding(args)
         module = extract_model_from_parallel(model) if model is not None else None
+        if sharding is Sharding.SHARDED:
+            self._add_sharded(args, state, directory, module)
+            return
+        if not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
+            return
         try:
             plain_bytes = size_bytes(directory)
             drop_stale_manifest(directory)
-            if module is not None:
+            if module is not None and sharding is Sharding.NONE:
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
             return
-        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
-        options = {
+        options: dict[str, Any] = {
             "mode": self.policy.mode,
-            "rules": self.policy.rules_of_exact_weights if best else self.policy.rules,
+            "rules": self._rules(state, directory),
             "keep_weights": bool(args.push_to_hub),
             "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
-            "optimizer_names": optimizer_parameter_names(module, optimizer) if module is not None else {},
-            "metrics": _metrics(state),
+            "metrics": newest_metrics(state),
             "anchor_every": self.anchor_every,
         }
+        if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
+            options["optimizer_names"] = optimizer_parameter_names(module, optimizer)
         self._backlog.add(Compression(directory, plain_bytes, options))
 
     def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
@@ -252,33 +267,29 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         adopt_weights(directory, set_weights_aside(directory, weights))
 
-    def _is_supported(self, args: TrainingArguments) -> bool:
-        sharded = bool(getattr(args, "fsdp", None)) or bool(getattr(args, "deepspeed", None))
-        if sharded:
-            self._say_once("FSDP and DeepSpeed checkpoints are left as the Trainer wrote them.")
-        return not sharded
+    def _add_sharded(
+        self, args: TrainingArguments, state: TrainerState, directory: Path, module: nn.Module | None
+    ) -> None:
+        """Add a checkpoint that all ranks have written; every rank does this alike, whatever it finds on the disk."""
+        if args.push_to_hub:
+            self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
+            return
+        policy = Policy(self.policy.mode, self._rules(state, directory))
+        buffers = plain_buffer_names(module) if module is not None else None
+        options = {"buffers": buffers, "metrics": newest_metrics(state), "anchor_every": self.anchor_every}
+        self._backlog.add(ShardedCompression(directory, policy, options, self._ranks))
+
+    def _rules(self, state: TrainerState, directory: Path) -> Mapping[str, Any]:
+        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
+        return self.policy.rules_of_exact_weights if best else self.policy.rules
+
+    def _sharding(self, args: TrainingArguments) -> Sharding:
+        sharding = sharding_of(args)
+        if sharding is Sharding.OTHER:
+            self._say_once("Checkpoints of DeepSpeed, and of FSDP other than DCP, are left as the Trainer wrote them.")
+        return sharding
 
     def _say_once(self, message: str) -> None:
         if message not in self._said:
             self._said.add(message)
             _logger.warning("%s", message)
-
-
-def _remove_leftovers(root: Path) -> None:
-    try:
-        collect_garbage(root)
-    except OSError as error:
-        _logger.warning("What an earlier run has left in %s stays: %s", root, error)
-
-
-def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
-    """Return the directory of the checkpoint that belongs to the step."""
-    return Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-
-
-def _metrics(state: TrainerState) -> dict[str, float]:
-    """Return the newest number of every name that the Trainer logged."""
-    merged: dict[str, Any] = {}
-    for entry in state.log_history:
-        merged |= entry
-    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}

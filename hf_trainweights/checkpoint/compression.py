@@ -29,6 +29,11 @@ class Compression:
     plain_bytes: int
     options: dict[str, Any]
 
+    @property
+    def is_wanted(self) -> bool:
+        """Whether it is still there to be made small."""
+        return is_plain(self.directory)
+
     def run(self, savings: Savings) -> str | None:
         """Make the checkpoint small.
 
@@ -42,14 +47,11 @@ class Compression:
             CorruptFileError: One of its files is damaged; nothing has changed.
             TrainWeightsError: It could not be rewritten; every file in it is whole.
         """
-        # What is encoded gets a manifest and counts as verified, so damage must be found before.
-        problem = plain_problem(self.directory) if is_plain(self.directory) else None
-        if problem:
-            next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
-            raise CorruptFileError(str(self.directory), "a whole checkpoint", problem, next_step)
-        needed, free = _rewriting_bytes(self.directory), shutil.disk_usage(self.directory).free
-        if free < needed:
-            return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
+        if is_plain(self.directory):
+            require_whole(self.directory)
+        no_room = not_enough_space(_rewriting_bytes(self.directory), shutil.disk_usage(self.directory).free)
+        if no_room:
+            return no_room
         manifest = compress_directory(self.directory, **self.options)
         savings.add(self.plain_bytes, size_bytes(self.directory), manifest)
         return None
@@ -96,10 +98,34 @@ def is_plain(directory: Path) -> bool:
     return directory.is_dir() and not (directory / MANIFEST_NAME).exists()
 
 
+def require_whole(directory: Path) -> None:
+    """Check a plain checkpoint: what is encoded gets a manifest and counts as verified, so damage must be found before.
+
+    Args:
+        directory: The checkpoint.
+
+    Raises:
+        CorruptFileError: It cannot be loaded.
+        OSError: The directory cannot be read.
+    """
+    problem = plain_problem(directory)
+    if problem:
+        next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+        raise CorruptFileError(str(directory), "a whole checkpoint", problem, next_step)
+
+
+def not_enough_space(needed_bytes: int, free_bytes: int) -> str | None:
+    """Say why a checkpoint cannot be rewritten on a full disk, or return None."""
+    if free_bytes >= needed_bytes:
+        return None
+    return f"rewriting it takes {needed_bytes // 10**6} MB of free disk space, there are {free_bytes // 10**6} MB"
+
+
 def size_bytes(directory: Path) -> int:
     """Return what a checkpoint takes on disk, without anchors."""
-    # An anchor is a second link to a file that another checkpoint holds.
-    return sum(file.stat().st_size for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+    # An anchor is a second link to a file that another checkpoint holds; other links are to files of this one.
+    files = (file.stat() for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in files}.values())
 
 
 def _rewriting_bytes(directory: Path) -> int:

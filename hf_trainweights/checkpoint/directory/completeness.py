@@ -16,6 +16,9 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 # Progress and extras of a plain loop, written by `save_checkpoint`.
 STATE_NAME = "trainweights_state.pt"
 
+# What a Trainer loads beside the weights, on one machine and under FSDP with FULL_STATE_DICT.
+_RESUMED_FROM = ("optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin")
+
 _READ_BYTES = 1 << 20
 
 
@@ -42,8 +45,8 @@ def plain_problem(directory: Path) -> str | None:
     weights = [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
     if not weights:
         return "no weight file is there"
-    optimizer = directory / "optimizer.pt"
-    return weights_problem(weights[0]) or (zip_problem(optimizer) if optimizer.exists() else None)
+    others = [directory / name for name in _RESUMED_FROM if (directory / name).exists()]
+    return weights_problem(weights[0]) or next(filter(None, map(zip_problem, others)), None)
 
 
 def _trainer_state_problem(path: Path) -> str | None:

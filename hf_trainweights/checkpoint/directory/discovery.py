@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.directory.completeness import plain_problem
 from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
-from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.sharded.contents import register_checkpoint
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -141,7 +141,7 @@ def latest(root: str | Path) -> str | None:
     """
     for found in find_checkpoints(root):
         if found.problem is None:
-            register_anchor_directory(found.path)
+            register_checkpoint(found.path)
             return str(found.path)
         warnings.warn(f"{found.path} is passed over: {found.problem}", stacklevel=2)
     return None

@@ -11,6 +11,8 @@ from hf_trainweights.checkpoint.directory.inventory import TORCH_SUFFIXES
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
+from hf_trainweights.checkpoint.sharded.contents import dcp_directories, is_dcp_directory
+from hf_trainweights.checkpoint.sharded.leftovers import unlisted_files
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
@@ -57,9 +59,10 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     """
     root = Path(root)
     removed: list[Path] = []
-    for directory in (root, *checkpoint_directories(root)):
+    for checkpoint in (root, *checkpoint_directories(root)):
         with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
-            removed += _collect(directory, dry_run=dry_run)
+            for directory in dict.fromkeys([checkpoint, *dcp_directories(checkpoint)]):
+                removed += _collect(directory, dry_run=dry_run)
     return sorted(removed)
 
 
@@ -70,10 +73,10 @@ def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
     with lock_directory(directory) as is_free:
         if not is_free:
             return []
-        anchors = unused_anchors(directory)
-        for path in () if dry_run else anchors:
+        unused = unlisted_files(directory) if is_dcp_directory(directory) else unused_anchors(directory)
+        for path in () if dry_run else unused:
             disk.file_system.unlink(path)
-        return [*anchors, *remove_abandoned(directory, dry_run=dry_run)]
+        return [*unused, *remove_abandoned(directory, dry_run=dry_run)]
 
 
 def unused_anchors(directory: Path) -> list[Path]:

@@ -10,7 +10,7 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.digests import digest_files
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
-_SHARDED_STATE = ("pytorch_model_fsdp*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def take_inventory(path: Path) -> Inventory:
 
     Raises:
         ConfigError: There is no checkpoint.
-        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        UnsupportedError: It is a sharded checkpoint that no DCP wrote: of DeepSpeed, or of FSDP with LOCAL_STATE_DICT.
         CorruptFileError: An index of shards cannot be read.
     """
     weights = weight_files(path) if path.is_dir() else []
@@ -56,7 +56,7 @@ def take_inventory(path: Path) -> Inventory:
     for pattern in _SHARDED_STATE:
         found = next(path.glob(pattern), None)
         if found is not None:
-            next_step = "Leave FSDP and DeepSpeed checkpoints as they are, or have the Trainer save full ones."
+            next_step = "Leave it as it is, or have the Trainer save a full one, or with FSDP's SHARDED_STATE_DICT."
             raise UnsupportedError(str(path), "a checkpoint in whole files", found.name, next_step)
     return Inventory(path, tuple(weights), tuple(file for file in torch_files if file not in weights))
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -25,16 +25,26 @@ from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEnt
 from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, reported_rounding
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME, OptimizerFile, is_lossy, weights_to_store
+from hf_trainweights.checkpoint.directory.sources import (
+    FSDP_WEIGHTS_NAME,
+    OPTIMIZER_NAMES,
+    OptimizerFile,
+    is_lossy,
+    weights_to_store,
+)
 from hf_trainweights.checkpoint.directory.verification import require_intact
-from hf_trainweights.checkpoint.directory.weights_encoder import Weights
+from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
 from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
+from hf_trainweights.checkpoint.sharded.contents import dcp_directories
+from hf_trainweights.checkpoint.sharded.in_place import compress_sharded, restore_sharded
+from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.files.atomic import remove_files, replace_file
+from hf_trainweights.files.links import replace_by_link
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
@@ -72,7 +82,7 @@ def compress_directory(
     Raises:
         ConfigError: Mode or rules are wrong, a rule names nothing there, or there is no checkpoint at `path`.
         CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
-        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
+        UnsupportedError: It is a checkpoint of DeepSpeed, or of FSDP with a file for each rank (LOCAL_STATE_DICT).
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:
@@ -84,22 +94,37 @@ def compress_directory(
     """
     path = Path(path).absolute()
     job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every)
+    if dcp_directories(path):
+        return _compress_sharded(job, anchor_every, buffers, metrics)
     inventory = take_inventory(path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
     choices = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
     if previous and choices.items() <= previous.metadata.items():
         return previous
     register_anchor_directory(path)
-    problem = None if keep_weights else converted_weights_problem(path)
-    if problem:
-        warnings.warn(f"{path}: the weights stay as they are: {problem}", stacklevel=2)
     optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
-    weights = None if keep_weights or problem else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
+    keeps = keep_weights or _must_keep_weights(path)
+    weights = None if keeps else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
     with rewriting(path):
         entries, anchor = _compress_weights(job, inventory, previous, weights)
-        entries |= _compress_others(job, inventory, optimizer)
+        entries |= _compress_others(job, inventory, optimizer, done=entries)
         fields = manifest_fields(path, previous, metrics, choices)
         return write_complete_manifest(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+
+
+def _must_keep_weights(path: Path) -> bool:
+    problem = converted_weights_problem(path)
+    if problem:
+        warnings.warn(f"{path}: the weights stay as they are: {problem}", stacklevel=3)
+    return bool(problem)
+
+
+def _compress_sharded(
+    job: SaveJob, anchor_every: int, buffers: Collection[str] | None, metrics: Mapping[str, Any] | None
+) -> Manifest:
+    """Do in this process what the ranks of a sharded checkpoint would do."""
+    options: dict[str, Any] = {"buffers": buffers, "metrics": metrics, "anchor_every": anchor_every}
+    return cast("Manifest", compress_sharded(job.path, job.policy, Ranks(), **options))  # it is the coordinator
 
 
 def _compress_weights(
@@ -109,6 +134,10 @@ def _compress_weights(
     if weights is None:
         return {}, previous and previous.anchor
     entries, record = save_weights(job, weights)
+    twin = job.path / FSDP_WEIGHTS_NAME
+    if weights.file_name == WEIGHTS_NAME and twin.exists():
+        replace_by_link(job.path / WEIGHTS_NAME, twin)
+        entries[twin.name] = entries[WEIGHTS_NAME]
     remove_files(inventory.replaced_by(weights.file_name))
     return entries, record and record.to_dict()
 
@@ -136,6 +165,8 @@ def restore_directory(path: str | Path) -> Manifest:
         ('lossless', 'plain')
     """
     path = Path(path).absolute()
+    if dcp_directories(path):
+        return restore_sharded(path)
     inventory = take_inventory(path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
     register_anchor_directory(path)
@@ -152,13 +183,15 @@ def restore_directory(path: str | Path) -> Manifest:
         return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
 
 
-def _compress_others(job: SaveJob, inventory: Inventory, optimizer: OptimizerFile) -> dict[str, FileEntry]:
+def _compress_others(
+    job: SaveJob, inventory: Inventory, optimizer: OptimizerFile, done: Collection[str]
+) -> dict[str, FileEntry]:
     """Write other files than those of weights anew, unless one is small or would lose something."""
     entries = {}
     for file in inventory.other_files:
-        is_optimizer = file.name == OPTIMIZER_NAME
+        is_optimizer = file.name in OPTIMIZER_NAMES
         is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
-        if not is_worth_it or is_lossy(file):
+        if file.name in done or not is_worth_it or is_lossy(file):
             continue
         tree = optimizer.tree if is_optimizer else load_if_possible(file)
         if tree is None:

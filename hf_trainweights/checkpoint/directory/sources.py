@@ -21,13 +21,18 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 
 OPTIMIZER_NAME = "optimizer.pt"
+# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+FSDP_OPTIMIZER_NAME = "optimizer.bin"
+FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
+
+OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
 
 _ADAPTER_NAME = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
 class OptimizerFile:
-    """`optimizer.pt`, loaded and planned once, before anything changes: a rule that needs names fails here.
+    """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
 
     Args:
         tree: What it holds; None if it is not there, or holds more than plain data.
@@ -52,7 +57,7 @@ class OptimizerFile:
             ConfigError: A rule selects optimizer states by name, and there are no names.
             MissingAnchorError: The file was moved without the anchor that it needs.
         """
-        file = path / OPTIMIZER_NAME
+        file = next((path / name for name in OPTIMIZER_NAMES if (path / name).exists()), path / OPTIMIZER_NAME)
         tree = load_if_possible(file) if file.exists() else None
         names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
         return cls(tree, plan_tree(tree, policy, names), names)
@@ -91,7 +96,8 @@ def weights_to_store(
         return None
     first = inventory.weight_files[0]
     file_name = _ADAPTER_NAME if first.name.startswith("adapter") else WEIGHTS_NAME
-    state = read_weights(first)
+    twin = inventory.path / FSDP_WEIGHTS_NAME
+    state = read_weights(twin if file_name == WEIGHTS_NAME and twin.exists() else first)
     policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(inventory.path, previous, file_name) if buffers is None else buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers

@@ -42,7 +42,9 @@ def recorded_names(optimizer: Mapping[str, Any]) -> dict[Key, str]:
     """
     names: dict[Key, str] = {}
     for group in optimizer["param_groups"]:
-        names.update(zip(group["params"], group.get("param_names", ()), strict=False))
+        # A state that was gathered from several ranks has the names in the place of the indices.
+        named = [each for each in group["params"] if isinstance(each, str)]
+        names.update(zip(group["params"], group.get("param_names", named), strict=False))
     return names
 
 

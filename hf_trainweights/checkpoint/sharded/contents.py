@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import math
 from collections import defaultdict
 from collections.abc import Mapping
@@ -13,11 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.sharded.description import metadata_of
+from hf_trainweights.checkpoint.sharded.items import item_crc32
 from hf_trainweights.checkpoint.sharded.plain_metadata import read_plain_metadata
+from hf_trainweights.checkpoint.sharded.reader import load_item
 from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.sha256 import file_sha256
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
@@ -42,6 +46,19 @@ def dcp_directories(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
+
+
+def register_checkpoint(path: Path) -> None:
+    """Look for anchors in a checkpoint, in files or sharded, wherever it was when it was written.
+
+    Args:
+        path: Its directory.
+
+    Raises:
+        OSError: It cannot be read.
+    """
+    for directory in (path, *dcp_directories(path)):
+        register_anchor_directory(directory)
 
 
 def sharded_problem(directory: Path) -> str | None:
@@ -171,19 +188,11 @@ class ShardedContents:
             MissingAnchorError: It needs an anchor that is found nowhere.
             OSError: The file cannot be read.
         """
-        where = f"{self.directory / self.places[index].file}, {index.fqn}" if index in self.places else ""
-        if not where:
+        if index not in self.places:
             where = f"{self.directory}, {index.fqn}"
             raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
-        try:
-            value = torch.load(io.BytesIO(self.read_bytes(index)), map_location="cpu", weights_only=True)
-        except (CorruptFileError, MissingAnchorError) as error:
-            raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
-        except (MemoryError, OSError):
-            raise
-        except Exception as error:  # torch's reader raises anything on damaged bytes
-            found = f"{type(error).__name__}: {error}"[:200]
-            raise CorruptFileError(where, "an item that torch.load reads", found, _NEXT_STEP) from error
+        where = f"{self.directory / self.places[index].file}, {index.fqn}"
+        value = load_item(self.read_bytes(index), where)
         if not isinstance(value, Tensor):
             raise CorruptFileError(where, "a tensor", type(value).__name__, _NEXT_STEP)
         return value
@@ -198,19 +207,56 @@ class ShardedContents:
             CorruptFileError: The file ends before.
             OSError: It cannot be read.
         """
-        place = self.places[index]
-        with open_regular_file(self.directory / place.file, follow_links=False) as file:
-            file.seek(place.start)
-            data = file.read(place.stop - place.start)
-        if len(data) != place.stop - place.start:
-            where = f"{self.directory / place.file}, byte {place.start}"
-            raise CorruptFileError(where, f"{place.stop - place.start} bytes", f"{len(data)}", _NEXT_STEP)
-        return data
+        return read_place(self.directory, self.places[index])
+
+
+def read_place(directory: Path, place: Any) -> bytes:
+    """Read the bytes of an item.
+
+    Args:
+        directory: A DCP directory.
+        place: One of the values of `ShardedContents.places`.
+
+    Raises:
+        CorruptFileError: The file ends before, or holds other bytes than were written.
+        OSError: It cannot be read.
+    """
+    where = f"{directory / place.file}, from byte {place.start} on"
+    with open_regular_file(directory / place.file, follow_links=False) as file:
+        file.seek(place.start)
+        data = file.read(place.stop - place.start)
+    if len(data) != place.stop - place.start:
+        raise CorruptFileError(where, f"{place.stop - place.start} bytes", f"{len(data)}", _NEXT_STEP)
+    if place.crc32 is not None and item_crc32(data) != place.crc32:
+        raise CorruptFileError(where, f"crc32 {place.crc32}", str(item_crc32(data)), _NEXT_STEP)
+    return data
+
+
+def encoded_manifest(directory: Path) -> Manifest | None:
+    """Return the manifest of an encoded DCP directory.
+
+    Args:
+        directory: A DCP directory.
+
+    Returns:
+        None for a plain one, also where a process died before `.metadata` followed the manifest.
+
+    Raises:
+        CorruptFileError: The manifest is damaged.
+        OSError: It cannot be read.
+    """
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    manifest = read_manifest(directory)
+    entry = manifest.files.get(METADATA_NAME)
+    is_current = entry is not None and file_sha256(directory / METADATA_NAME) == entry.sha256
+    return manifest if is_current and manifest.sharded else None
 
 
 def _read_metadata(directory: Path) -> Metadata:
     try:
-        return read_plain_metadata(directory)
+        manifest = encoded_manifest(directory)
+        return read_plain_metadata(directory) if manifest is None else metadata_of(manifest)
     except FileNotFoundError as error:
         next_step = "Its save was interrupted: use another checkpoint."
         raise CorruptFileError(

@@ -12,7 +12,7 @@ import json
 import pickle
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -21,11 +21,13 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.directory.verification import list_files, require_intact
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
 from hf_trainweights.checkpoint.sharded.contents import ShardedContents, dcp_directories
 from hf_trainweights.checkpoint.sharded.parts import model_weights
 from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME, stock_metadata
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.atomic import create_file
+from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.weight_shards import write_shards
@@ -103,7 +105,7 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
             write_plain(each, target)
         if directories != [source]:
             for name in list_files(source):
-                if name != MANIFEST_NAME and (source / name).parent not in directories:
+                if Path(name).name != MANIFEST_NAME and (source / name).parent not in directories:
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, temporary / name, follow_symlinks=False)
 
@@ -120,18 +122,52 @@ def write_plain(contents: ShardedContents, target: Path) -> None:
         MissingAnchorError: An anchor is found nowhere.
         OSError: The disk is full or refuses.
     """
+    metadata = _write_items(contents, target, {name: name for name in _files(contents)})
+    with create_file(target / METADATA_NAME) as file:
+        file.write(metadata)
+
+
+def write_plain_in_place(contents: ShardedContents) -> list[str]:
+    """Write an encoded DCP directory as a plain one where it lies; the old files are whole until `.metadata` changes.
+
+    Args:
+        contents: What it holds.
+
+    Returns:
+        The names of its new files.
+
+    Raises:
+        CorruptFileError: An item is damaged; nothing has changed.
+        MissingAnchorError: An anchor is found nowhere; nothing has changed.
+        OSError: The disk is full or refuses; what was there is whole.
+    """
+    directory, number = contents.directory, free_number(contents.directory)
+    new = {name: file_names(rank, number)[0] for rank, name in enumerate(_files(contents))}
+    metadata = _write_items(contents, directory, new)
+    remove_files([directory / MANIFEST_NAME])  # .metadata alone describes the old files as well
+    with replace_file(directory / METADATA_NAME) as file:
+        file.write(metadata)
+    old = [*map(directory.joinpath, new), *directory.glob(anchor_file_name("*"))]
+    remove_files(sorted(old))
+    return list(new.values())
+
+
+def _files(contents: ShardedContents) -> list[str]:
+    return sorted({place.file for place in contents.places.values()})
+
+
+def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str, str]) -> bytes:
+    """Write every item plainly, and return the `.metadata` that goes with the files."""
     places: dict[MetadataIndex, tuple[str, int, int]] = {}
-    for name in sorted({place.file for place in contents.places.values()}):
+    for name, new_name in new_names.items():
         start = 0
-        with create_file(target / name) as file:
+        with replace_file(target / new_name) as file:
             for index in _items_of(contents, name):
                 data = _plain_bytes(contents, index)
                 file.write(data)
-                places[index] = name, start, len(data)
+                places[index] = new_name, start, len(data)
                 start += len(data)
-    metadata = stock_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex)
-    with create_file(target / METADATA_NAME) as file:
-        file.write(pickle.dumps(metadata))
+    return pickle.dumps(stock_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex))
 
 
 def _items_of(contents: ShardedContents, name: str) -> Iterator[MetadataIndex]:

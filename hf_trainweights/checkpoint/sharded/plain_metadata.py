@@ -53,11 +53,13 @@ class PlainPlace(NamedTuple):
         file: Name of the file in the directory.
         start: Its first byte.
         stop: The byte after its last one.
+        crc32: CRC-32 of these bytes; None because PyTorch keeps none.
     """
 
     file: str
     start: int
     stop: int
+    crc32: int | None = None
 
 
 def read_plain_metadata(directory: Path) -> Metadata:

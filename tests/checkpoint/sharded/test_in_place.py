@@ -1,0 +1,214 @@
+"""Sharded checkpoints are made small and plain where they lie, by one process or by ranks, any of which may die."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from checkpoint.sharded_states import load_stock_trainer, sample_state, save_as_trainer, save_plain
+from checkpoint.test_callback_kills import KILLED, DyingDisk
+from ranks import outcomes_of_ranks, run_ranks
+from torch.utils._pytree import tree_map
+from trees import fingerprint
+
+from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
+from hf_trainweights.checkpoint.compression import size_bytes
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.sharded.contents import ShardedContents
+from hf_trainweights.checkpoint.sharded.in_place import compress_sharded
+from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.files import disk
+
+RANKS = 2
+MODES = ("lossless", "near-lossless", "compact")
+
+
+def moved(state: Any, by: float = 1e-4) -> Any:
+    """Return a state a few steps later: weights have moved a little."""
+    generator = torch.Generator().manual_seed(1)
+
+    def move(value: Any) -> Any:
+        is_float = isinstance(value, torch.Tensor) and value.is_floating_point() and value.dim() > 0
+        return value + by * torch.randn(value.shape, generator=generator) if is_float else value
+
+    return {"model": tree_map(move, state["model"]), "optimizer": state["optimizer"]}
+
+
+def exact(state: Any, checkpoint: Path) -> bool:
+    return fingerprint(load_stock_trainer(state, checkpoint)) == fingerprint(state)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A run of two checkpoints, as a Trainer leaves them."""
+    save_as_trainer(sample_state(), tmp_path / "checkpoint-7", RANKS, step=7)
+    save_as_trainer(moved(sample_state()), tmp_path / "checkpoint-8", RANKS, step=8)
+    return tmp_path
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_becomes_small_and_every_checkpoint_stands_alone(run: Path, mode: str) -> None:
+    before = size_bytes(run / "checkpoint-8")
+    for step in (7, 8):
+        manifest = compress_directory(run / f"checkpoint-{step}", mode=mode)
+        assert manifest.step == step
+        assert verify_checkpoint(run / f"checkpoint-{step}").ok
+    shutil.rmtree(run / "checkpoint-7")
+    assert latest(run) == str(run / "checkpoint-8")
+    assert size_bytes(run / "checkpoint-8") < before * (0.9 if mode == "lossless" else 0.5)
+    loaded = load_stock_trainer(sample_state(), run / "checkpoint-8")
+    assert mode != "lossless" or fingerprint(loaded) == fingerprint(moved(sample_state()))
+    torch.testing.assert_close(loaded["model"], moved(sample_state())["model"], atol=1e-3, rtol=0)
+
+
+def test_a_moved_run_is_read_once_latest_has_seen_it(run: Path, tmp_path: Path) -> None:
+    for step in (7, 8):
+        compress_directory(run / f"checkpoint-{step}")
+    shutil.move(run / "checkpoint-8", tmp_path / "elsewhere" / "checkpoint-8")
+    shutil.rmtree(run / "checkpoint-7")
+    found = latest(tmp_path / "elsewhere")
+    assert found is not None
+    assert exact(moved(sample_state()), Path(found))
+
+
+@pytest.mark.parametrize("mode", ["lossless", "near-lossless"])
+def test_restoring_makes_plain_files_again_that_say_what_was_rounded(run: Path, mode: str) -> None:
+    compress_directory(run / "checkpoint-7", mode=mode)
+    small = load_stock_trainer(sample_state(), run / "checkpoint-7")
+    manifest = restore_directory(run / "checkpoint-7")
+    assert manifest.mode == "plain"
+    assert bool(manifest.rounded_before) == (mode != "lossless")
+    assert fingerprint(load_stock_trainer(sample_state(), run / "checkpoint-7")) == fingerprint(small)
+    again = compress_directory(run / "checkpoint-7")
+    assert bool(again.rounded_before) == (mode != "lossless")
+    assert verify_checkpoint(run / "checkpoint-7").ok
+
+
+def test_doing_it_again_changes_nothing_and_what_is_rounded_is_not_rounded_again(run: Path) -> None:
+    checkpoint = run / "checkpoint-7"
+    compress_directory(checkpoint, mode="compact")
+    files = {path: path.read_bytes() for path in checkpoint.rglob("*.distcp")}
+    compress_directory(checkpoint, mode="compact")
+    compress_directory(checkpoint, mode="near-lossless")
+    assert {path: path.read_bytes() for path in checkpoint.rglob("*.distcp") if path.parent.name == "optimizer_0"} == {
+        path: content for path, content in files.items() if path.parent.name == "optimizer_0"
+    }
+
+
+def test_a_dcp_directory_by_itself_becomes_small_and_plain_again(tmp_path: Path) -> None:
+    state = sample_state()
+    save_plain(state, tmp_path / "dcp", ranks=3)
+    before = size_bytes(tmp_path / "dcp")
+    assert compress_directory(tmp_path / "dcp").sharded
+    assert size_bytes(tmp_path / "dcp") < before
+    contents = ShardedContents(tmp_path / "dcp")
+    assert torch.equal(contents.read_tensor("model.embed.weight"), state["model"]["embed.weight"])
+    assert restore_directory(tmp_path / "dcp").mode == "plain"
+    assert torch.equal(
+        ShardedContents(tmp_path / "dcp").read_tensor("model.embed.weight"), state["model"]["embed.weight"]
+    )
+
+
+def test_rules_name_weights_wherever_they_lie_and_a_wrong_name_changes_nothing(run: Path) -> None:
+    rules = {"weight/embed.weight": "raw", "buffer/norm.running_mean": "raw"}
+    manifest = compress_directory(run / "checkpoint-7", rules=rules)
+    rows = [row for entry in manifest.files.values() for row in entry.report.get("tensors", ())]
+    assert {row["codec"] for row in rows if row["name"] == "embed.weight" and row["role"] == "weight"} == {"raw"}
+    files = sorted(path.name for path in (run / "checkpoint-8").rglob("*"))
+    with pytest.raises(ConfigError, match=r"no\.such\.weight"):
+        compress_directory(run / "checkpoint-8", rules={"weight/no.such.weight": "raw"})
+    assert sorted(path.name for path in (run / "checkpoint-8").rglob("*")) == files
+
+
+def test_garbage_of_killed_rewritings_goes_and_the_checkpoint_stays(run: Path) -> None:
+    stray = run / "checkpoint-7" / "optimizer_0" / "__0_5.distcp"
+    stray.write_bytes(b"left by a killed rank")
+    compress_directory(run / "checkpoint-8")
+    anchor = run / "checkpoint-8" / "pytorch_model_fsdp_0" / f"{'0' * 64}.anchor"
+    anchor.write_bytes(b"nobody needs it")
+    assert collect_garbage(run, dry_run=True) == sorted([stray, anchor])
+    assert collect_garbage(run) == sorted([stray, anchor])
+    assert exact(sample_state(), run / "checkpoint-7")
+    assert verify_checkpoint(run / "checkpoint-8").ok
+
+
+def test_a_damaged_item_is_an_error_and_nothing_changes(run: Path) -> None:
+    shard = run / "checkpoint-7" / "optimizer_0" / "__1_0.distcp"
+    content = bytearray(shard.read_bytes())
+    content[200:400] = bytes(200)
+    shard.write_bytes(content)
+    with pytest.raises(CorruptFileError, match=r"__1_0\.distcp"):
+        compress_directory(run / "checkpoint-7")
+    assert shard.read_bytes() == content
+    assert (run / "checkpoint-7" / "optimizer_0" / ".metadata").exists()
+
+
+def compress_as_rank(rank: int, path: Path, dying_rank: int | None = None, die_at: int | None = None) -> Any:
+    """Make a checkpoint small together with the other ranks; one of them may die at a call of the disk."""
+    system = DyingDisk(die_at if rank == dying_rank else None)
+    disk.file_system = system
+    system.counts = True
+    manifest = compress_sharded(path, Policy("lossless", {}), Ranks(dist.group.WORLD), anchor_every=8)
+    return system.count, None if manifest is None else sorted(manifest.files)
+
+
+@pytest.mark.slow
+def test_ranks_share_the_work_and_write_what_one_process_writes(run: Path, tmp_path: Path) -> None:
+    alone = shutil.copytree(run, tmp_path / "alone")
+    for step in (7, 8):
+        results = run_ranks(RANKS, compress_as_rank, run / f"checkpoint-{step}")
+        assert [files is None for _, files in results] == [False, True]
+        assert verify_checkpoint(run / f"checkpoint-{step}").ok
+        compress_directory(alone / f"checkpoint-{step}")
+    assert exact(moved(sample_state()), run / "checkpoint-8")
+    assert {path.name[:3] for path in (run / "checkpoint-8" / "optimizer_0").glob("*.distcp")} == {"__0", "__1"}
+    assert size_bytes(run / "checkpoint-8") < 1.1 * size_bytes(alone / "checkpoint-8")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dying_rank", range(RANKS))
+def test_whenever_a_rank_is_killed_all_ranks_find_a_whole_checkpoint(
+    run: Path, tmp_path: Path, dying_rank: int
+) -> None:
+    compress_directory(run / "checkpoint-7")
+    whole = shutil.copytree(run, tmp_path / "whole")
+    count = run_ranks(RANKS, compress_as_rank, whole / "checkpoint-8")[dying_rank][0]
+    for die_at in sorted({1, count // 3, count // 2, 3 * count // 4, count - 3, count}):
+        copy = shutil.copytree(run, tmp_path / str(die_at))
+        outcomes = outcomes_of_ranks(RANKS, compress_as_rank, copy / "checkpoint-8", dying_rank, die_at)
+        assert str(KILLED) in outcomes[dying_rank].text
+        assert exact(moved(sample_state()), copy / "checkpoint-8")
+        assert latest(copy) == str(copy / "checkpoint-8")
+        collect_garbage(copy)
+        compress_directory(copy / "checkpoint-8")
+        assert verify_checkpoint(copy / "checkpoint-8").ok
+        assert exact(moved(sample_state()), copy / "checkpoint-8")
+
+
+class FullDisk(disk.FileSystem):
+    """A disk that takes no more bytes."""
+
+    def write(self, descriptor: int, data: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def compress_on_full_disk(rank: int, path: Path) -> None:
+    """Make a checkpoint small while the disk of the last rank is full."""
+    if rank == RANKS - 1:
+        disk.file_system = FullDisk()
+    compress_sharded(path, Policy("lossless", {}), Ranks(dist.group.WORLD), anchor_every=8)
+
+
+@pytest.mark.slow
+def test_a_rank_that_runs_out_of_disk_is_a_typed_error_on_every_rank(run: Path) -> None:
+    outcomes = outcomes_of_ranks(RANKS, compress_on_full_disk, run / "checkpoint-8")
+    assert [type(outcome.error) for outcome in outcomes] == [SaveError] * RANKS
+    assert exact(moved(sample_state()), run / "checkpoint-8")
+    assert latest(run) == str(run / "checkpoint-8")
