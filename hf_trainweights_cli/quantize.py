@@ -46,7 +46,8 @@ DtypeOption = Annotated[
     Dtype | None, typer.Option("--dtype", help="Dtype of what is not quantized; as in the source if not given.")
 ]
 FormatOption = Annotated[
-    str | None, typer.Option("--format", metavar="NAME", help="int8, int4 or float8_e4m3; or else --bits or --size.")
+    str | None,
+    typer.Option("--format", metavar="NAME", help="int8, int4, codebook4, uint2 to uint6, ...; or --bits, or --size."),
 ]
 BitsOption = Annotated[
     float | None,
