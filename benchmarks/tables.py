@@ -39,6 +39,29 @@ def quality() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def curve() -> str:
+    """Return what each format, budget and peer keeps of two models, by its bits."""
+    report = read("curve")
+    rows = [
+        [
+            row["method"],
+            row["family"],
+            f"{row['minilm']['bits']:.2f}",
+            f"{row['minilm']['snr_db']:.1f}",
+            f"{row['minilm']['mean_cosine']:.4f}",
+            f"{row['llama']['divergence_millinats']:.2f}",
+            f"{row['llama']['perplexity_lost_percent']:.2f}",
+        ]
+        for row in sorted(report["rows"], key=lambda row: row["minilm"]["bits"])
+    ]
+    header = ["method", "family", "bits", "SNR, dB", "mean cosine", "divergence, millinats", "perplexity lost, %"]
+    caption = (
+        f"Bits, SNR and mean cosine: {report['minilm']}. Divergence and perplexity: {report['llama']}. Weights in "
+        "bfloat16; bits count scales of 16 bits."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def demo() -> str:
     """Return what the demo measured."""
     report = read("demo")
@@ -301,6 +324,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "fuzz": fuzz,
     "soak": soak,
     "quality": quality,
+    "curve": curve,
     "demo": demo,
     "ops": ops,
     "exports": exports,

@@ -47,7 +47,7 @@ DtypeOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", metavar="NAME", help="int8, int4, uint4, ...; or else --bits or --size."),
+    typer.Option("--format", metavar="NAME", help="int8, int4, codebook4, uint2 to uint6, ...; or --bits, or --size."),
 ]
 BitsOption = Annotated[
     float | None,

@@ -77,7 +77,7 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
         (("--bits", "0"), "--bits: expected a number of bits per weight"),
         (("--size", "big"), "--size: expected a number of bytes, or a text such as"),
         (("--bits", "4", "--group-size", "32"), "--group-size: expected None with bits or size"),
-        (("--format", "int3"), "--format: 'int3' is none of int8, int4, float8_e4m3."),
+        (("--format", "int3"), "--format: 'int3' is none of int8, int4, float8_e4m3"),
         (("--format", "int4", "--activations", "int8"), "--format: expected group_size"),
         (("--format", "int8", "--activations", "int4"), "'int4' is not one of 'int8'"),
         (("--format", "int8", "--dtype", "int8"), "'int8' is not one of 'float32'"),
