@@ -5,11 +5,13 @@ from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restor
 from hf_trainweights.checkpoint.sharded.model_state import ModelState
 from hf_trainweights.checkpoint.sharded.reader import TrainWeightsReader
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter
+from hf_trainweights.tensor.agreement import check_shardable
 
 __all__ = [
     "ModelState",
     "TrainWeightsReader",
     "TrainWeightsWriter",
+    "check_shardable",
     "latest_on_all_ranks",
     "restore_as_dcp",
     "restore_as_model",

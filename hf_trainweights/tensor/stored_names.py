@@ -86,7 +86,7 @@ def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
 
 
 def flatten_weight(
-    name: str, weight: QuantizedTensor, default: Format | None, compress: bool = False
+    name: str, weight: QuantizedTensor, default: Format | None, compress: bool = False, plain: bool = False
 ) -> dict[str, Tensor]:
     """Return the plain tensors that stand for one weight in a file.
 
@@ -95,13 +95,14 @@ def flatten_weight(
         weight: The weight.
         default: The format that the model's configuration names; None if each weight is to name its own.
         compress: Whether to code the tensors where that makes them smaller, of any format.
+        plain: Whether to code none, of no format: the parts that ranks hold are put together from plain tensors.
 
     Returns:
         The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
         it, or where it is a slice whose rows lie apart. Or one coded tensor.
     """
     stored = {key: tensor.contiguous() for key, tensor in weight.tensors.items()}
-    coded = encode_stored(stored, weight.format, compress)
+    coded = None if plain else encode_stored(stored, weight.format, compress)
     stored = stored if coded is None else {CODED_SUFFIX: coded}
     flat = {stored_name(name, key): tensor for key, tensor in stored.items()}
     if _needs_format(weight, default):

@@ -80,8 +80,8 @@ class ModelState:
         assert local is not None  # the caller has found it so
         plain = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in stored.items()}
         folded = unflatten_weight(name, plain, local.dtype, None)
-        if folded.format != local.format or folded.shape != local.shape:
-            expected, found = f"{local.format} of {tuple(local.shape)}", f"{folded.format} of {tuple(folded.shape)}"
+        if not isinstance(folded, QuantizedTensor) or folded.format != local.format or folded.shape != local.shape:
+            expected, found = f"{local.format} of {tuple(local.shape)}", repr(folded)
             raise CorruptFileError(name, expected, found, "Quantize the model as it was when it was saved.")
         if isinstance(weight, DTensor):
             with torch.no_grad():
@@ -100,7 +100,7 @@ def _stored(name: str, tensor: object) -> dict[str, Any]:
     local = _local(tensor)
     if local is None:
         return {name: tensor}
-    flat = flatten_weight(name, local, None)
+    flat = flatten_weight(name, local, None, plain=True)
     return (
         {key: _shard_as(tensor, each, local, key) for key, each in flat.items()}
         if isinstance(tensor, DTensor)
@@ -114,7 +114,7 @@ def _shard_as(weight: DTensor, stored: Tensor, local: QuantizedTensor, name: str
         next_step = "Save a model that is sharded along rows, as FSDP2 does it, or gather it first."
         raise UnsupportedError(name, "shards of whole rows", str(weight.placements), next_step)
     parsed = parse_stored_name(name)
-    shared = {FORMAT_SUFFIX, *getattr(local.format, "shared_names", ())}
+    shared = {FORMAT_SUFFIX, *local.format.shared_names}
     if parsed is None or parsed[1] in shared:
         placements = [Replicate()] * weight.device_mesh.ndim
         return DTensor.from_local(stored, weight.device_mesh, placements, run_check=False)
