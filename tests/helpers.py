@@ -24,13 +24,13 @@ def assert_close_product(result: Tensor, dense: Tensor, exact: Tensor, terms: Te
         dense: What the dequantized weight gave, in the same dtype; its error is the floor, at least half a unit.
         exact: What the dequantized weight gave in float64.
         terms: Of a weight with column scales, for each result the norm of the terms of its sum: their input is rounded
-            once more. The dequantized product rounds each weight so, but few results may have less by chance.
+            once more, which adds to the floor.
     """
     assert (result.shape, result.dtype) == (dense.shape, dense.dtype)
     size = exact.norm().item()
     floor = max((dense.double() - exact).norm().item(), torch.finfo(result.dtype).eps / 2 * size)
     if terms is not None:
-        floor = max(floor, torch.finfo(result.dtype).eps / 2 * terms.norm().item())
+        floor = math.hypot(floor, torch.finfo(result.dtype).eps / 2 * terms.norm().item())
     bound = max(1.5 * floor, 1e-6 * size)
     assert (result.double() - exact).norm().item() <= bound
 

@@ -44,7 +44,7 @@ _ELSEWHERE = {
 }
 
 
-def parameters_of(name: str) -> tuple[str, ...]:
+def parameters_of(name: object) -> tuple[str, ...]:
     """Return the names of a format's parameters.
 
     Args:
@@ -54,7 +54,7 @@ def parameters_of(name: str) -> tuple[str, ...]:
         >>> parameters_of("int4")
         ('group_size',)
     """
-    return tuple(field.name for field in fields(FORMATS[name])) if name in FORMATS else ()
+    return tuple(field.name for field in fields(FORMATS[name])) if isinstance(name, str) and name in FORMATS else ()
 
 
 def get_format(config: Mapping[str, Any]) -> Format:

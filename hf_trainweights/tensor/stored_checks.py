@@ -25,9 +25,15 @@ def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[in
         name: What errors call the weight.
 
     Raises:
-        CorruptFileError: A tensor is missing or has another shape or dtype than the format says; or it is of a
-            subclass, on another device than `qdata`, not contiguous, or larger than its storage.
+        CorruptFileError: The format cannot hold such a weight; a tensor is missing or has another shape or dtype than
+            the format says; or it is of a subclass, on another device than `qdata`, not contiguous, or larger than its
+            storage.
     """
+    *lead, N, K = shape
+    # Of many rows: a single one, which no weight is quantized to alone, may be cut out of another weight.
+    if form.fallback((*lead, max(N, 2), K)) != form:
+        next_step = "The file is damaged or belongs to another model; save it again from the source."
+        raise CorruptFileError(name, f"columns that {form} can hold", f"{K}", next_step)
     form.check(tensors, shape, name)
     device = tensors["qdata"].device
     for key in form.tensor_names:

@@ -204,6 +204,9 @@ def test_a_slice_multiplies_as_a_copy_of_it_does(form: Format, dtype: torch.dtyp
                 assert_multiplies_alike(part, copy, random_weight(rows, K, dtype=dtype, seed=rows), form)
 
 
+FEW_RESULTS = 8
+
+
 def assert_multiplies_alike(part: QuantizedTensor, copy: QuantizedTensor, x: Tensor, form: Format) -> None:
     with torch.no_grad():
         plain = F.linear(x, part)
@@ -212,8 +215,13 @@ def assert_multiplies_alike(part: QuantizedTensor, copy: QuantizedTensor, x: Ten
         dense = copy.dequantize()
         if not getattr(form, "activations", None):
             exact, values = copy.dequantize(torch.float64), x.double()
-            terms = F.linear(values.square(), exact.square()).sqrt() if form.shared_names else None
-            assert_close_product(plain, F.linear(x, dense), F.linear(values, exact), terms)
+            terms = F.linear(values.square(), exact.square()).sqrt()
+            if plain.numel() >= FEW_RESULTS:
+                shared = terms if form.shared_names else None
+                assert_close_product(plain, F.linear(x, dense), F.linear(values, exact), shared)
+            else:  # whose norm may be small by chance; each is a sum of hundreds of terms
+                error = (plain.double() - F.linear(values, exact)).norm()
+                assert error <= 16 * torch.finfo(plain.dtype).eps * terms.norm()
     watched = x.clone().requires_grad_()
     product = F.linear(watched, part)
     assert torch.allclose(product, plain, rtol=0.05, atol=plain.abs().max().item() / 50)

@@ -103,12 +103,12 @@ def test_suffixes_of_a_format_that_is_registered_later_are_known(monkeypatch: py
     @dataclass(frozen=True)
     class Later(Int8):
         name: ClassVar[str] = "later"
-        tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "zero_point", "point")
+        tensor_names: ClassVar[tuple[str, ...]] = ("qdata", "scale", "half_point", "point")
 
-    assert parse_stored_name("a._weight_zero_point") is None
+    assert parse_stored_name("a._weight_half_point") is None
     monkeypatch.setitem(FORMATS, "later", Later)
-    assert parse_stored_name("a._weight_zero_point") == ("a.weight", "zero_point")
-    assert parse_stored_name("a._weight_zero_scale") == ("a.weight_zero", "scale")
+    assert parse_stored_name("a._weight_half_point") == ("a.weight", "half_point")
+    assert parse_stored_name("a._weight_half_scale") == ("a.weight_half", "scale")
 
 
 def test_group_stored_gathers_what_belongs_together() -> None:
@@ -131,10 +131,11 @@ def test_a_weight_round_trips(form: str, layout: str, default: str, dtype: torch
     weight = quantized_weight(form, layout, dtype)
     flat = flatten_weight(NAME, weight, FORMS[default])
     assert all(type(tensor) is Tensor for tensor in flat.values())
-    assert all(any(tensor is stored for tensor in flat.values()) for stored in weight.tensors.values())
     rebuilt = unflatten_weight(NAME, by_suffix(flat), dtype, FORMS[default])
     assert same_stored(rebuilt, weight)
-    assert rebuilt.qdata is weight.qdata
+    if not weight.format.is_coded_in_files:  # else one tensor stands for all
+        assert all(any(tensor is stored for tensor in flat.values()) for stored in weight.tensors.values())
+        assert rebuilt.qdata is weight.qdata
 
 
 @pytest.mark.parametrize(
@@ -210,7 +211,7 @@ def stored(**changes: Tensor | None) -> dict[str, Tensor]:
         ({}, "found no qdata"),
         (stored(qdata=torch.zeros(16, dtype=torch.int32)), r"found qdata of shape \(16,\)"),
         (stored(qdata=torch.zeros(6, 16)), r"expected qdata to be torch\.int32.*found torch\.float32"),
-        (stored(qdata=torch.zeros(6, 15, dtype=torch.int32)), r"expected scale to be.*of shape \(6, 0\)"),
+        (stored(qdata=torch.zeros(6, 15, dtype=torch.int32)), "expected columns that int4 g128 can hold, found 120"),
         (stored(scale=torch.zeros(6, 2)), r"found torch\.float32 of shape \(6, 2\)"),
         (stored(scale=torch.zeros(6, 1, dtype=torch.int64)), r"found torch\.int64"),
         (stored(scale=torch.zeros(5, 1)), r"found torch\.float32 of shape \(5, 1\)"),
