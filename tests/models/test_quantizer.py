@@ -124,7 +124,13 @@ def test_the_flags_are_what_transformers_asks_for(quantized: PreTrainedModel) ->
 
 def test_every_method_but_our_own_is_a_hook_of_the_installed_transformers() -> None:
     methods = {name for name in vars(TrainWeightsHfQuantizer) if not name.startswith("__")}
-    assert {name for name in methods if not hasattr(HfQuantizer, name)} == {"summary", "adopt", "_survey"}
+    assert {name for name in methods if not hasattr(HfQuantizer, name)} == {
+        "summary",
+        "adopt",
+        "_survey",
+        "_choose",
+        "_plan",
+    }
 
 
 def test_the_summary_needs_a_load() -> None:
@@ -541,7 +547,7 @@ IN_FILE = r"^quantization_config \(in config\.json, or passed as a dict\): "
     ("values", "error", "message"),
     [
         ({"format": "int3"}, ConfigError, f"{IN_FILE}format: expected one of int8, int4.*found 'int3'"),
-        ({"version": 99}, ConfigError, f"{IN_FILE}version: expected 1, found 99. Install"),
+        ({"version": 99}, ConfigError, f"{IN_FILE}version: expected 1 or 2, found 99. Install"),
         ({"format": "int4", "group_size": 3}, ConfigError, f"{IN_FILE}group_size: expected one of 32.*found 3"),
         ({"overrides": {"lm_head": "int3"}}, ConfigError, rf"{IN_FILE}overrides\['lm_head'\]: expected one of"),
         ({"dequantize": True}, ConfigError, f"{IN_FILE}dequantize: expected no such key"),
