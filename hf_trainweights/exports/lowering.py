@@ -16,6 +16,7 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.exports.lowered_weight import LoweredWeight
 from hf_trainweights.exports.targets.base import Target, Use
+from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -98,7 +99,7 @@ def _use_of(module: nn.Module, name: str, weight: QuantizedTensor) -> Use:
 
 
 def _check(name: str, weight: QuantizedTensor, target: Target) -> None:
-    if weight.format.name not in target.format_names or weight.format.tensor_names != ("qdata", "scale"):
+    if weight.format.name not in target.format_names or isinstance(weight.format, ColumnScaled):
         raise UnsupportedError(
             name,
             f"a format that {target.name} can hold: {', '.join(target.format_names)}",
