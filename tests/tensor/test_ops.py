@@ -677,7 +677,8 @@ def test_compiles_with_dynamic_shapes_once() -> None:
     assert len(graphs) == 1
 
 
-def test_a_graph_depends_on_the_format_of_its_weights() -> None:
+def test_a_graph_depends_on_the_format_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", len(FORMS) + 1)  # a graph for each format
     compiled = torch.compile(lambda v, w: F.linear(v, w), fullgraph=True, backend="aot_eager")
     for form in FORMS:
         weight = quantized_weight(form)

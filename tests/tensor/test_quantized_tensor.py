@@ -502,8 +502,8 @@ def test_rebuild_refuses_what_no_weight_is_made_of(name: str) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"format": "int3"}, r"format: expected one of int8, int4, float8_e4m3, found 'int3'"),
-        ({}, r"format: expected one of int8, int4, float8_e4m3, found None"),
+        ({"format": "int3"}, r"format: expected one of int8, int4, .*, found 'int3'"),
+        ({}, r"format: expected one of int8, int4, .*, found None"),
         ({"format": "int4", "group_size": 48}, r"group_size: expected one of 32, 64, 128 for int4, found 48"),
         ({"format": "int4", "bits": 3}, r"format int4: expected group_size, column_scale, found bits"),
     ],
