@@ -32,7 +32,7 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
         QuantizationError: K is not a multiple of 32.
 
     Examples:
-        >>> [f"{word:08X}" for word in pack_planes(torch.arange(32, dtype=torch.uint8) % 4, 2).tolist()]
+        >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack_planes(torch.arange(32, dtype=torch.uint8) % 4, 2).tolist()]
         ['FFAA5500', 'FFAA5500']
     """
     *lead, K = codes.shape
