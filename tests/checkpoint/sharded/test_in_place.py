@@ -183,8 +183,9 @@ def test_whenever_a_rank_is_killed_all_ranks_find_a_whole_checkpoint(
     for die_at in sorted({1, count // 3, count // 2, 3 * count // 4, count - 3, count}):
         copy = shutil.copytree(run, tmp_path / str(die_at))
         outcomes = outcomes_of_ranks(RANKS, compress_as_rank, copy / "checkpoint-8", dying_rank, die_at)
-        # How often a rank looks for the others' files differs from run to run, so the last calls may not come.
-        assert str(KILLED) in outcomes[dying_rank].text or die_at >= count - 3
+        # How many calls a rank makes differs from run to run: with fewer it is through before it would die.
+        died = str(KILLED) in outcomes[dying_rank].text
+        assert died or outcomes[dying_rank].value[0] < die_at
         assert exact(moved(sample_state()), copy / "checkpoint-8")
         assert latest(copy) == str(copy / "checkpoint-8")
         collect_garbage(copy)
