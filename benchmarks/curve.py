@@ -24,10 +24,12 @@ from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from benchmarks.curve_peers import Peer, peers
 from benchmarks.curve_plot import DRAWING, draw
 from benchmarks.quality import linear_snr_db
-from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.models.budget_measure import measure_in_memory
 from hf_trainweights.models.budget_plan import Measurements, plan
 from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.summary import Choice
+from hf_trainweights.tensor.stored_names import flatten_weight
 
 RESULTS = Path(__file__).parent / "results" / "curve.json"
 
@@ -35,7 +37,12 @@ FORMATS: list[dict[str, Any]] = [
     *({"format": f"uint{bits}", "group_size": size} for bits in range(2, 7) for size in (32, 16)),
     *({"format": "int4", "group_size": size} for size in (128, 64, 32)),
     {"format": "int8"},
+    {"format": "codebook4"},
+    *({"format": name, "column_scale": True} for name in ("uint2", "uint3", "uint4", "codebook4")),
+    {"format": "int4", "group_size": 64, "column_scale": True},
+    *({"format": "coded", "bits": bits} for bits in (2.5, 3.0, 3.5, 4.25, 4.5, 5.5, 6.5)),
 ]
+FAMILIES = {"int4": "int4 and int8", "int8": "int4 and int8", "codebook4": "codebook4", "coded": "coded"}
 BUDGETS = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 # Where the ways to weigh errors are compared.
 COMPARED = (3.0, 3.5, 4.0, 5.0)
@@ -84,23 +91,37 @@ def by_peer(peer: Peer) -> Method:
 
 
 def _quantize(model: PreTrainedModel, config: TrainWeightsConfig, calibration: list[Any] | None = None) -> float:
+    """Quantize a model and return the bits of a weight in a file."""
     quantized = quantize_(model, config, calibration=calibration).quantized
-    return 8 * sum(each.bytes_after for each in quantized) / sum(each.numel for each in quantized)
+    return 8 * sum(_file_bytes(model, each) for each in quantized) / sum(each.numel for each in quantized)
+
+
+def _file_bytes(model: PreTrainedModel, choice: Choice) -> int:
+    if choice.format is None or not choice.format.is_coded_in_files:
+        return choice.bytes_after
+    weight = model.get_parameter(choice.name)
+    assert isinstance(weight, QuantizedTensor)
+    return sum(tensor.nbytes for tensor in flatten_weight(choice.name, weight, choice.format).values())
 
 
 def methods(library: Path | None) -> list[tuple[str, str, Method]]:
     """Return family, name and method of every point."""
     found = []
     for config in FORMATS:
-        group = f", groups of {config['group_size']}" if "group_size" in config else ""
-        family = "int4 and int8" if config["format"].startswith("int") else "uint2 to uint6"
-        found.append((family, f"{config['format']}{group}", by_config(config)))
+        family = "column scales" if "column_scale" in config else FAMILIES.get(config["format"], "uint2 to uint6")
+        found.append((family, _name(config), by_config(config)))
     found += [("budget", f"bits={bits}", by_config({"bits": bits})) for bits in BUDGETS]
-    found += [("budget, with texts", f"bits={bits}, texts", by_text(bits)) for bits in COMPARED]
-    found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
     for name, peer in peers(library).items():
         found.append(("NF4" if name.startswith("NF4") else "llama.cpp", name, by_peer(peer)))
+    found += [("budget, with texts", f"bits={bits}, texts", by_text(bits)) for bits in COMPARED]
+    found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
     return found
+
+
+def _name(config: dict[str, Any]) -> str:
+    group = f", groups of {config['group_size']}" if "group_size" in config else ""
+    bits = f", {config['bits']} bits" if "bits" in config else ""
+    return f"{config['format']}{group}{bits}{', column scales' if 'column_scale' in config else ''}"
 
 
 def measure(subject: Subject, method: Method) -> dict[str, float]:

@@ -12,7 +12,16 @@ from hf_trainweights.report.drawing import stack
 DRAWING = Path(__file__).parent.parent / "docs" / "quality_curve.svg"
 
 # The families that are drawn, with their colors.
-_FAMILIES = {"budget": 2, "uint2 to uint6": 0, "int4 and int8": 6, "llama.cpp": 1, "NF4": 4}
+_FAMILIES = {
+    "coded": 3,
+    "budget": 2,
+    "uint2 to uint6": 0,
+    "column scales": 5,
+    "int4 and int8": 6,
+    "codebook4": 7,
+    "llama.cpp": 1,
+    "NF4": 4,
+}
 
 
 def draw(report: dict[str, Any], out: Path) -> None:

@@ -26,6 +26,7 @@ from hf_trainweights.checkpoint.directory.discovery import checkpoint_directorie
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, set_weights_aside
 from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
+from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.sharded.contents import register_checkpoint
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
@@ -63,7 +64,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     def __init__(
         self,
-        mode: str = "lossless",
+        mode: ModeName = "lossless",
         rules: Mapping[str, Any] | None = None,
         anchor_every: int = ANCHOR_EVERY_SAVES,
         on_error: str = "warn",

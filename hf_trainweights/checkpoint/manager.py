@@ -17,6 +17,7 @@ from hf_trainweights.checkpoint.directory.discovery import checkpoint_directorie
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook
+from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.progress import Progress
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_training_state
@@ -69,7 +70,7 @@ class CheckpointManager:
         self,
         root: str | Path,
         *,
-        mode: str = "lossless",
+        mode: ModeName = "lossless",
         rules: Mapping[str, Any] | None = None,
         every_steps: int = 100,
         keep_last: int | None = 3,

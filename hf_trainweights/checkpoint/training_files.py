@@ -23,6 +23,7 @@ from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
@@ -40,7 +41,7 @@ def save_checkpoint(
     checkpoint: Mapping[str, Any],
     path: str | Path,
     *,
-    mode: str = "lossless",
+    mode: ModeName = "lossless",
     rules: Mapping[str, Any] | None = None,
     quantize_i8: bool | None = None,
 ) -> None:

@@ -38,6 +38,7 @@ from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
+from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 from hf_trainweights.checkpoint.sharded.contents import dcp_directories
@@ -53,7 +54,7 @@ _MIN_OTHER_BYTES = 64 << 10
 def compress_directory(
     path: str | Path,
     *,
-    mode: str = "lossless",
+    mode: ModeName = "lossless",
     rules: Mapping[str, Any] | None = None,
     keep_weights: bool = False,
     buffers: Collection[str] | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -37,6 +38,8 @@ LOSSY_MODES = {
     "compact": LossyMode(1, UpdateSpace(step=0.5), LogRank1(step=2)),
 }
 MODES = ("lossless", *LOSSY_MODES)
+# What editors complete; the values are checked where they arrive.
+ModeName = Literal["lossless", "near-lossless", "compact"] | str
 
 # Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})

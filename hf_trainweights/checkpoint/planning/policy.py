@@ -32,6 +32,7 @@ from hf_trainweights.checkpoint.planning.delta_plan import DeltaPlan, LossyDelta
 from hf_trainweights.checkpoint.planning.modes import (
     MODES,
     MOMENTS,
+    ModeName,
     allowed_codecs,
     exact_delta_codecs,
     lossy_mode_of,
@@ -68,7 +69,7 @@ class Policy:
         (Raw(),)
     """
 
-    mode: str = "lossless"
+    mode: ModeName = "lossless"
     rules: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
@@ -75,7 +76,7 @@ class TrainWeightsWriter(StorageWriter):
     def __init__(
         self,
         path: str | os.PathLike[str],
-        mode: str = "lossless",
+        mode: ModeName = "lossless",
         rules: Mapping[str, Any] | None = None,
         *,
         anchor: str | os.PathLike[str] | None = None,
