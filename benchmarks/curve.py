@@ -41,6 +41,7 @@ FORMATS: list[dict[str, Any]] = [
     *({"format": name, "column_scale": True} for name in ("uint2", "uint3", "uint4", "codebook4")),
     {"format": "int4", "group_size": 64, "column_scale": True},
     *({"format": "coded", "bits": bits} for bits in (2.5, 3.0, 3.5, 4.25, 4.5, 5.5, 6.5)),
+    *({"format": "coded", "bits": bits, "column_scale": True} for bits in (2.5, 3.5, 4.25, 4.5)),
 ]
 FAMILIES = {"int4": "int4 and int8", "int8": "int4 and int8", "codebook4": "codebook4", "coded": "coded"}
 BUDGETS = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
@@ -108,7 +109,7 @@ def methods(library: Path | None) -> list[tuple[str, str, Method]]:
     """Return family, name and method of every point."""
     found = []
     for config in FORMATS:
-        family = "column scales" if "column_scale" in config else FAMILIES.get(config["format"], "uint2 to uint6")
+        family = FAMILIES.get(config["format"], "uint2 to uint6") + ", column scales" * ("column_scale" in config)
         found.append((family, _name(config), by_config(config)))
     found += [("budget", f"bits={bits}", by_config({"bits": bits})) for bits in BUDGETS]
     for name, peer in peers(library).items():

@@ -16,7 +16,7 @@ _FAMILIES = {
     "coded": 3,
     "budget": 2,
     "uint2 to uint6": 0,
-    "column scales": 5,
+    "coded, column scales": 5,
     "int4 and int8": 6,
     "codebook4": 7,
     "llama.cpp": 1,

@@ -13,6 +13,7 @@ by the factors and leaves the rest to the inner format: `x @ (W * c).T == (x * c
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -61,6 +62,11 @@ class ColumnScaled(Format):
         return (*self.inner.shared_names, COLUMN_SCALE)
 
     @property
+    def is_coded_in_files(self) -> bool:  # type: ignore[override]  (likewise)
+        """The inner format's."""
+        return self.inner.is_coded_in_files
+
+    @property
     def bit_packed(self) -> Mapping[str, int]:  # type: ignore[override]  (likewise)
         """The inner format's."""
         return self.inner.bit_packed
@@ -88,6 +94,11 @@ class ColumnScaled(Format):
         """Return the inner format's stored tensors and `column_scale` as `[*, 1, K]`."""
         *lead, _, K = shape
         return {**self.inner.tensor_specs(shape, scale_dtype), COLUMN_SCALE: ((*lead, 1, K), scale_dtype)}
+
+    def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
+        """Return about how many bytes a weight of this shape takes in a file, its factors included."""
+        factors = math.prod((*shape[:-2], shape[-1])) * scale_dtype.itemsize
+        return self.inner.file_bytes(shape, scale_dtype) + factors
 
     def shape_of(self, qdata: Tensor) -> tuple[int, ...]:
         """Return the shape of the stored weight that a `qdata` tensor of the inner format holds."""

