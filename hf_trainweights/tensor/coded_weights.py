@@ -13,7 +13,7 @@ from hf_trainweights.formats.base import Format
 
 CODED_SUFFIX = "coded"
 """The suffix of the one tensor that holds all stored tensors of a quantized weight."""
-CODED_FLOAT_SUFFIX = "coded_float"
+CODED_FLOAT_SUFFIX = "float_coded"
 """The suffix of the tensor that holds a weight which is not quantized."""
 
 _FLOAT_NAME = "values"

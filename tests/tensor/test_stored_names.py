@@ -372,3 +372,9 @@ def test_a_copied_module_waits_for_its_own_tensors() -> None:
     assert not same_stored(copied["a"].weight, module["a"].weight)
     copied.load_state_dict({"a._weight_scale": flat["a._weight_scale"]}, strict=False)
     assert same_stored(copied["a"].weight, module["a"].weight)
+
+
+def test_no_suffix_begins_another() -> None:
+    # Transformers up to 5.17 takes a name that begins with a pattern for one that matches it.
+    suffixes = stored_suffixes()
+    assert [(one, other) for one in suffixes for other in suffixes if one != other and other.startswith(one)] == []
