@@ -4,7 +4,7 @@ The weight `<module>.<parameter>` is stored as `<module>._<parameter>_qdata`, `<
 its format is not the one the model's configuration names, `<module>._<parameter>_format`: the format and the
 transposed flag as JSON in a uint8 tensor. In a file of its own, without a configuration, each weight has it. The
 leading underscore keeps Transformers' renaming patterns off. `<module>._<parameter>_coded` may stand for all but the
-format, and `<module>._<parameter>_coded_float` for a weight that is not quantized (`coded_weights`).
+format, and `<module>._<parameter>_float_coded` for a weight that is not quantized (`coded_weights`).
 """
 
 from __future__ import annotations
