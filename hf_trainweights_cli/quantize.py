@@ -116,7 +116,8 @@ def quantize(
         print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:
         print_summary(summary)
-        say(f"written to {out}")
+        size_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
+        say(f"written to {out}, {show_size(size_bytes)} of weight files")
         say(f"next: trainweights diff {model} {out}  shows what each weight lost")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Iterator, Sequence
@@ -31,6 +32,9 @@ aten = torch.ops.aten
 BLOCK_ELEMENTS = 1 << 20
 
 
+# Whether users are told of formats that are slow here.
+_says_if_slow = True
+
 # Held tensors, format and shape `[N, K]` of one weight.
 Expert = tuple[Held, Format, tuple[int, ...]]
 
@@ -52,7 +56,7 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
         UnsupportedError: `torch.onnx.export` asks.
     """
     plain = is_plain(x)
-    if x.device.type == "cpu" and plain:
+    if x.device.type == "cpu" and plain and _says_if_slow:
         _say_if_slow(form, x.dtype)
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
@@ -73,6 +77,17 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
     out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
     return (out if shift is None else out.add_(shift)).to(x.dtype)
+
+
+@contextlib.contextmanager
+def slowness_unsaid() -> Iterator[None]:
+    """Let products within the context be slow without a warning: the user did not choose their formats."""
+    global _says_if_slow
+    before, _says_if_slow = _says_if_slow, False
+    try:
+        yield
+    finally:
+        _says_if_slow = before
 
 
 @functools.cache

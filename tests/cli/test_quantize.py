@@ -62,8 +62,9 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
     lines = result.stdout.splitlines()
     assert any(line.split() == ["int8", "14", "294.9", "kB", "77.8", "kB", "3.79"] for line in lines)
     assert any(line.split()[:1] == ["total"] for line in lines)
+    size_bytes = (tmp_path / "out" / "model.safetensors").stat().st_size
     assert lines[-2:] == [
-        f"written to {tmp_path / 'out'}",
+        f"written to {tmp_path / 'out'}, {size_bytes / 1000:.1f} kB of weight files",
         f"next: trainweights diff {llama} {tmp_path / 'out'}  shows what each weight lost",
     ]
 

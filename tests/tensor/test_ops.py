@@ -677,12 +677,12 @@ def test_compiles_with_dynamic_shapes_once() -> None:
     assert len(graphs) == 1
 
 
-def test_a_graph_depends_on_the_format_of_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", len(FORMS) + 1)  # a graph for each format
+def test_a_graph_depends_on_the_format_of_its_weights() -> None:
     compiled = torch.compile(lambda v, w: F.linear(v, w), fullgraph=True, backend="aot_eager")
-    for form in FORMS:
-        weight = quantized_weight(form)
-        assert torch.equal(compiled(x(5, 128), weight), F.linear(x(5, 128), weight))
+    with torch._dynamo.config.patch(recompile_limit=len(FORMS) + 1):  # a graph for each format
+        for form in FORMS:
+            weight = quantized_weight(form)
+            assert torch.equal(compiled(x(5, 128), weight), F.linear(x(5, 128), weight))
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
