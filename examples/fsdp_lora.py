@@ -64,7 +64,7 @@ def train(model: nn.Module) -> list[float]:
 if __name__ == "__main__":
     if "RANK" in os.environ:
         main()
-        # All is done. PyTorch 2.13 aborts about every tenth process that has trained so over gloo as Python takes it apart.
+        # All is done. As Python takes it apart, PyTorch 2.13 aborts about every tenth process that has trained so.
         sys.stdout.flush()
         os._exit(0)
     else:
