@@ -150,3 +150,23 @@ def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     if torch.promote_types(scale.dtype, dtype) == dtype:
         return codes.to(dtype).mul_(scale.to(dtype))
     return codes.to(torch.float32).mul_(scale.float()).to(dtype)
+
+
+def take(stored: Tensor, indices: Tensor) -> Tensor:
+    """Return some rows of a tensor.
+
+    Args:
+        stored: `[N, *]`, any dtype.
+        indices: Integers `[n]`.
+
+    Returns:
+        A new tensor `[n, *]`.
+
+    Raises:
+        IndexError: An index is negative or not below N.
+    """
+    # Indexing would take a negative number for a row counted from the end; index_select refuses it. Bytes: torch 2.8
+    # has no index_select for float8 on the CPU.
+    if stored.dtype.itemsize == 1:
+        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
+    return stored.index_select(0, indices)

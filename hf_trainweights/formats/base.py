@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, QuantizationError
-from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude
+from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude, take
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Format(ABC):
             IndexError: An index is negative or not below N, as for `F.embedding`.
         """
         return {
-            name: stored if name in self.shared_names else _take(stored, indices) for name, stored in tensors.items()
+            name: stored if name in self.shared_names else take(stored, indices) for name, stored in tensors.items()
         }
 
     def get_config(self) -> dict[str, Any]:
@@ -257,6 +257,15 @@ class Format(ABC):
         specs = self.tensor_specs(shape, scale_dtype)
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
 
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the codes of a weight `[*, N, K]`, unpacked; None for a format whose values are codes times scales.
+
+        Args:
+            tensors: Its stored tensors.
+        """
+        del tensors
+        return None
+
     def file_bytes(self, shape: Sequence[int], scale_dtype: torch.dtype) -> int:
         """Return about how many bytes a weight of this shape takes in a file.
 
@@ -289,11 +298,3 @@ class Format(ABC):
                     found,
                     "The file is damaged or belongs to another model; save it again from the source.",
                 )
-
-
-def _take(stored: Tensor, indices: Tensor) -> Tensor:
-    # Indexing would take a negative number for a row counted from the end; index_select refuses it. Bytes: torch 2.8
-    # has no index_select for float8 on the CPU.
-    if stored.dtype.itemsize == 1:
-        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
-    return stored.index_select(0, indices)

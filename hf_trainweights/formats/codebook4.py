@@ -29,7 +29,7 @@ from hf_trainweights.formats.group_scales import (
     unpack_bits,
 )
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4
+from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
 
 GROUP_SIZE = 32
 GROUP_BITS = SCALE_BITS + 1
@@ -97,6 +97,10 @@ class Codebook4(Format):
         for block, values in float32_blocks(groups):
             codes = indices.index_select(0, _places(values.mul_(doubled[block])).flatten())
             out["qdata"][block].copy_(pack_int4(codes.view(len(values), -1)))
+
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the indices into the codebook, 0 to 15, as int8."""
+        return unpack_int4(tensors["qdata"]) + 8
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return value times factor, which is exact, times the scale, rounded to float32 and then to `dtype`."""

@@ -126,6 +126,10 @@ class ColumnScaled(Format):
         """Quantize rows whose columns are divided already, by the inner format."""
         self.inner.quantize_rows(rows, amax, out)
 
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
+        """Return the inner format's."""
+        return self.inner.codes(tensors)
+
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the inner format's float32 values times `column_scale`, rounded to float32 and then to `dtype`."""
         exact = torch.float64 if dtype == torch.float64 else torch.float32

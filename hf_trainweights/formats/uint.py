@@ -100,6 +100,10 @@ class UInt(Format):
             out["group_scale"][block].copy_(_pack_pairs(steps.sub_(1).view(len(values), -1)))
             out["zero_point"][block].copy_(_pack_pairs(zeros.view(len(values), -1)))
 
+    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
+        """Return the codes, 0 to 2**bits - 1, as uint8."""
+        return unpack_planes(tensors["qdata"], self.grid.bits)
+
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return what codes and zero points differ by, times the scale of the group."""
         del K

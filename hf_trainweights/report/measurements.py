@@ -84,17 +84,16 @@ def weight_histogram(weight: Tensor) -> Histogram | None:
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:
-    """Return how the codes of a quantized weight are spread: its values in units of their scales.
+    """Return how the codes of a quantized weight are spread.
 
     Args:
         weight: A weight.
 
     Returns:
-        A bin for each integer, or 64 bins where there would be more; None for a weight that is more than codes
-            and scales along K.
+        A bin for each integer, or 64 bins where there would be more; None for a weight whose format does not tell its
+        codes, and whose values are not codes times scales.
     """
-    # Beside other tensors than these, such as column scales, values are no codes times scales.
-    if not isinstance(weight, QuantizedTensor) or weight.format.tensor_names != ("qdata", "scale"):
+    if not isinstance(weight, QuantizedTensor):
         return None
     return _histogram(lambda: _code_blocks(weight), _BINS, whole=True)
 
@@ -102,7 +101,15 @@ def code_histogram(weight: Tensor) -> Histogram | None:
 def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
     for block in _blocks(_rows_last(weight, weight.transposed)):
         assert isinstance(block, QuantizedTensor)
-        K, scale = block.shape[-1], block.tensors["scale"].float()
+        tensors = block.tensors
+        stored = block.format.codes(tensors)
+        if stored is not None:
+            yield stored.float()
+            continue
+        # Beside other tensors than these, such as column scales, values are no codes times scales.
+        if block.format.tensor_names != ("qdata", "scale"):
+            return
+        K, scale = block.shape[-1], tensors["scale"].float()
         if scale.dim() != 2 or not scale.shape[-1] or K % scale.shape[-1]:
             return
         codes = block.dequantize(torch.float32) / scale.repeat_interleave(K // scale.shape[-1], dim=-1)

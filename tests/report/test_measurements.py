@@ -99,5 +99,13 @@ def test_codes_of_int4_have_a_bin_each() -> None:
     assert all(found.counts)
 
 
+@pytest.mark.parametrize(("name", "codes"), [("uint2", 4), ("uint3", 8), ("uint6", 64), ("codebook4", 16)])
+def test_codes_of_groups_with_more_than_a_scale_have_a_bin_each(name: str, codes: int) -> None:
+    found = code_histogram(quantized(random_weight(24, 256), name))
+    assert found is not None
+    assert (len(found.counts), found.low, found.high) == (codes, -0.5, codes - 0.5)
+    assert sum(found.counts) == 24 * 256
+
+
 def test_a_float_weight_has_no_codes() -> None:
     assert code_histogram(random_weight(4, 8)) is None
