@@ -59,9 +59,8 @@ class Format(ABC):
         Raises:
             IndexError: An index is negative or not below N, as for `F.embedding`.
         """
-        return {
-            name: stored if name in self.shared_names else take(stored, indices) for name, stored in tensors.items()
-        }
+        shared = self.shared_names
+        return {name: stored if name in shared else take(stored, indices) for name, stored in tensors.items()}
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
