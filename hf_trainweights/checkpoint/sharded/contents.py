@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.sharded.description import metadata_of
-from hf_trainweights.checkpoint.sharded.items import item_crc32
 from hf_trainweights.checkpoint.sharded.plain_metadata import read_plain_metadata
-from hf_trainweights.checkpoint.sharded.reader import load_item
+from hf_trainweights.checkpoint.sharded.reader import load_item, read_bytes
+from hf_trainweights.checkpoint.sharded.results import Place
 from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
@@ -210,7 +210,7 @@ class ShardedContents:
         return read_place(self.directory, self.places[index])
 
 
-def read_place(directory: Path, place: Any) -> bytes:
+def read_place(directory: Path, place: Place) -> bytes:
     """Read the bytes of an item.
 
     Args:
@@ -221,15 +221,9 @@ def read_place(directory: Path, place: Any) -> bytes:
         CorruptFileError: The file ends before, or holds other bytes than were written.
         OSError: It cannot be read.
     """
-    where = f"{directory / place.file}, from byte {place.start} on"
-    with open_regular_file(directory / place.file, follow_links=False) as file:
-        file.seek(place.start)
-        data = file.read(place.stop - place.start)
-    if len(data) != place.stop - place.start:
-        raise CorruptFileError(where, f"{place.stop - place.start} bytes", f"{len(data)}", _NEXT_STEP)
-    if place.crc32 is not None and item_crc32(data) != place.crc32:
-        raise CorruptFileError(where, f"crc32 {place.crc32}", str(item_crc32(data)), _NEXT_STEP)
-    return data
+    path = directory / place.file
+    with open_regular_file(path, follow_links=False) as file:
+        return read_bytes(file, place, path)
 
 
 def encoded_manifest(directory: Path) -> Manifest | None:

@@ -10,7 +10,7 @@ import io
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.sharded.results import Place
 from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.paths import is_safe_name
@@ -46,22 +47,6 @@ _RECORDED = frozenset(
 )
 
 
-class PlainPlace(NamedTuple):
-    """Where an item lies.
-
-    Args:
-        file: Name of the file in the directory.
-        start: Its first byte.
-        stop: The byte after its last one.
-        crc32: CRC-32 of these bytes; None because PyTorch keeps none.
-    """
-
-    file: str
-    start: int
-    stop: int
-    crc32: int | None = None
-
-
 def read_plain_metadata(directory: Path) -> Metadata:
     """Read the `.metadata` of a DCP directory; nothing in it is executed.
 
@@ -69,7 +54,7 @@ def read_plain_metadata(directory: Path) -> Metadata:
         directory: Where it lies.
 
     Returns:
-        What it says. Its `storage_data` are `PlainPlace`; each names a file in the directory by its plain name.
+        What it says. Its `storage_data` are `Place`; each names a file in the directory by its plain name.
 
     Raises:
         CorruptFileError: It is damaged, too large, contradicts itself, or names anything but DCP's own classes.
@@ -169,7 +154,7 @@ def _index(value: Any) -> MetadataIndex:
     return MetadataIndex(_require(fields["fqn"], str, "a name"), None if offset is None else _size(offset))
 
 
-def _place(value: Any) -> PlainPlace:
+def _place(value: Any) -> Place:
     fields = _fields(value, "_StorageInfo")
     name = _require(fields["relative_path"], str, "relative_path")
     if "/" in name or not is_safe_name(name):
@@ -177,7 +162,7 @@ def _place(value: Any) -> PlainPlace:
     if fields.get("transform_descriptors"):
         raise _corrupt(name, "items without a transformation of another package", repr(fields["transform_descriptors"]))
     offset, length = (_natural(fields[key]) for key in ("offset", "length"))
-    return PlainPlace(name, offset, offset + length)
+    return Place(name, offset, offset + length)
 
 
 def _path(value: Any) -> Iterator[str | int]:

@@ -111,7 +111,7 @@ class TrainWeightsReader(StorageReader):
         for name, places in sorted(items_of.items()):
             with open_regular_file(self._path / name, follow_links=False) as file:
                 for place in sorted(places, key=lambda each: each.start):
-                    self._load(_read(file, place, self._path / name), places[place], planner)
+                    self._load(read_bytes(file, place, self._path / name), places[place], planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
@@ -197,12 +197,25 @@ def load_item(data: bytes, where: str) -> Any:
         raise CorruptFileError(where, "a torch zip file of plain data", found, _NEXT_STEP) from error
 
 
-def _read(file: BinaryIO, place: Place, path: Path) -> bytes:
+def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
+    """Read the bytes of an item, and compare them with their CRC-32 where one is known.
+
+    Args:
+        file: The file that holds it, opened.
+        place: Where it lies.
+        path: The file's path, for errors.
+
+    Raises:
+        CorruptFileError: The file ends before, or holds other bytes than were written.
+        OSError: It cannot be read.
+    """
+    where, size_bytes = f"{path}, from byte {place.start} on", place.stop - place.start
     file.seek(place.start)
-    data = file.read(place.stop - place.start)
-    found = item_crc32(data)
+    data = file.read(size_bytes)
+    if len(data) != size_bytes:
+        raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
+    found = None if place.crc32 is None else item_crc32(data)
     if found != place.crc32:
-        where = f"{path}, from byte {place.start} on"
         raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
     return data
 

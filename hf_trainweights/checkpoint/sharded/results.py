@@ -43,13 +43,13 @@ class Place:
         file: Name of the file in the checkpoint.
         start: Its first byte.
         stop: The byte after its last one.
-        crc32: CRC-32 of these bytes.
+        crc32: CRC-32 of these bytes; None in a plain checkpoint, because PyTorch keeps none.
     """
 
     file: str
     start: int
     stop: int
-    crc32: int
+    crc32: int | None = None
 
 
 @dataclass(frozen=True)
