@@ -20,6 +20,7 @@ from hf_trainweights.models.budget_measure import FEW_BITS, in_few_bits, sensiti
 from hf_trainweights.models.budget_options import relative_errors, rows_of
 from hf_trainweights.models.budget_plan import Losses, Measurements, weight_of, weights_to_plan
 from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.conversion import TrainWeightsQuantize
 from hf_trainweights.models.experts import quantize_experts, rows_of_experts
 from hf_trainweights.models.host.checkpoints import read_by
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp
@@ -88,7 +89,7 @@ class _Measuring(HfQuantizer):
         return False
 
 
-class _Measure(QuantizerOp):
+class _Measure(TrainWeightsQuantize):
     """Measures weights as they are loaded, and returns them in few bits: enough to see how much each one matters.
 
     Args:
@@ -98,25 +99,12 @@ class _Measure(QuantizerOp):
     """
 
     def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState):
-        self.planned, self.chosen, self.state = planned, chosen, state
+        super().__init__(state)
+        self.planned, self.chosen = planned, chosen
         self.losses: dict[str, Losses] = {}
 
-    def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
-        self, input_dict: dict[str, Any], model: Any = None, **_: Any
-    ) -> dict[str, Tensor]:
-        """Measure each entry whose format is to be chosen.
-
-        Args:
-            input_dict: Full parameter name to a tensor, or to a list of one.
-            model: The model on the meta device.
-
-        Returns:
-            Full parameter name to a quantized parameter.
-        """
-        loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {name: self._quantize(name, weight, model) for name, weight in loaded.items()}
-
-    def _quantize(self, name: str, weight: Tensor, model: Any) -> Any:
+    def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
+        """Measure a weight, and return it in few bits; as it is where its format is not to be chosen."""
         choice, skeleton = self.chosen.get(name), model.get_parameter_or_buffer(name)
         if choice is None or weight.shape != skeleton.shape:
             return weight

@@ -41,9 +41,16 @@ class TrainWeightsQuantize(QuantizerOp):
             Full parameter name to a parameter.
         """
         loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
-        return {name: self._quantize(name, weight, model) for name, weight in loaded.items()}
+        return {name: self.quantize_one(name, weight, model) for name, weight in loaded.items()}
 
-    def _quantize(self, name: str, weight: Tensor, model: Any) -> Any:
+    def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
+        """Quantize a weight, or return it as it is where no format was chosen for it.
+
+        Args:
+            name: Full name of the weight.
+            weight: The weight as it is in the checkpoint.
+            model: The model on the meta device.
+        """
         choice = self.state.choices.get(name)
         if choice is None or choice.format is None:
             return weight
