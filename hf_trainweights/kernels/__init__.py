@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.uint import UInt, UInt4
-from hf_trainweights.kernels import int4, int4_tiles, int8, uint4, uint4_tiles
+from hf_trainweights.kernels import float8, int4, int4_tiles, int8, uint4, uint4_tiles
 from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
 from hf_trainweights.kernels.layouts import Layout
 
@@ -45,6 +45,7 @@ class Kernel(NamedTuple):
 KERNELS = {
     "int8": Kernel(int8.linear, int8.prepare_few_rows),
     "coded": Kernel(int8.linear, int8.prepare_few_rows),
+    "float8_e4m3": Kernel(float8.linear, float8.prepare_few_rows),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
     "uint4": Kernel(uint4.linear, uint4.prepare_few_rows, uint4_tiles.choose_layout),
 }

@@ -14,7 +14,8 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import cuda, int4_tiles
+from hf_trainweights.formats.packing import CODES_PER_WORD
+from hf_trainweights.kernels import compiled, cuda, int4_tiles
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, multiply_tiles
@@ -60,16 +61,19 @@ def linear(
 def prepare_few_rows(
     held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, dtype: torch.dtype
 ) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
-    """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles.
+    """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles, compiled on the stored tensors.
 
     Args:
         held: `qdata` and `scale`.
         form: The format.
-        layout: The tiles that they are in; None for the stored tensors, which the op does not read.
+        layout: The tiles that they are in; None for the stored tensors.
         dtype: Dtype of x.
     """
     del form
     qdata, scale = held["qdata"], held["scale"]
+    if layout is None and qdata.dim() == 2 and qdata.device.type == "cpu" and scale.dtype == dtype:
+        product = _find_compiled(qdata, scale, dtype)
+        return product and compiled.settle(product, qdata, scale, dtype, compiled.most_rows(dtype))
     if layout is None or layout.tile_rows != int4_tiles.tile_rows() or scale.dtype != dtype:
         return None
     if qdata.dim() != 2:
@@ -86,12 +90,12 @@ def prepare_few_rows(
 
 
 def slowness(dtype: torch.dtype) -> str | None:
-    """As `hf_trainweights.kernels.slowness`: PyTorch's op is fast in bfloat16 alone.
+    """As `hf_trainweights.kernels.slowness`: without compiled products only PyTorch's op in bfloat16 is fast.
 
     Args:
         dtype: Dtype that the weights show.
     """
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16 or compiled.is_available():
         return None
     return (
         "int4 weights without bfloat16 activations: on the CPU they take longer than float weights. "
@@ -109,7 +113,16 @@ def _empty_tiled_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | 
     return _empty_linear(x, qdata, scale, bias)
 
 
+def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> compiled.Product | None:
+    N, K = len(qdata), qdata.shape[1] * CODES_PER_WORD
+    return compiled.find(N, K, K // max(1, scale.shape[1]), 4, dtype, scale.dtype, False)
+
+
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    product = _find_compiled(qdata, scale, x.dtype)
+    if product is not None and 0 < x.numel() // x.shape[-1] <= compiled.most_rows(x.dtype):
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
     (N, K), G = (qdata.shape[0], x.shape[-1]), scale.shape[1]
     # Even columns, then odd ones, as the nibbles of a block are laid out.
     rows = x.reshape(-1, K // 2, 2).transpose(1, 2).reshape(-1, K)

@@ -22,6 +22,8 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.cpu_features import has_amx
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.layouts import Layout
 
@@ -119,7 +121,9 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype) -> Int
     """
     del form
     # For float16 and float32 the op is scalar: at M = 4 it takes 25 times as long as F.linear.
-    rows = tile_rows() if dtype == torch.bfloat16 else None
+    # Without AMX compiled products read the stored codes, for every number of rows.
+    is_best = dtype == torch.bfloat16 and (has_amx() or not compiled.is_available())
+    rows = tile_rows() if is_best else None
     tiles = None if rows is None else Int4Tiles(rows)
     return tiles if tiles is not None and tiles.fits(shape) else None
 

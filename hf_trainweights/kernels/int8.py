@@ -1,7 +1,9 @@
-"""int8 weights with one scale a row, resident as the plain `[N, K]` bytes that are on disk: no second copy.
+"""int8 weights, resident as the plain `[N, K]` bytes that are on disk: no second copy.
 
-Three ways, by the number of rows M of x and the instructions of the CPU:
+Four ways, by the number of rows M of x and the instructions of the CPU:
 
+- The compiled products (`compiled`), which alone serve groups. The others serve where those are not there, and many
+  rows on CPUs that have faster instructions for them.
 - `torch._weight_int8pack_mm` for the few rows of a decoding step, 16-bit x only: its float32 path is scalar. With
   `activations="int8"` too, except for one row without AMX.
 - Integer products of digits of x (`digits`).
@@ -20,7 +22,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda
+from hf_trainweights.kernels import compiled, cuda
 from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
 from hf_trainweights.kernels.digits import LEFT_ROWS, has_integer_products, multiply_digits
 from hf_trainweights.kernels.guards import Needs, guarded
@@ -73,10 +75,14 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Int8, layout: None, bias
     qdata, scale = held["qdata"], held["scale"]
     dtype = x.dtype
     exact = scale.dtype == dtype or torch.promote_types(scale.dtype, dtype) == dtype
-    served = (form.group_size is None and qdata.device.type == "cpu") or cuda.serves(x, qdata, form.group_size)
-    if dtype not in FLOAT_DTYPES or not exact or not served:
+    if dtype not in FLOAT_DTYPES or not exact:
         return None
-    return LINEAR(x, qdata, scale, bias, form.activations is not None)
+    quantize_x = form.activations is not None
+    if qdata.device.type != "cpu":
+        served = cuda.serves(x, qdata, form.group_size)
+    else:
+        served = form.group_size is None or _find_compiled(qdata, scale, dtype, quantize_x) is not None
+    return LINEAR(x, qdata, scale, bias, quantize_x) if served else None
 
 
 def prepare_few_rows(
@@ -92,10 +98,15 @@ def prepare_few_rows(
     """
     del layout
     qdata, scale = held["qdata"], held["scale"]
-    on_cpu = form.group_size is None and qdata.dim() == 2 and qdata.device.type == "cpu"
-    if not on_cpu or scale.dtype != dtype or qdata.numel() == 0:
+    quantize_x = form.activations is not None
+    if qdata.dim() != 2 or qdata.device.type != "cpu" or scale.dtype != dtype or qdata.numel() == 0:
         return None
-    (N, K), factors, quantize_x = qdata.shape, scale.view(-1), form.activations is not None
+    product = _find_compiled(qdata, scale, dtype, quantize_x)
+    if product is not None:
+        return compiled.settle(product, qdata, scale, dtype, compiled.most_rows(dtype, quantize_x))
+    if form.group_size is not None:
+        return None
+    (N, K), factors = qdata.shape, scale.view(-1)
     aligned = qdata.data_ptr() % _CODES_ALIGNMENT == 0
     pack_rows = _PACK_ROWS if aligned and _prefers_pack(_PACK_ROWS, N, K, dtype, quantize_x) else 0
     digit_rows = 0
@@ -126,6 +137,12 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     if x.numel() == 0 or qdata.numel() == 0:
         return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
+    product = _find_compiled(qdata, scale, x.dtype, quantize_x)
+    if product is not None and x.numel() // qdata.shape[1] <= compiled.most_rows(x.dtype, quantize_x):
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+    if scale.shape[1] > 1:
+        return _multiply_groups(x, qdata, scale, bias)
     rows, dtype, is_matrix = x, x.dtype, x.dim() == 2
     N, K = qdata.shape
     if not is_matrix:
@@ -140,6 +157,22 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
     else:
         out = _multiply_cast(rows, qdata, scale, bias)
     return out if is_matrix else out.view(*x.shape[:-1], N)
+
+
+def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype, quantize_x: bool) -> compiled.Product | None:
+    (N, K), G = qdata.shape, scale.shape[1]
+    return compiled.find(N, K, None if G == 1 else K // max(1, G), 8, dtype, scale.dtype, quantize_x)
+
+
+def _multiply_groups(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    """Multiply with blocks of rows that are dequantized first."""
+    rows = max(1, _CAST_ELEMENTS // qdata.shape[1])
+    parts = []
+    for codes, factors in zip(qdata.split(rows), scale.split(rows), strict=True):
+        weight = codes.to(x.dtype).view(*factors.shape, -1) * factors.to(x.dtype).unsqueeze(-1)
+        parts.append(torch.nn.functional.linear(x, weight.view(codes.shape)))
+    out = torch.cat(parts, dim=-1)
+    return out if bias is None else out.add_(bias)
 
 
 def _prefers_pack(M: int, N: int, K: int, dtype: torch.dtype, quantize_x: bool) -> bool:

@@ -1,0 +1,197 @@
+"""Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
+
+They serve float32, bfloat16 and float16 activations with the codes of int8, int4 and float8 weights as they are stored.
+The package needs none of them: without a C compiler at installation, or without AVX512_VNNI, `find` returns None and
+every product takes another way.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype
+from hf_trainweights.kernels.scratch import SCRATCH
+
+_LIBRARY = Path(__file__).parent / "native" / "products.so"
+# As in native/vectors.h.
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_NEEDED = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
+
+# As in native/product.h: up to so many rows, each row of the weight is read once for all of them.
+FEW_ROWS = 4
+# Rows up to which digits take less time than a product in a 16-bit dtype that the CPU multiplies fast.
+_SHORT_ROWS = 48
+# Sums of products of two bytes fit 32 bits up to this K.
+_MOST_COLUMNS = 1 << 16
+# Multiplications from which on a second thread pays: it takes some microseconds to wake.
+_THREADED = 1 << 19
+
+# Numbers of rows and threads for which the size of scratch memory is remembered.
+_SIZES = 256
+
+# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`, or None for what is left to other ways.
+Multiply = Callable[[Tensor, Tensor | None], Tensor | None]
+
+# Bits of a float8 weight in `Weight`: it has no integer codes.
+FLOAT8 = 0
+
+
+class Weight(ctypes.Structure):
+    """`Weight` of native/product.h: what a product knows of a weight before it gets one."""
+
+    _fields_ = (
+        *((name, ctypes.c_int64) for name in ("N", "K", "group_size")),
+        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", "bits")),
+    )
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    """Return the library, or None where there is none for this CPU."""
+    if not all(capabilities().get(name) for name in _NEEDED):
+        return None
+    try:
+        # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.
+        library = ctypes.CDLL(str(_LIBRARY), mode=os.RTLD_NOW)
+    except OSError:
+        return None
+    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    library.product_bytes.argtypes = (pointer, count, number)
+    library.product_bytes.restype = count
+    library.product.argtypes = (*[pointer] * 6, count, number, pointer)
+    library.product.restype = None
+    library.dequantize.argtypes = (*[pointer] * 4, number)
+    library.dequantize.restype = None
+    return library
+
+
+def is_available() -> bool:
+    """Return whether the functions are compiled and this CPU runs them."""
+    return _load() is not None
+
+
+@functools.cache
+def most_rows(dtype: torch.dtype, quantize_x: bool = False) -> int:
+    """Return up to how many rows of x a product with integer codes takes less time here than by PyTorch's ops.
+
+    Args:
+        dtype: Dtype of x.
+        quantize_x: Whether x is rounded to one digit.
+    """
+    if not is_available():
+        return 0
+    if has_amx():
+        return FEW_ROWS
+    always = quantize_x or dtype == torch.float32 or product_dtype(dtype, _SHORT_ROWS + 1) != dtype
+    return sys.maxsize if always else _SHORT_ROWS
+
+
+class Product:
+    """Products with weights of one shape and format.
+
+    Args:
+        library: The compiled functions.
+        weight: The shape and format.
+    """
+
+    def __init__(self, library: ctypes.CDLL, weight: Weight) -> None:
+        self._library, self._weight = library, weight
+        self._address = ctypes.addressof(weight)
+        self._N, self.columns = weight.N, weight.K
+        self._sizes: dict[tuple[int, int], int] = {}
+
+    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return `F.linear(x, weight, bias)`; all tensors are on the CPU and contiguous.
+
+        Args:
+            x: `[*, K]`, at least one row, of the dtype that `find` was asked for.
+            qdata: The codes, as `find` was told.
+            scale: `[N, G]`, likewise.
+            bias: `[N]` of the dtype of x, or None.
+
+        Returns:
+            A new tensor `[*, N]` of the dtype of x.
+        """
+        M = x.numel() // self.columns
+        threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
+        scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)
+        out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
+        shift = None if bias is None else bias.data_ptr()
+        pointers = (x.data_ptr(), qdata.data_ptr(), scale.data_ptr(), shift, out.data_ptr())
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr())
+        return out
+
+    def dequantize(self, qdata: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Fill and return `out` `[N, K]`, of the dtype that `find` was asked for, with a float8 weight.
+
+        Args:
+            qdata: The codes `[N, K]`, contiguous.
+            scale: `[N, 1]`, contiguous.
+            out: Contiguous.
+        """
+        pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
+        self._library.dequantize(self._address, *pointers, torch.get_num_threads())
+        return out
+
+    def _size(self, M: int, threads: int) -> int:
+        """Return the scratch bytes of M rows, a power of two: few sizes of memory are kept."""
+        if len(self._sizes) == _SIZES:
+            self._sizes.clear()
+        needed = self._library.product_bytes(self._address, M, threads)
+        size = self._sizes[M, threads] = 1 << (needed - 1).bit_length()
+        return size
+
+
+@functools.lru_cache(maxsize=4096)
+def find(
+    N: int, K: int, group_size: int | None, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype, quantize_x: bool
+) -> Product | None:
+    """Return the products with weights `[N, K]` of one kind; None where the compiled functions do not serve them.
+
+    Args:
+        N: Rows of the weight.
+        K: Its columns.
+        group_size: Columns that share a scale; None where a row shares one.
+        bits: 8 or 4 of an integer code, or `FLOAT8`.
+        dtype: Dtype of the activations.
+        scale_dtype: Dtype of the scales.
+        quantize_x: Whether activations are rounded to one digit.
+    """
+    library, size = _load(), group_size or 0
+    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
+    if library is None or not fits or not 0 < K <= _MOST_COLUMNS or N == 0:
+        return None
+    if dtype not in _DTYPES or scale_dtype not in _DTYPES:
+        return None
+    digits = 1 if quantize_x else 3 if dtype == torch.float32 else 2
+    return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits))
+
+
+def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int) -> Multiply:
+    """Return a function that multiplies with one weight.
+
+    Args:
+        product: What `find` returned for the weight.
+        qdata: Its codes, contiguous.
+        scale: Its scales, contiguous.
+        dtype: Dtype of the activations.
+        rows: The most rows of x that it takes.
+    """
+    most_elements = min(sys.maxsize, rows * product.columns)
+
+    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        if not (0 < x.numel() <= most_elements and x.is_cpu and x.is_contiguous()):
+            return None
+        if bias is not None and not (bias.is_cpu and bias.dtype == dtype and bias.is_contiguous()):
+            return None
+        return product(x, qdata, scale, bias)
+
+    return multiply

@@ -1,0 +1,102 @@
+"""float8_e4m3 weights on a CPU: a few rows by compiled products, many by products with dequantized blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.kernels.guards import Needs, guarded
+from hf_trainweights.kernels.registration import define
+from hf_trainweights.kernels.scratch import SCRATCH
+
+# Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache.
+_BLOCK_ELEMENTS = 1 << 20
+
+
+def linear(
+    x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None, bias: Tensor | None
+) -> Tensor | None:
+    """As `hf_trainweights.kernels.linear`; None where there are no compiled products.
+
+    Args:
+        x: `[*, K]`.
+        held: `qdata` `[N, K]` and `scale` `[N, 1]`.
+        form: The format.
+        layout: None: the codes are read as they are stored.
+        bias: `[N]` or None.
+    """
+    del form, layout
+    qdata, scale = held["qdata"], held["scale"]
+    if x.device.type != "cpu" or x.dtype not in FLOAT_DTYPES or _find_compiled(qdata, scale, x.dtype) is None:
+        return None
+    return LINEAR(x, qdata, scale, bias)
+
+
+def prepare_few_rows(
+    held: Mapping[str, Tensor], form: Float8E4M3, layout: None, dtype: torch.dtype
+) -> compiled.Multiply | None:
+    """As `hf_trainweights.kernels.prepare_few_rows`.
+
+    Args:
+        held: `qdata` `[N, K]` and `scale` `[N, 1]`.
+        form: The format.
+        layout: None: the codes are read as they are stored.
+        dtype: Dtype of x.
+    """
+    del form, layout
+    qdata, scale = held["qdata"], held["scale"]
+    if qdata.dim() != 2 or qdata.device.type != "cpu" or scale.dtype != dtype:
+        return None
+    product = _find_compiled(qdata, scale, dtype)
+    return product and compiled.settle(product, qdata, scale, dtype, compiled.FEW_ROWS)
+
+
+def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> compiled.Product | None:
+    return compiled.find(*qdata.shape, None, compiled.FLOAT8, dtype, scale.dtype, False)
+
+
+def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    del scale, bias
+    return x.new_empty((*x.shape[:-1], qdata.shape[0]))
+
+
+def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    product = _find_compiled(qdata, scale, x.dtype)
+    M = x.numel() // max(1, qdata.shape[1])
+    if product is not None and 0 < M <= compiled.FEW_ROWS:
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+    dtype = product_dtype(x.dtype, M)
+    given, rows = x.to(dtype), max(1, _BLOCK_ELEMENTS // max(1, qdata.shape[1]))
+    blocks = zip(qdata.split(rows), scale.split(rows), strict=True)
+    out = torch.cat([torch.nn.functional.linear(given, _dequantize(*block, dtype)) for block in blocks], dim=-1)
+    return (out if bias is None else out.add_(bias)).to(x.dtype)
+
+
+def _dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows of the weight, in scratch memory."""
+    out = SCRATCH.take("weight", tuple(qdata.shape), dtype)
+    product = _find_compiled(qdata, scale, dtype)
+    # A program that was exported where there are compiled products may run where there are none.
+    if product is None:
+        return torch.mul(qdata.to(dtype), scale.to(dtype), out=out)
+    return product.dequantize(qdata.contiguous(), scale.contiguous(), out)
+
+
+_guard = guarded(
+    "hf_trainweights::float8_linear",
+    Needs("x", ("*", "K"), any_strides=True),
+    Needs("qdata", ("N", "K"), (torch.float8_e4m3fn,)),
+    Needs("scale", ("N", 1)),
+    Needs("bias", ("N",), any_strides=True),
+)
+
+LINEAR = define(
+    "float8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor", _empty_linear, CPU=_guard(_linear_cpu)
+)

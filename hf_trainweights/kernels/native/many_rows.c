@@ -1,0 +1,232 @@
+// Products of many rows of x with integer codes: 16 tokens lie side by side in a vector, and each instruction multiplies
+// four digits of each with four codes of one row of the weight. No reordered copy of the weight is kept: a block of its
+// rows is made unsigned once for all tokens.
+#include "digits.h"
+#include "product.h"
+#include "transpose.h"
+
+// Rows of the weight in a block; the numbers of rows in `ACCUMULATE` divide it.
+#define BLOCK_ROWS 48
+#define MOST_VECTORS 3
+// Digits that are held at a time: half of a second-level cache of 1 MB.
+#define PANEL_BYTES (1 << 19)
+
+// The tokens of one to three vectors.
+typedef struct {
+    int64_t tokens;
+    int vectors;
+    float *worth;      // [vectors][LANES]
+    __m512i *initial;  // [G][vectors][digits][LANES]: what sums begin with, so that codes count from their offset
+    int8_t *digits;    // [K / 4][vectors][digits][LANES][4]
+} Tile;
+
+// What a thread multiplies a block of rows with.
+typedef struct {
+    float *sums;     // [BLOCK_ROWS][vectors][LANES]
+    float *results;  // [vectors][LANES][BLOCK_ROWS]
+    float *scale;    // [BLOCK_ROWS][G]
+    uint8_t *codes;  // [BLOCK_ROWS][code_stride]
+} Block;
+
+static int most_vectors(const Product *p) { return p->weight.digits == 1 ? MOST_VECTORS : 1; }
+static int64_t tile_tokens(const Product *p) { return LANES * most_vectors(p); }
+
+static int64_t tile_bytes(const Product *p) {
+    int64_t vectors = most_vectors(p) * p->weight.digits;
+    return most_vectors(p) * BYTES + (groups_of(p) + padded_columns(p) / 4) * vectors * BYTES;
+}
+
+static int64_t tiles_at_once(const Product *p) {
+    int64_t fit = PANEL_BYTES / tile_bytes(p), all = (p->M + tile_tokens(p) - 1) / tile_tokens(p);
+    return fit < 1 ? 1 : least(fit, all);
+}
+
+// Rows a power of two apart would drive each other from the first-level cache.
+static int64_t code_stride(const Product *p) { return padded_columns(p) + BYTES; }
+
+static int64_t block_bytes(const Product *p) {
+    int64_t sums = BLOCK_ROWS * LANES * MOST_VECTORS * 4;
+    return 2 * sums + round_up(BLOCK_ROWS * groups_of(p) * 4, BYTES) + BLOCK_ROWS * code_stride(p);
+}
+
+int64_t many_rows_bytes(const Product *p, int threads) {
+    return tiles_at_once(p) * tile_bytes(p) + threads * block_bytes(p);
+}
+
+static Tile tile_at(const Product *p, int8_t *panel, int64_t index, int64_t tokens) {
+    Tile tile = {.tokens = least(tile_tokens(p), tokens - index * tile_tokens(p))};
+    int8_t *memory = panel + index * tile_bytes(p);
+    tile.vectors = (int)((tile.tokens + LANES - 1) / LANES);
+    tile.worth = (float *)memory;
+    tile.initial = (__m512i *)(memory + tile.vectors * BYTES);
+    tile.digits = (int8_t *)(tile.initial + groups_of(p) * tile.vectors * p->weight.digits);
+    return tile;
+}
+
+static Block block_at(const Product *p, int8_t *memory) {
+    int64_t sums = BLOCK_ROWS * LANES * MOST_VECTORS;
+    Block block = {.sums = (float *)memory};
+    block.results = block.sums + sums;
+    block.scale = block.results + sums;
+    block.codes = (uint8_t *)block.scale + round_up(BLOCK_ROWS * groups_of(p) * 4, BYTES);
+    return block;
+}
+
+static inline __attribute__((always_inline)) void write_vector(const Product *p, const Tile *tile, int vector,
+                                                               const char *x, int64_t tokens, int dtype, int digits) {
+    int64_t K = p->weight.K, row = K * itemsize(dtype), stride = tile->vectors * digits;
+    __m512 per_unit[LANES];
+    __m512i found[3], out[3][LANES];
+    for (int i = 0; i < LANES; i++) {
+        float top = i < tokens ? largest_magnitude(x + i * row, dtype, K) : 1;
+        tile->worth[vector * LANES + i] = top / 127;
+        per_unit[i] = _mm512_set1_ps(1 / unit_of(top, digits));
+        for (int d = 0; d < digits; d++) out[d][i] = _mm512_setzero_si512();
+    }
+    for (int64_t k = 0; k < K; k += BYTES) {
+        for (int i = 0; i < tokens; i++) {
+            write_digits(x + i * row, dtype, k, K, per_unit[i], digits, found);
+            for (int d = 0; d < digits; d++) out[d][i] = found[d];
+        }
+        for (int d = 0; d < digits; d++)
+            store_transposed(out[d], tile->digits + (k / 4 * stride + vector * digits + d) * BYTES, stride * BYTES);
+    }
+}
+
+static void write_initial(const Product *p, const Tile *tile, int vector) {
+    int digits = p->weight.digits;
+    int64_t stride = (int64_t)tile->vectors * digits * BYTES;
+    int64_t size = (p->weight.group_size ? p->weight.group_size : padded_columns(p)) / 4;
+    const __m512i ones = _mm512_set1_epi8(1), offset = _mm512_set1_epi32(-offset_of(p));
+    for (int64_t g = 0; g < groups_of(p); g++)
+        for (int d = 0; d < digits; d++) {
+            const int8_t *from = tile->digits + g * size * stride + (vector * digits + d) * BYTES;
+            __m512i sums[4];
+            for (int i = 0; i < 4; i++) sums[i] = _mm512_setzero_si512();
+            for (int64_t k = 0; k < size; k++)
+                sums[k % 4] = _mm512_dpbusd_epi32(sums[k % 4], ones, _mm512_load_si512(from + k * stride));
+            __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3]));
+            tile->initial[(g * tile->vectors + vector) * digits + d] = _mm512_mullo_epi32(sum, offset);
+        }
+}
+
+// The dtype and the number of digits are constants in each case.
+static void write_tokens(const Product *p, const Tile *tile, int vector, const char *x, int64_t tokens) {
+    int dtype = p->weight.dtype, digits = p->weight.digits;
+    if (dtype == FLOAT32 && digits == 1) write_vector(p, tile, vector, x, tokens, FLOAT32, 1);
+    else if (dtype == FLOAT32) write_vector(p, tile, vector, x, tokens, FLOAT32, 3);
+    else if (digits == 1) write_vector(p, tile, vector, x, tokens, dtype, 1);
+    else write_vector(p, tile, vector, x, tokens, dtype, 2);
+    write_initial(p, tile, vector);
+}
+
+// Fill `sums` of ROWS rows of a block with the tokens of a tile. ROWS * VECTORS * DIGITS sums stay in registers.
+#define ACCUMULATE(ROWS, VECTORS, DIGITS)                                                                         \
+    static void accumulate_##ROWS##_##VECTORS##_##DIGITS(const Product *p, const Tile *tile, const Block *block,  \
+                                                         int64_t row) {                                           \
+        enum { COUNT = VECTORS * DIGITS };                                                                        \
+        int64_t G = groups_of(p), stride = code_stride(p), size = (p->weight.group_size + 3) / 4;                 \
+        const int8_t *digits = tile->digits;                                                                      \
+        const uint8_t *codes = block->codes + row * stride;                                                       \
+        if (!size) size = (p->weight.K + 3) / 4;                                                                  \
+        for (int64_t g = 0; g < G; g++) {                                                                         \
+            __m512i products[ROWS][COUNT];                                                                        \
+            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                               \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
+                    products[n][v] = tile->initial[g * COUNT + v];                                                \
+            for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                             \
+                __m512i x[COUNT];                                                                                 \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
+                    x[v] = _mm512_load_si512(digits + v * BYTES);                                                 \
+                _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++) {                                         \
+                    __m512i four = _mm512_set1_epi32(*(const int32_t *)(codes + n * stride));                     \
+                    _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                       \
+                        products[n][v] = _mm512_dpbusd_epi32(products[n][v], four, x[v]);                         \
+                }                                                                                                 \
+            }                                                                                                     \
+            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                               \
+                _Pragma("GCC unroll 3") for (int v = 0; v < VECTORS; v++) {                                       \
+                    float *sum = block->sums + ((row + n) * VECTORS + v) * LANES;                                 \
+                    __m512 before = g ? _mm512_load_ps(sum) : _mm512_setzero_ps();                                \
+                    __m512 factor = _mm512_set1_ps(block->scale[(row + n) * G + g]);                              \
+                    __m512 product = join_digits(products[n] + v * DIGITS, DIGITS);                               \
+                    _mm512_store_ps(sum, _mm512_fmadd_ps(product, factor, before));                               \
+                }                                                                                                 \
+        }                                                                                                         \
+    }
+
+ACCUMULATE(8, 1, 3)
+ACCUMULATE(12, 1, 2)
+ACCUMULATE(8, 3, 1)
+ACCUMULATE(12, 2, 1)
+ACCUMULATE(16, 1, 1)
+
+static void accumulate(const Product *p, const Tile *tile, const Block *block) {
+    int digits = p->weight.digits, vectors = tile->vectors;
+    void (*rows)(const Product *, const Tile *, const Block *, int64_t) =
+        digits == 3    ? accumulate_8_1_3
+        : digits == 2  ? accumulate_12_1_2
+        : vectors == 3 ? accumulate_8_3_1
+        : vectors == 2 ? accumulate_12_2_1
+                       : accumulate_16_1_1;
+    int64_t step = digits * vectors == 3 ? 8 : digits * vectors == 2 ? 12 : 16;
+    for (int64_t n = 0; n < BLOCK_ROWS; n += step) rows(p, tile, block, n);
+}
+
+static void store_results(const Product *p, const Tile *tile, const Block *block, int64_t token, int64_t first,
+                          int64_t rows) {
+    const Weight *w = &p->weight;
+    for (int v = 0; v < tile->vectors; v++)
+        for (int n = 0; n < BLOCK_ROWS; n += LANES) {
+            __m512 worth = _mm512_load_ps(tile->worth + v * LANES);
+            __m512i sums[LANES];
+            for (int i = 0; i < LANES; i++) {
+                __m512 sum = _mm512_load_ps(block->sums + ((n + i) * tile->vectors + v) * LANES);
+                sums[i] = _mm512_castps_si512(_mm512_mul_ps(sum, worth));
+            }
+            store_transposed(sums, (int8_t *)(block->results + v * LANES * BLOCK_ROWS + n), BLOCK_ROWS * 4);
+        }
+    for (int64_t n = 0; n < rows; n += LANES) {
+        __mmask16 mask = first_lanes(rows - n);
+        __m512 bias = p->bias ? load_floats(p->bias, w->dtype, first + n, mask) : _mm512_setzero_ps();
+        for (int64_t m = 0; m < tile->tokens; m++) {
+            __m512 values = _mm512_add_ps(_mm512_load_ps(block->results + m * BLOCK_ROWS + n), bias);
+            store_floats(p->out, w->dtype, (token + m) * w->N + first + n, mask, values);
+        }
+    }
+}
+
+// Multiply the rows of the weight from `first` on with the tokens from `token` on, whose digits the panel holds.
+static void multiply_block(const Product *p, int8_t *panel, Block block, int64_t token, int64_t tokens, int64_t first) {
+    const Weight *w = &p->weight;
+    int64_t rows = least(BLOCK_ROWS, w->N - first), G = groups_of(p);
+    for (int64_t n = 0; n < rows; n++)
+        for (int64_t k = 0; k < w->K; k += BYTES)
+            _mm512_storeu_si512(block.codes + n * code_stride(p) + k, load_codes(p, w->bits, first + n, k));
+    copy_as_float32(p->scale, w->scale_dtype, first * G, rows * G, block.scale);
+    for (int64_t index = 0; index * tile_tokens(p) < tokens; index++) {
+        Tile tile = tile_at(p, panel, index, tokens);
+        accumulate(p, &tile, &block);
+        store_results(p, &tile, &block, token + index * tile_tokens(p), first, rows);
+    }
+}
+
+void multiply_many_rows(const Product *p, int threads, int8_t *memory) {
+    int64_t step = tiles_at_once(p) * tile_tokens(p), row = p->weight.K * itemsize(p->weight.dtype);
+    int8_t *blocks = memory + tiles_at_once(p) * tile_bytes(p);
+    for (int64_t token = 0; token < p->M; token += step) {
+        int64_t tokens = least(step, p->M - token);
+#pragma omp parallel num_threads(threads) if (threads > 1)
+        {
+#pragma omp for
+            for (int64_t m = 0; m < tokens; m += LANES) {
+                Tile tile = tile_at(p, memory, m / tile_tokens(p), tokens);
+                const char *x = (const char *)p->x + (token + m) * row;
+                write_tokens(p, &tile, (int)(m % tile_tokens(p) / LANES), x, least(LANES, tokens - m));
+            }
+#pragma omp for
+            for (int64_t n = 0; n < p->weight.N; n += BLOCK_ROWS)
+                multiply_block(p, memory, block_at(p, blocks + thread_index() * block_bytes(p)), token, tokens, n);
+        }
+    }
+}
