@@ -196,13 +196,22 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     }
 }
 
+// Copy the codes of row n, unsigned. Codes of the next block are fetched meanwhile: of few tokens, waiting for memory
+// takes longer than the products. An address behind the weight does no harm there.
+static void copy_codes(const Product *p, int64_t n, uint8_t *to) {
+    const Weight *w = &p->weight;
+    const char *next = (const char *)p->qdata + (n + BLOCK_ROWS) * w->K * w->bits / 8;
+    for (int64_t k = 0; k < w->K; k += BYTES) {
+        _mm_prefetch(next + k * w->bits / 8, _MM_HINT_T1);
+        _mm512_storeu_si512(to + k, load_codes(p, w->bits, n, k));
+    }
+}
+
 // Multiply the rows of the weight from `first` on with the tokens from `token` on, whose digits the panel holds.
 static void multiply_block(const Product *p, int8_t *panel, Block block, int64_t token, int64_t tokens, int64_t first) {
     const Weight *w = &p->weight;
     int64_t rows = least(BLOCK_ROWS, w->N - first), G = groups_of(p);
-    for (int64_t n = 0; n < rows; n++)
-        for (int64_t k = 0; k < w->K; k += BYTES)
-            _mm512_storeu_si512(block.codes + n * code_stride(p) + k, load_codes(p, w->bits, first + n, k));
+    for (int64_t n = 0; n < rows; n++) copy_codes(p, first + n, block.codes + n * code_stride(p));
     copy_as_float32(p->scale, w->scale_dtype, first * G, rows * G, block.scale);
     for (int64_t index = 0; index * tile_tokens(p) < tokens; index++) {
         Tile tile = tile_at(p, panel, index, tokens);
