@@ -1,6 +1,7 @@
 """Settings every test runs under: offline, one thread, quiet; and which tests are slow."""
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Before transformers and huggingface_hub are imported: that is when both read their environment.
@@ -31,3 +32,19 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("samples")
     write_sample_directories(directory)
     return directory
+
+
+@pytest.fixture
+def without_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Take the ways of an installation without a C compiler."""
+    from hf_trainweights.kernels import compiled
+
+    def forget() -> None:
+        compiled.find.cache_clear()
+        compiled.most_rows.cache_clear()
+
+    monkeypatch.setattr(compiled, "_load", lambda: None)
+    forget()
+    yield
+    monkeypatch.undo()
+    forget()

@@ -32,20 +32,21 @@ class Kernel(NamedTuple):
         prepare_few_rows: With the arguments of `kernels.prepare_few_rows`, the held tensors contiguous.
         choose_layout: From the format and shape of a weight on the CPU and the dtype of its scales to a layout or
             None; None where the kernel reads the stored tensors as they are.
-        slowness: From the dtype of a weight to what users are told where products in it are slow on a CPU, else None.
+        slowness: From the format and dtype of a weight to what users are told where products in it are slow on a CPU,
+            else None.
     """
 
     linear: Callable[[Tensor, Mapping[str, Tensor], Any, Any, Tensor | None], Tensor | None]
     prepare_few_rows: Callable[[Mapping[str, Tensor], Any, Any, torch.dtype], MultiplyFew | None]
     choose_layout: Callable[[Format, Sequence[int], torch.dtype], Layout | None] | None = None
-    slowness: Callable[[torch.dtype], str | None] | None = None
+    slowness: Callable[[Any, torch.dtype], str | None] | None = None
 
 
 # By the format's name.
 KERNELS = {
-    "int8": Kernel(int8.linear, int8.prepare_few_rows),
+    "int8": Kernel(int8.linear, int8.prepare_few_rows, slowness=int8.slowness),
     "coded": Kernel(int8.linear, int8.prepare_few_rows),
-    "float8_e4m3": Kernel(float8.linear, float8.prepare_few_rows),
+    "float8_e4m3": Kernel(float8.linear, float8.prepare_few_rows, slowness=float8.slowness),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
     "uint4": Kernel(uint4.linear, uint4.prepare_few_rows, uint4_tiles.choose_layout),
 }
@@ -144,4 +145,4 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
             "float weights. int8, or int4 or uint4 in groups of 32 with dtype=torch.bfloat16, is fast."
         )
     kernel = KERNELS.get(form.name)
-    return None if kernel is None or kernel.slowness is None else kernel.slowness(dtype)
+    return None if kernel is None or kernel.slowness is None else kernel.slowness(form, dtype)

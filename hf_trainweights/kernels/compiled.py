@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype
+from hf_trainweights.kernels.guards import ENABLED, Needs, check
 from hf_trainweights.kernels.scratch import SCRATCH
 
 _LIBRARY = Path(__file__).parent / "native" / "products.so"
@@ -107,6 +108,15 @@ class Product:
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
+        dtypes = {number: dtype for dtype, number in _DTYPES.items()}
+        codes = self.columns * weight.bits // 32 if weight.bits == 4 else self.columns
+        G = self.columns // weight.group_size if weight.group_size else 1
+        self._needs = (
+            Needs("x", ("*", self.columns), (dtypes[weight.dtype],)),
+            Needs("qdata", (self._N, codes), (torch.int8, torch.int32, torch.float8_e4m3fn)),
+            Needs("scale", (self._N, G), (dtypes[weight.scale_dtype],)),
+            Needs("bias", (self._N,), (dtypes[weight.dtype],)),
+        )
 
     def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear(x, weight, bias)`; all tensors are on the CPU and contiguous.
@@ -119,7 +129,12 @@ class Product:
 
         Returns:
             A new tensor `[*, N]` of the dtype of x.
+
+        Raises:
+            UnsupportedError: A tensor is not what it should be; told only where guards are on.
         """
+        if ENABLED:
+            check("a compiled product", self._needs, (x, qdata, scale, bias), {})
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
         scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)

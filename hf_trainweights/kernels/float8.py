@@ -19,9 +19,7 @@ from hf_trainweights.kernels.scratch import SCRATCH
 _BLOCK_ELEMENTS = 1 << 20
 
 
-def linear(
-    x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None, bias: Tensor | None
-) -> Tensor | None:
+def linear(x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None, bias: Tensor | None) -> Tensor | None:
     """As `hf_trainweights.kernels.linear`; None where there are no compiled products.
 
     Args:
@@ -55,6 +53,22 @@ def prepare_few_rows(
         return None
     product = _find_compiled(qdata, scale, dtype)
     return product and compiled.settle(product, qdata, scale, dtype, compiled.FEW_ROWS)
+
+
+def slowness(form: Float8E4M3, dtype: torch.dtype) -> str | None:
+    """As `hf_trainweights.kernels.slowness`: of more than a few rows a product with float weights is faster.
+
+    Args:
+        form: The format of the weights.
+        dtype: Dtype that they show.
+    """
+    del form
+    if compiled.is_available() and product_dtype(dtype, compiled.FEW_ROWS + 1) != dtype:
+        return None
+    return (
+        "float8 weights: on this CPU a product of many tokens dequantizes them first and takes longer than one with "
+        "float weights. int8 is fast."
+    )
 
 
 def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> compiled.Product | None:
@@ -98,5 +112,7 @@ _guard = guarded(
 )
 
 LINEAR = define(
-    "float8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor", _empty_linear, CPU=_guard(_linear_cpu)
+    "float8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",
+    _empty_linear,
+    CPU=_guard(_linear_cpu),
 )

@@ -89,12 +89,14 @@ def prepare_few_rows(
     return multiply_few
 
 
-def slowness(dtype: torch.dtype) -> str | None:
+def slowness(form: Int4, dtype: torch.dtype) -> str | None:
     """As `hf_trainweights.kernels.slowness`: without compiled products only PyTorch's op in bfloat16 is fast.
 
     Args:
-        dtype: Dtype that the weights show.
+        form: The format of the weights.
+        dtype: Dtype that they show.
     """
+    del form
     if dtype == torch.bfloat16 or compiled.is_available():
         return None
     return (

@@ -129,6 +129,22 @@ def prepare_few_rows(
     return multiply_few if pack_rows or digit_rows else None
 
 
+def slowness(form: Int8, dtype: torch.dtype) -> str | None:
+    """As `hf_trainweights.kernels.slowness`: only compiled products multiply groups without dequantizing them.
+
+    Args:
+        form: The format of the weights.
+        dtype: Dtype that they show.
+    """
+    del dtype
+    if form.group_size is None or compiled.is_available():
+        return None
+    return (
+        "int8 weights in groups: on this CPU each product dequantizes them first and takes longer than one with float "
+        "weights. int8 without group_size is fast."
+    )
+
+
 def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     del scale, bias, quantize_x
     return x.new_empty((*x.shape[:-1], qdata.shape[0]))

@@ -15,6 +15,9 @@ from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# PyTorch's own ops are the subject here: test_compiled.py tests the compiled products.
+pytestmark = pytest.mark.usefixtures("without_compiled")
+
 # Few rows and many, for PyTorch's op and for blocks.
 M_VALUES = (1, 5, int4.TILED_ROWS, int4.TILED_ROWS + 1, 70)
 SHAPES = [(64, 32, 32), (192, 192, 64), (320, 256, 128)]

@@ -24,6 +24,9 @@ from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Compiled products would read the stored tensors instead.
+pytestmark = pytest.mark.usefixtures("without_compiled")
+
 has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
 CONFIG = TrainWeightsConfig("int4", group_size=32)
 

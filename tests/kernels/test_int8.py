@@ -20,6 +20,9 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import digits, int8, linear, prepare_few_rows
 
+# PyTorch's own ops are the subject here: test_compiled.py tests the compiled products.
+pytestmark = pytest.mark.usefixtures("without_compiled")
+
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 # On both sides of every threshold, and more than one block of rows.

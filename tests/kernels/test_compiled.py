@@ -1,0 +1,220 @@
+"""Compiled products: as exact as dequantizing, on every number of rows and threads, from any memory."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import assert_close_product
+from torch import Tensor, nn
+from torch.nn import functional as F
+from weights import random_weight
+
+from hf_trainweights import QuantizedTensor
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows
+from hf_trainweights.tensor.dispatch import FALLBACKS
+
+ROOT = Path(__file__).parents[2]
+
+needs_compiled = pytest.mark.skipif(
+    not compiled.is_available(), reason="needs AVX512_VNNI, and a C compiler when the package was installed"
+)
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Float8E4M3()]
+# On both sides of every threshold, of a vector of tokens and of a tile of three, and more than one panel of digits.
+ROWS = (1, 2, 3, 4, 5, 16, 17, 33, 49, 700)
+
+
+@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
+def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    monkeypatch.setattr(compiled, "_THREADED", 0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor:
+    """Return the product as a weight computes it without a gradient, the compiled functions alone."""
+    out = prepared(tensors, form, x.dtype)(x, bias)
+    if out is None:
+        out = linear(x, tensors, form, None, bias)
+    assert out is not None
+    return out
+
+
+def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> compiled.Multiply:
+    multiply = prepare_few_rows(tensors, form, None, dtype)
+    assert multiply is not None
+    return multiply
+
+
+@needs_compiled
+@every_dtype
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(1, 384), (50, 128), (100, 896)])
+def test_products_are_as_exact_as_dequantizing(form: Format, N: int, K: int, dtype: torch.dtype, threads: int) -> None:
+    form = form.fallback((N, K))
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    exact_weight, bias = form.dequantize(tensors, (N, K), torch.float32), torch.randn(N).to(dtype)
+    for M in ROWS:
+        x = random_weight(M, K, dtype=dtype, seed=M)
+        for added in (None, bias):
+            exact = F.linear(x.double(), exact_weight.double(), None if added is None else added.double())
+            dense = F.linear(x.float(), exact_weight, None if added is None else added.float()).to(dtype)
+            assert_close_product(product(x, tensors, form, added), dense, exact)
+
+
+@needs_compiled
+@pytest.mark.parametrize("K", [1, 3, 70, 130])
+@pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Float8E4M3()], ids=str)
+def test_columns_that_fill_no_vector_are_multiplied_and_nothing_behind_them(form: Format, K: int) -> None:
+    N = 20
+    tensors = form.quantize(random_weight(N, K))
+    weight = form.dequantize(tensors, (N, K), torch.float64)
+    # What lies before and behind the codes and x would show in the product.
+    surrounded = torch.full((N * K + 256,), 99).to(tensors["qdata"].dtype)[77 : 77 + N * K].view(N, K)
+    tensors["qdata"] = surrounded.copy_(tensors["qdata"])
+    for M in ROWS:
+        x = torch.full((M * K + 256,), math.nan)[3 : 3 + M * K].view(M, K).copy_(random_weight(M, K, seed=M))
+        limit = 2e-2 if "activations" in form.get_config() else 1e-6
+        error = product(x, tensors, form).double() - x.double() @ weight.t()
+        assert error.norm() <= limit * x.double().norm() * weight.norm()
+
+
+@needs_compiled
+@every_dtype
+def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(dtype: torch.dtype, threads: int) -> None:
+    form, N, K = Int8(activations="int8"), 40, 200
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    weight = form.dequantize(tensors, (N, K), torch.float64)
+    for M in ROWS:
+        x = random_weight(M, K, dtype=dtype, seed=M)
+        worth = x.double().abs().amax(1, keepdim=True) / 127
+        expected = ((x.double() / worth).round() * worth) @ weight.t()
+        # A number in the middle between two steps may fall to either of them. The rounding itself is 7e-3 of the norm.
+        error = (product(x, tensors, form).double() - expected).norm() / expected.norm()
+        assert error <= 1e-3 + torch.finfo(dtype).eps
+
+
+@needs_compiled
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_threads_change_no_bit(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "_THREADED", 0)
+    tensors, before = form.quantize(random_weight(100, 256)), torch.get_num_threads()
+    for M in ROWS:
+        x, results = random_weight(M, 256, seed=M), []
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            results.append(product(x, tensors, form))
+        torch.set_num_threads(before)
+        assert torch.equal(results[0], results[1])
+        assert torch.equal(results[0], results[2])
+
+
+@needs_compiled
+@every_dtype
+@pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int8(32), Int4(32)], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(
+    form: Format, value: float, dtype: torch.dtype
+) -> None:
+    tensors = form.quantize(random_weight(20, 64, dtype=dtype))
+    for M in (2, 4, 40):
+        x = random_weight(M, 64, dtype=dtype)
+        x[1, 3] = value
+        rows = product(x, tensors, form).isnan().float().mean(1)
+        assert rows.tolist() == [float(m == 1) for m in range(M)]
+
+
+@needs_compiled
+@pytest.mark.parametrize("top", [0.0, 1e-44, 1e-38, 3e38])
+@pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int4(32), Float8E4M3()], ids=str)
+def test_the_smallest_and_the_largest_rows_are_multiplied(form: Format, top: float) -> None:
+    # Weights small enough for the sums of the largest rows.
+    tensors = form.quantize(random_weight(20, 64) * 1e-3)
+    for M in (1, 4, 40):
+        x = random_weight(M, 64).clamp_(-1, 1) * top
+        exact = x.double() @ form.dequantize(tensors, (20, 64), torch.float64).t()
+        torch.testing.assert_close(product(x, tensors, form).double(), exact, rtol=0.1, atol=max(1e-40, 0.01 * top))
+
+
+@needs_compiled
+@every_dtype
+@pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int8(32), Int4(32), Float8E4M3()], ids=str)
+def test_a_layer_multiplies_without_dequantizing(form: Format, dtype: torch.dtype) -> None:
+    layer = nn.Linear(64, 48).to(dtype)
+    layer.weight = nn.Parameter(QuantizedTensor.quantize(layer.weight.detach(), form), requires_grad=False)
+    tensors = layer.weight.tensors
+    FALLBACKS.clear()
+    for x in (torch.randn(2, 9, 64).to(dtype), torch.randn(64).to(dtype), torch.randn(0, 64).to(dtype)):
+        with torch.no_grad():
+            at_once = layer(x)
+        assert torch.equal(at_once, layer(x))  # by way of autograd and the dispatcher
+        if x.numel():
+            assert torch.equal(at_once, product(x, tensors, form, layer.bias.detach()))
+    assert not FALLBACKS
+
+
+@needs_compiled
+def test_what_the_functions_do_not_take_is_left_to_other_ways() -> None:
+    form = Int8()
+    tensors = form.quantize(random_weight(20, 64))
+    multiply, x = prepared(tensors, form, torch.float32), torch.randn(6, 64)
+    assert multiply(x.t().contiguous().t(), None) is None
+    assert multiply(x[:0], None) is None
+    assert multiply(x, torch.ones(20, dtype=torch.float64)) is None
+    assert multiply(x.to("meta"), None) is None
+    assert multiply(x, torch.ones(20)) is not None
+
+
+@needs_compiled
+@pytest.mark.parametrize(("K", "group_size"), [(48, 24), (96, 48), (66_000, None)])
+def test_shapes_that_the_functions_do_not_serve_are_multiplied_in_another_way(K: int, group_size: int | None) -> None:
+    form = Int8(group_size)
+    assert compiled.find(3, K, group_size, 8, torch.float32, torch.float32, False) is None
+    layer = nn.Linear(K, 3)
+    layer.weight = nn.Parameter(QuantizedTensor.quantize(layer.weight.detach(), form), requires_grad=False)
+    x = torch.randn(5, K)
+    with torch.no_grad():
+        exact = F.linear(x.double(), layer.weight.dequantize(torch.float64), layer.bias.double())
+        torch.testing.assert_close(layer(x).double(), exact, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize("missing", ["avx512_vnni", "avx512_bw"])
+def test_a_cpu_without_the_instructions_does_without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = dict.fromkeys(compiled._NEEDED, True) | {missing: False}
+    monkeypatch.setattr(compiled, "capabilities", lambda: found)
+    assert compiled._load.__wrapped__() is None
+
+
+def test_an_installation_without_the_library_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(compiled._NEEDED, True))
+    monkeypatch.setattr(compiled, "_LIBRARY", tmp_path / "products.so")
+    assert compiled._load.__wrapped__() is None
+    (tmp_path / "products.so").write_bytes(b"no library")
+    assert compiled._load.__wrapped__() is None
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+def test_the_installed_library_is_what_the_sources_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hatchling = pytest.importorskip("hatchling", reason="builds the package; pip removes it after an installation")
+    assert hatchling is not None
+    monkeypatch.syspath_prepend(str(ROOT))
+    import hatch_build
+
+    sources = tmp_path / "hf_trainweights" / "kernels" / "native"
+    shutil.copytree(ROOT / "hf_trainweights" / "kernels" / "native", sources, ignore=shutil.ignore_patterns("*.so*"))
+    assert hatch_build._compile(tmp_path)
+    installed = compiled._LIBRARY.read_bytes() if compiled._LIBRARY.exists() else b""
+    assert (sources / "products.so").read_bytes() == installed, "pip install -e . compiles it again"
