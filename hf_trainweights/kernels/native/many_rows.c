@@ -10,6 +10,8 @@
 #define MOST_VECTORS 3
 // Digits that are held at a time: half of a second-level cache of 1 MB.
 #define PANEL_BYTES (1 << 19)
+// How many steps before they are multiplied digits are fetched from the second-level cache: a fifth of the time.
+#define AHEAD 12
 
 // The tokens of one to three vectors.
 typedef struct {
@@ -136,8 +138,10 @@ static void write_tokens(const Product *p, const Tile *tile, int vector, const c
                     products[n][v] = tile->initial[g * COUNT + v];                                                \
             for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                             \
                 __m512i x[COUNT];                                                                                 \
-                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++) {                                         \
                     x[v] = _mm512_load_si512(digits + v * BYTES);                                                 \
+                    _mm_prefetch((const char *)digits + (AHEAD * COUNT + v) * BYTES, _MM_HINT_T0);                \
+                }                                                                                                 \
                 _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++) {                                         \
                     __m512i four = _mm512_set1_epi32(*(const int32_t *)(codes + n * stride));                     \
                     _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                       \
