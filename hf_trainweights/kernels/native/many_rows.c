@@ -10,8 +10,6 @@
 #define MOST_VECTORS 3
 // Digits that are held at a time: half of a second-level cache of 1 MB.
 #define PANEL_BYTES (1 << 19)
-// How many steps before they are multiplied digits are fetched from the second-level cache: a fifth of the time.
-#define AHEAD 12
 
 // The tokens of one to three vectors.
 typedef struct {
@@ -138,10 +136,8 @@ static void write_tokens(const Product *p, const Tile *tile, int vector, const c
                     products[n][v] = tile->initial[g * COUNT + v];                                                \
             for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                             \
                 __m512i x[COUNT];                                                                                 \
-                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++) {                                         \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
                     x[v] = _mm512_load_si512(digits + v * BYTES);                                                 \
-                    _mm_prefetch((const char *)digits + (AHEAD * COUNT + v) * BYTES, _MM_HINT_T0);                \
-                }                                                                                                 \
                 _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++) {                                         \
                     __m512i four = _mm512_set1_epi32(*(const int32_t *)(codes + n * stride));                     \
                     _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                       \
@@ -200,8 +196,8 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     }
 }
 
-// Copy the codes of row n, unsigned. Codes of the next block are fetched meanwhile: of few tokens, waiting for memory
-// takes longer than the products. An address behind the weight does no harm there.
+// Copy the codes of row n, unsigned. Codes of the next block are fetched meanwhile, which saves a tenth of the time
+// of 16 tokens. An address behind the weight does no harm there.
 static void copy_codes(const Product *p, int64_t n, uint8_t *to) {
     const Weight *w = &p->weight;
     const char *next = (const char *)p->qdata + (n + BLOCK_ROWS) * w->K * w->bits / 8;
