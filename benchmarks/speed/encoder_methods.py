@@ -20,8 +20,14 @@ from benchmarks.speed.methods import OURS, PEERS, Method
 Encode = Callable[[Inputs], Tensor]
 # A way to encode with as many threads as torch has when it is called.
 MakeEncode = Callable[[], Encode]
-# Of the other quantizers those of 8 bits, which encoders are quantized to.
-_PEERS = ("torchao int8", "torchao int8, 8-bit activations", "bitsandbytes int8, 8-bit activations", "quanto int8")
+# Of the other quantizers those that take plain modules in float32, and are not meant for language models alone.
+_PEERS = (
+    "torchao int8",
+    "torchao int8, 8-bit activations",
+    "bitsandbytes int8, 8-bit activations",
+    "bitsandbytes nf4",
+    "quanto int8",
+)
 _FLOAT_FILE = "float32.onnx"
 
 

@@ -12,12 +12,19 @@ from benchmarks.markdown import table
 Report = dict[str, Any]
 # Results of runs with a limit on oneDNN, the newest instructions first.
 LIMITED = ("limited-avx512-core-bf16", "limited-avx512-core-vnni")
+# The sentences and tokens of each that stand for an encoder where there is room for one figure.
+SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
 
 
-def newest(kind: str = "speed") -> Path:
-    """Return the newest result file, of all instructions or of a limit on them."""
-    return max(_RESULTS.glob(f"{kind}-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
+def newest(part: str = "llama", kind: str = "speed") -> Report:
+    """Return the newest result that has a part, of all instructions or of a limit on them.
+
+    Raises:
+        ValueError: There is none.
+    """
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in _RESULTS.glob(f"{kind}-*.json"))
+    return max((report for report in reports if part in report), key=lambda report: report["date"])
 
 
 def summary(report: Report) -> str:
@@ -42,7 +49,7 @@ def model_speed(report: Report) -> str:
 
 def limited_speed() -> str:
     """Return decoding and prefill of the Llama where oneDNN may not use the newest instructions."""
-    reports = [json.loads(newest(kind).read_text(encoding="utf-8")) for kind in LIMITED]
+    reports = [newest(kind=kind) for kind in LIMITED]
     rows = [{"limit": report["limit"], **row} for report in reports for row in report["llama"]]
     threads = sorted({row["threads"] for row in rows})
     columns = [
@@ -50,6 +57,44 @@ def limited_speed() -> str:
     ]
     header = ["method", *(f"{limit}: {phase}, {count}" for limit, phase, count in columns)]
     return table(header, _ratios(rows, ("limit", "phase", "threads"), columns))
+
+
+def sentence_speeds(report: Report) -> dict[str, float]:
+    """Return how fast MiniLM embeds a few sentences on one thread, by method, beside the float32 model."""
+    where = ("MiniLM-L6", 1, SENTENCES)
+    rows = (row for row in report["encoders"] if (row["encoder"], row["threads"], row["shape"]) == where)
+    return {row["name"]: row["ratio"] for row in rows}
+
+
+def minilm_speed(report: Report) -> str:
+    """Return how fast and how exact MiniLM embeds, beside the float32 model."""
+    rows = [row for row in report["encoders"] if row["encoder"].startswith("MiniLM")]
+    columns = list(dict.fromkeys((row["threads"], row["shape"]) for row in rows))
+    cosines = {row["name"]: f"{row['cosine']:.4f}" for row in rows}
+    header = ["method", "cosine", *(f"{shape}, {count} thread{'s' * (count > 1)}" for count, shape in columns)]
+    lines = [[name, cosines[name], *cells] for name, *cells in _ratios(rows, ("threads", "shape"), columns)]
+    return f"{table(header, lines)}\n\n{_encoder_caption(report, rows)}"
+
+
+def encoder_speed(report: Report) -> str:
+    """Return how fast the shapes of other encoders are on one thread, beside their float32 models."""
+    rows = [row for row in report["encoders"] if not row["encoder"].startswith("MiniLM") and row["threads"] == 1]
+    columns = list(dict.fromkeys((row["encoder"], row["shape"]) for row in rows))
+    header = ["method", *(f"{encoder.partition(',')[0]}, {shape}" for encoder, shape in columns)]
+    lines = _ratios(rows, ("encoder", "shape"), columns)
+    return f"{table(header, lines)}\n\n{_encoder_caption(report, rows)}"
+
+
+def _encoder_caption(report: Report, rows: list[dict[str, Any]]) -> str:
+    encoders = "; ".join(dict.fromkeys(row["encoder"] for row in rows))
+    seconds = {(row["encoder"], row["shape"]): row["float_seconds"] for row in rows if row["threads"] == 1}
+    times = ", ".join(f"{value * 1000:.0f}" for value in seconds.values())
+    versions = report["versions"]
+    return (
+        f"{encoders}. The float32 models take {times} ms on one thread of {report['machine']} "
+        f"({', '.join(report['flags'])}), {report['date']}; torch {versions['torch']}, ONNX Runtime "
+        f"{versions['onnxruntime']}."
+    )
 
 
 def moe_speed(report: Report) -> str:
@@ -155,4 +200,8 @@ TABLES: dict[str, Callable[[Report], str]] = {
     "speed-generation": generation,
     "speed-machine": machine,
     "speed-failures": failures,
+}
+ENCODER_TABLES: dict[str, Callable[[Report], str]] = {
+    "speed-minilm": minilm_speed,
+    "speed-encoders": encoder_speed,
 }
