@@ -31,7 +31,7 @@ import torch
 from transformers.utils import logging
 
 from benchmarks.machine import cpu_flags, cpu_name, versions
-from benchmarks.speed import encoders, generate, linear, loading
+from benchmarks.speed import encoders, generate, linear, loading, startup
 from benchmarks.speed.encoder_methods import encoder_methods
 from benchmarks.speed.encoder_models import ENCODERS
 from benchmarks.speed.methods import FLOATS, OURS, methods
@@ -40,7 +40,7 @@ from benchmarks.speed.plot import DRAWING, draw
 
 RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
-PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate", "encoders")
+PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate", "encoders", "startup")
 # What reads the saved models.
 OF_MODELS = {"loading", "llama", "moe", "generate"}
 Row = dict[str, Any]
@@ -77,7 +77,10 @@ def measure(
         "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),
         "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures),
         "generate": lambda: generate.generate(paths["small"], few, not quick, failures),
-        "encoders": lambda: encoders.speed(ENCODERS, encoder_methods(peers), threads, rounds, seconds, failures, known),
+        "encoders": lambda: encoders.speed(
+            ENCODERS[: 2 if quick else None], encoder_methods(peers), threads, rounds, seconds, failures, known
+        ),
+        "startup": lambda: startup.startup([method.name for method in methods(False)], 1 if quick else 3, failures),
     }
     return parts[name]()
 

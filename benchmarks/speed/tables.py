@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,20 @@ def generation(report: Report) -> str:
     return table(["method", *settings], rows)
 
 
+def startup(report: Report) -> str:
+    """Return what is waited for once in a process."""
+    rows = [
+        [row["name"], *(f"{row[key] * 1000:.1f}" for key in ("first_product", "later_product"))]
+        for row in report["startup"]
+    ]
+    torch, own = (statistics.median(row[key] for row in report["startup"]) for key in ("torch_import", "own_import"))
+    caption = (
+        f"`import hf_trainweights` takes {own:.1f} seconds of CPU after PyTorch and Transformers, which take {torch:.1f}. "
+        f"{report['machine']} ({', '.join(report['flags'])}), {report['date']}."
+    )
+    return f"{table(['method', 'first product, ms', 'third product, ms'], rows)}\n\n{caption}"
+
+
 def machine(report: Report) -> str:
     """Return where and with what the figures were taken."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -201,6 +216,7 @@ TABLES: dict[str, Callable[[Report], str]] = {
     "speed-machine": machine,
     "speed-failures": failures,
 }
+STARTUP_TABLES: dict[str, Callable[[Report], str]] = {"speed-startup": startup}
 ENCODER_TABLES: dict[str, Callable[[Report], str]] = {
     "speed-minilm": minilm_speed,
     "speed-encoders": encoder_speed,
