@@ -346,9 +346,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "programs": programs,
     "llama_cpp": llama_cpp,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
-    **{name: partial(speed, make, "llama") for name, make in speed_tables.TABLES.items()},
-    **{name: partial(speed, make, "encoders") for name, make in speed_tables.ENCODER_TABLES.items()},
-    **{name: partial(speed, make, "startup") for name, make in speed_tables.STARTUP_TABLES.items()},
+    **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,
 }
 

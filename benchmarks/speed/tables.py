@@ -185,8 +185,8 @@ def startup(report: Report) -> str:
     ]
     torch, own = (statistics.median(row[key] for row in report["startup"]) for key in ("torch_import", "own_import"))
     caption = (
-        f"`import hf_trainweights` takes {own:.1f} seconds of CPU after PyTorch and Transformers, which take {torch:.1f}. "
-        f"{report['machine']} ({', '.join(report['flags'])}), {report['date']}."
+        f"`import hf_trainweights` takes {own:.1f} seconds of CPU after PyTorch and Transformers, which take "
+        f"{torch:.1f}. {report['machine']} ({', '.join(report['flags'])}), {report['date']}."
     )
     return f"{table(['method', 'first product, ms', 'third product, ms'], rows)}\n\n{caption}"
 
@@ -203,21 +203,21 @@ def failures(report: Report) -> str:
     return table(["what", "error"], [[name, f"`{text}`"] for name, text in found])
 
 
-TABLES: dict[str, Callable[[Report], str]] = {
-    "speed-summary": summary,
-    "speed-model": model_speed,
-    "speed-moe": moe_speed,
-    "speed-linear": linear_speed,
-    "speed-casting": casting,
-    "speed-loading": loading,
-    "speed-errors": errors,
-    "speed-quantization": quantization,
-    "speed-generation": generation,
-    "speed-machine": machine,
-    "speed-failures": failures,
-}
-STARTUP_TABLES: dict[str, Callable[[Report], str]] = {"speed-startup": startup}
-ENCODER_TABLES: dict[str, Callable[[Report], str]] = {
-    "speed-minilm": minilm_speed,
-    "speed-encoders": encoder_speed,
+# Each table, by the part that a result must have to be the one for it: those of "llama" stand beside each other on one
+# page, and come from one run.
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "speed-summary": ("llama", summary),
+    "speed-model": ("llama", model_speed),
+    "speed-moe": ("llama", moe_speed),
+    "speed-linear": ("llama", linear_speed),
+    "speed-casting": ("llama", casting),
+    "speed-loading": ("llama", loading),
+    "speed-errors": ("llama", errors),
+    "speed-quantization": ("llama", quantization),
+    "speed-generation": ("llama", generation),
+    "speed-machine": ("llama", machine),
+    "speed-failures": ("llama", failures),
+    "speed-minilm": ("encoders", minilm_speed),
+    "speed-encoders": ("encoders", encoder_speed),
+    "speed-startup": ("startup", startup),
 }

@@ -18,7 +18,12 @@ NAMES = ("int8", "int8, 8-bit activations", "torch quantize_dynamic")
 
 def build() -> nn.Module:
     torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 128}
+    sizes: dict[str, Any] = {
+        "hidden_size": 64,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+    }
     return BertModel(BertConfig(vocab_size=32, **sizes), add_pooling_layer=False).eval()
 
 
