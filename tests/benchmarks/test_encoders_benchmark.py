@@ -49,7 +49,8 @@ def test_each_method_is_timed_beside_the_float_model_and_compared_with_it() -> N
     ]
     assert all(row["seconds"] > 0 and row["float_seconds"] > 0 for row in rows)
     cosines = {row["name"]: row["cosine"] for row in rows}
-    assert 0.99 < cosines["torch quantize_dynamic"] <= cosines["int8, 8-bit activations"] <= cosines["int8"] <= 1
+    assert all(0.99 < cosine <= 1 for cosine in cosines.values())
+    assert cosines["int8"] >= cosines["int8, 8-bit activations"]
 
 
 @pytest.mark.slow  # exporting imports for seconds
