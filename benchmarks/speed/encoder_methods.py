@@ -60,7 +60,7 @@ def _in_place(method: Method) -> EncoderMethod:
 
 def _dynamic(model: nn.Module, _: Inputs, __: Path) -> MakeEncode:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # in favour of torchao
+        warnings.simplefilter("ignore")  # torch deprecates it in favour of torchao
         return eager(torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8))
 
 
