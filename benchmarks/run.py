@@ -57,7 +57,7 @@ def measure(
         name: One of `PARTS`.
         paths: The saved models.
         peers: Whether other quantizers are measured too.
-        quick: Less time for each Linear, one thread only, no compilation.
+        quick: Less time for each Linear, one thread only, two encoders, no compilation.
         failures: Filled with what could not run, and why.
         known: Rows of the same part that a run measured before it was interrupted.
     """
@@ -88,7 +88,7 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="measure torchao, bitsandbytes and quanto as well")
-    parser.add_argument("--quick", action="store_true", help="less time for each, one thread, nothing compiled")
+    parser.add_argument("--quick", action="store_true", help="less time for each, one thread, two encoders, nothing compiled")
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
