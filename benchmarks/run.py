@@ -88,7 +88,9 @@ def measure(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", action="store_true", help="measure torchao, bitsandbytes and quanto as well")
-    parser.add_argument("--quick", action="store_true", help="less time for each, one thread, two encoders, nothing compiled")
+    parser.add_argument(
+        "--quick", action="store_true", help="less time for each, one thread, two encoders, nothing compiled"
+    )
     parser.add_argument(
         "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"of {', '.join(PARTS)}"
     )
