@@ -80,4 +80,4 @@ def _bar(label: str, value: float, shown: str, color: int) -> Bar:
 
 if __name__ == "__main__":
     results = json.loads((ROOT / "benchmarks" / "results" / "checkpoints.json").read_text(encoding="utf-8"))
-    draw(json.loads(newest().read_text(encoding="utf-8")), results, DRAWING)
+    draw(newest(), results, DRAWING)

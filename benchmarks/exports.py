@@ -21,7 +21,8 @@ from exports.models import Convolutional, images
 from torch import Tensor, nn
 from transformers.utils import logging
 
-from benchmarks.machine import cpu_name, versions
+from benchmarks.float_onnx import export_float
+from benchmarks.machine import cpu_flags, cpu_name, versions
 from benchmarks.minilm import SENTENCES, minilm, tokens
 from benchmarks.speed.rounds import Run, interleave, timed_call
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
@@ -66,17 +67,6 @@ def payload_bytes(model: nn.Module) -> int:
     """Return the bytes of all stored tensors of a model: codes, scales, float weights and buffers."""
     parts = [w.tensors.values() if isinstance(w, QuantizedTensor) else [w] for w in model.parameters()]
     return sum(tensor.nbytes for tensors in parts for tensor in tensors) + sum(b.nbytes for b in model.buffers())
-
-
-def export_float(model: nn.Module, inputs: Any, path: Path) -> None:
-    """Write a float model by PyTorch's exporter alone, with the same free dimensions."""
-    named = isinstance(inputs, dict)
-    shapes = {name: dict.fromkeys(range(2), torch.export.Dim.DYNAMIC) for name in inputs} if named else None
-    program = torch.onnx.export(
-        model, () if named else (inputs,), kwargs=inputs if named else None, dynamo=True, verbose=False,
-        opset_version=21, dynamic_shapes=shapes, external_data=False, f=str(path),
-    )  # fmt: skip
-    assert program is not None
 
 
 def parity(name: str, folder: Path) -> Iterator[dict[str, Any]]:
@@ -127,13 +117,6 @@ def speed(folder: Path) -> dict[str, list[dict[str, Any]]]:
                 runs[f"{config}, {runtime}"] = session_run(folder / f"minilm {config} {runtime}.onnx", inputs)
         found[name] = interleave(runs, ROUNDS, "float32")
     return found
-
-
-def cpu_flags() -> list[str]:
-    """Return the instruction sets that matter here, as far as the processor has them."""
-    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    line = next(line for line in text.splitlines() if line.startswith("flags"))
-    return sorted({"avx2", "avx512f", "avx512_vnni", "avx_vnni", "amx_int8", "amx_bf16"} & set(line.split()))
 
 
 @torch.no_grad()

@@ -18,6 +18,15 @@ def cpu_name() -> str:
     return platform.processor()
 
 
+def cpu_flags() -> list[str]:
+    """Return the instruction sets that matter here, as far as the processor has them."""
+    text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return sorted(
+        {"avx2", "avx512f", "avx512_vnni", "avx512_bf16", "avx_vnni", "amx_int8", "amx_bf16"} & set(line.split())
+    )
+
+
 def versions(*others: str) -> dict[str, str]:
     """Return the versions of what is compared, and of other packages, as far as they are installed."""
     found = {}

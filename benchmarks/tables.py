@@ -99,19 +99,31 @@ def abilities() -> str:
         [trial, *("yes" if found[trial]["holds"] else "no" for found in methods.values())]
         for trial in next(iter(methods.values()))
     ]
-    speed_report = json.loads(speed_tables.newest().read_text(encoding="utf-8"))
+    speed_report = speed_tables.newest()
     for phase, text in (("decode", "speed of one token"), ("prefill", "speed of a prompt of 256 tokens")):
         known = {
             row["name"]: row["ratio"] for row in speed_report["llama"] if (row["phase"], row["threads"]) == (phase, 1)
         }
         rows.append([text, *(f"{known[SPEEDS_OF[method]]:.2f}" for method in methods)])
+    encoder_report = speed_tables.newest("encoders")
+    encoder_speeds = speed_tables.sentence_speeds(encoder_report)
+    text = "speed of a sentence encoder in float32 (with 8-bit activations)"
+    rows.append([text, *(_with_activations(encoder_speeds, SPEEDS_OF[method]) for method in methods)])
     names = ("torchao", "bitsandbytes", "optimum-quanto", "transformers")
     packages = ", ".join(f"{name} {report['versions'][name]}" for name in names)
     caption = (
         f"Each was tried through Transformers on a CPU, on tiny models in bfloat16; {packages}. Speed relative to "
-        f"bfloat16: a Llama of 415M weights, one thread of {speed_report['machine']} ({speed_report['capability']})."
+        f"bfloat16: a Llama of 415M weights, one thread of {speed_report['machine']} ({speed_report['capability']}). "
+        f"Encoder: MiniLM-L6 on {speed_tables.SENTENCES} tokens, relative to float32, one thread of "
+        f"{encoder_report['machine']} ({', '.join(encoder_report['flags'])})."
     )
     return f"{table(['after it is quantized, a model', *methods], rows)}\n\n{caption}"
+
+
+def _with_activations(speeds: dict[str, float], method: str) -> str:
+    """Return the speed of a method, and in parentheses that of the same one with 8-bit activations."""
+    other = speeds.get(f"{method}, 8-bit activations")
+    return f"{speeds[method]:.2f}" + ("" if other is None else f" ({other:.2f})")
 
 
 # What an op makes of a weight, as `benchmarks.ops` calls it, and what the table calls it.
@@ -246,9 +258,9 @@ def read(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def speed(make: Callable[[dict[str, Any]], str]) -> str:
-    """Return a table of the newest result of `benchmarks.run`."""
-    return make(json.loads(speed_tables.newest().read_text(encoding="utf-8")))
+def speed(make: Callable[[dict[str, Any]], str], part: str) -> str:
+    """Return a table of the newest result of `benchmarks.run` that has a part."""
+    return make(speed_tables.newest(part))
 
 
 def fuzz() -> str:
@@ -334,7 +346,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "programs": programs,
     "llama_cpp": llama_cpp,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
-    **{name: partial(speed, make) for name, make in speed_tables.TABLES.items()},
+    **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,
 }
 

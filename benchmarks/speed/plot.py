@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -56,4 +55,4 @@ def _series(name: str) -> int:
 
 
 if __name__ == "__main__":
-    draw(json.loads(newest().read_text(encoding="utf-8")), DRAWING)
+    draw(newest(), DRAWING)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,19 @@ from benchmarks.markdown import table
 Report = dict[str, Any]
 # Results of runs with a limit on oneDNN, the newest instructions first.
 LIMITED = ("limited-avx512-core-bf16", "limited-avx512-core-vnni")
+# The sentences and tokens of each that stand for an encoder where there is room for one figure.
+SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
 
 
-def newest(kind: str = "speed") -> Path:
-    """Return the newest result file, of all instructions or of a limit on them."""
-    return max(_RESULTS.glob(f"{kind}-*.json"), key=lambda path: path.stem[-len("2026-01-01") :])
+def newest(part: str = "llama", kind: str = "speed") -> Report:
+    """Return the newest result that has a part, of all instructions or of a limit on them.
+
+    Raises:
+        ValueError: There is none.
+    """
+    reports = (json.loads(path.read_text(encoding="utf-8")) for path in _RESULTS.glob(f"{kind}-*.json"))
+    return max((report for report in reports if part in report), key=lambda report: report["date"])
 
 
 def summary(report: Report) -> str:
@@ -42,7 +50,7 @@ def model_speed(report: Report) -> str:
 
 def limited_speed() -> str:
     """Return decoding and prefill of the Llama where oneDNN may not use the newest instructions."""
-    reports = [json.loads(newest(kind).read_text(encoding="utf-8")) for kind in LIMITED]
+    reports = [newest(kind=kind) for kind in LIMITED]
     rows = [{"limit": report["limit"], **row} for report in reports for row in report["llama"]]
     threads = sorted({row["threads"] for row in rows})
     columns = [
@@ -50,6 +58,44 @@ def limited_speed() -> str:
     ]
     header = ["method", *(f"{limit}: {phase}, {count}" for limit, phase, count in columns)]
     return table(header, _ratios(rows, ("limit", "phase", "threads"), columns))
+
+
+def sentence_speeds(report: Report) -> dict[str, float]:
+    """Return how fast MiniLM embeds a few sentences on one thread, by method, beside the float32 model."""
+    where = ("MiniLM-L6", 1, SENTENCES)
+    rows = (row for row in report["encoders"] if (row["encoder"], row["threads"], row["shape"]) == where)
+    return {row["name"]: row["ratio"] for row in rows}
+
+
+def minilm_speed(report: Report) -> str:
+    """Return how fast and how exact MiniLM embeds, beside the float32 model."""
+    rows = [row for row in report["encoders"] if row["encoder"].startswith("MiniLM")]
+    columns = list(dict.fromkeys((row["threads"], row["shape"]) for row in rows))
+    cosines = {row["name"]: f"{row['cosine']:.4f}" for row in rows}
+    header = ["method", "cosine", *(f"{shape}, {count} thread{'s' * (count > 1)}" for count, shape in columns)]
+    lines = [[name, cosines[name], *cells] for name, *cells in _ratios(rows, ("threads", "shape"), columns)]
+    return f"{table(header, lines)}\n\n{_encoder_caption(report, rows)}"
+
+
+def encoder_speed(report: Report) -> str:
+    """Return how fast the shapes of other encoders are on one thread, beside their float32 models."""
+    rows = [row for row in report["encoders"] if not row["encoder"].startswith("MiniLM") and row["threads"] == 1]
+    columns = list(dict.fromkeys((row["encoder"], row["shape"]) for row in rows))
+    header = ["method", *(f"{encoder.partition(',')[0]}, {shape}" for encoder, shape in columns)]
+    lines = _ratios(rows, ("encoder", "shape"), columns)
+    return f"{table(header, lines)}\n\n{_encoder_caption(report, rows)}"
+
+
+def _encoder_caption(report: Report, rows: list[dict[str, Any]]) -> str:
+    encoders = "; ".join(dict.fromkeys(row["encoder"] for row in rows))
+    seconds = {(row["encoder"], row["shape"]): row["float_seconds"] for row in rows if row["threads"] == 1}
+    times = ", ".join(f"{value * 1000:.0f}" for value in seconds.values())
+    versions = report["versions"]
+    return (
+        f"{encoders}. The float32 models take {times} ms on one thread of {report['machine']} "
+        f"({', '.join(report['flags'])}), {report['date']}; torch {versions['torch']}, ONNX Runtime "
+        f"{versions['onnxruntime']}."
+    )
 
 
 def moe_speed(report: Report) -> str:
@@ -131,6 +177,20 @@ def generation(report: Report) -> str:
     return table(["method", *settings], rows)
 
 
+def startup(report: Report) -> str:
+    """Return what is waited for once in a process."""
+    rows = [
+        [row["name"], *(f"{row[key] * 1000:.1f}" for key in ("first_product", "later_product"))]
+        for row in report["startup"]
+    ]
+    torch, own = (statistics.median(row[key] for row in report["startup"]) for key in ("torch_import", "own_import"))
+    caption = (
+        f"`import hf_trainweights` takes {own:.1f} seconds of CPU after PyTorch and Transformers, which take "
+        f"{torch:.1f}. {report['machine']} ({', '.join(report['flags'])}), {report['date']}."
+    )
+    return f"{table(['method', 'first product, ms', 'third product, ms'], rows)}\n\n{caption}"
+
+
 def machine(report: Report) -> str:
     """Return where and with what the figures were taken."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
@@ -143,16 +203,21 @@ def failures(report: Report) -> str:
     return table(["what", "error"], [[name, f"`{text}`"] for name, text in found])
 
 
-TABLES: dict[str, Callable[[Report], str]] = {
-    "speed-summary": summary,
-    "speed-model": model_speed,
-    "speed-moe": moe_speed,
-    "speed-linear": linear_speed,
-    "speed-casting": casting,
-    "speed-loading": loading,
-    "speed-errors": errors,
-    "speed-quantization": quantization,
-    "speed-generation": generation,
-    "speed-machine": machine,
-    "speed-failures": failures,
+# Each table, by the part that a result must have to be the one for it: those of "llama" stand beside each other on one
+# page, and come from one run.
+TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
+    "speed-summary": ("llama", summary),
+    "speed-model": ("llama", model_speed),
+    "speed-moe": ("llama", moe_speed),
+    "speed-linear": ("llama", linear_speed),
+    "speed-casting": ("llama", casting),
+    "speed-loading": ("llama", loading),
+    "speed-errors": ("llama", errors),
+    "speed-quantization": ("llama", quantization),
+    "speed-generation": ("llama", generation),
+    "speed-machine": ("llama", machine),
+    "speed-failures": ("llama", failures),
+    "speed-minilm": ("encoders", minilm_speed),
+    "speed-encoders": ("encoders", encoder_speed),
+    "speed-startup": ("startup", startup),
 }

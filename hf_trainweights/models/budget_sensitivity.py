@@ -18,7 +18,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from hf_trainweights.models.summary import Choice
-from hf_trainweights.tensor.products import slowness_unsaid
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Keyword arguments of a model, or a tensor as its only argument.
@@ -62,7 +61,6 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
     generator = torch.Generator().manual_seed(_SEED)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_frozen(model))
-        stack.enter_context(slowness_unsaid())
         for choice in weights:
             if not isinstance(choice.module, nn.Embedding):
                 handle = choice.module.register_forward_hook(_Recorder(choice, measured))

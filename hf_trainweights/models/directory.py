@@ -23,6 +23,7 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.companions import copy_companions
 from hf_trainweights.models.config import QUANT_METHOD, FormatName, TrainWeightsConfig
 from hf_trainweights.models.missing_weights import parameter_names, saved_class
+from hf_trainweights.models.slowness import slowness_unsaid
 from hf_trainweights.models.summary import Summary
 
 _UNCHANGED = "It is as it was."
@@ -91,7 +92,7 @@ def load_quantized(source: str | os.PathLike[str]) -> PreTrainedModel:
 
 
 def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
-    """Load a saved model as the class that its config.json names, with all its weights.
+    """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
     Args:
         source: Directory or Hub id of a model, float or quantized.
@@ -117,7 +118,8 @@ def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "au
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
-        model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+        with slowness_unsaid():
+            model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except TrainWeightsError:
         raise
     except Exception as error:

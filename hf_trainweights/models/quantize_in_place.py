@@ -24,6 +24,7 @@ from hf_trainweights.models.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import check_choice, choose
+from hf_trainweights.models.slowness import say_if_slow
 from hf_trainweights.models.summary import Choice, Summary
 from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
@@ -75,6 +76,7 @@ def quantize_(
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
     choose_layouts_(module)
+    say_if_slow(module, config)
     for model in _models(module):
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):

@@ -32,6 +32,7 @@ from hf_trainweights.models.ranks import failing_alike
 from hf_trainweights.models.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving import attach_methods
 from hf_trainweights.models.selection import check_choice, choose, survey
+from hf_trainweights.models.slowness import say_if_slow
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
 from hf_trainweights.tensor.guards import NOTICE_NAME
@@ -222,6 +223,7 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if self.pre_quantized:
             check_none_is_missing(model, self.summary(), self.state.stored)
         _logger.info("%s", self._summary)
+        say_if_slow(model, self.quantization_config)
         choose_layouts_(model)
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.

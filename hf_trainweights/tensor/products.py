@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -23,17 +20,11 @@ from hf_trainweights.tensor.handlers import implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-_logger = logging.getLogger(__name__)
-
 aten = torch.ops.aten
 
 # Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache and are reused from block to
 # block, where a whole float weight of 32 MB or more is mapped, page by page, and given back at every product.
 BLOCK_ELEMENTS = 1 << 20
-
-
-# Whether users are told of formats that are slow here.
-_says_if_slow = True
 
 # Held tensors, format and shape `[N, K]` of one weight.
 Expert = tuple[Held, Format, tuple[int, ...]]
@@ -56,8 +47,6 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
         UnsupportedError: `torch.onnx.export` asks.
     """
     plain = is_plain(x)
-    if x.device.type == "cpu" and plain and _says_if_slow:
-        _say_if_slow(form, x.dtype)
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
         raise UnsupportedError("torch.onnx.export", "float weights", f"a weight in {form}", next_step)
@@ -77,25 +66,6 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
     out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
     return (out if shift is None else out.add_(shift)).to(x.dtype)
-
-
-@contextlib.contextmanager
-def slowness_unsaid() -> Iterator[None]:
-    """Let products within the context be slow without a warning: the user did not choose their formats."""
-    global _says_if_slow
-    before, _says_if_slow = _says_if_slow, False
-    try:
-        yield
-    finally:
-        _says_if_slow = before
-
-
-@functools.cache
-def _say_if_slow(form: Format, dtype: torch.dtype) -> None:
-    """Warn of products that take longer than those of float weights, once in a process."""
-    reason = kernels.slowness(form, dtype)
-    if reason is not None:
-        _logger.warning("%s", reason)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:

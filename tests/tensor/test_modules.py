@@ -29,7 +29,6 @@ from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.kernels.int4_tiles import tile_rows
 from hf_trainweights.tensor.dispatch import FALLBACKS
-from hf_trainweights.tensor.products import _say_if_slow
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 CONFIGS = {name: TrainWeightsConfig(name, include_embeddings=True) for name in FORMATS}
@@ -758,29 +757,3 @@ def test_a_transformers_model_is_quantized_in_place(tie: bool, include: bool) ->
     dequantize_(dense)
     with torch.no_grad():
         torch.testing.assert_close(model(INDICES).logits, dense(INDICES).logits)
-
-
-@pytest.mark.parametrize("training", [False, True])
-def test_int4_without_bfloat16_is_told_to_be_slow_once_at_its_first_product(
-    training: bool, caplog: pytest.LogCaptureFixture
-) -> None:
-    config = TrainWeightsConfig("int4", group_size=32)
-    _say_if_slow.cache_clear()
-    told = []
-    for dtype in (torch.bfloat16, torch.float32, torch.float16, torch.float32):
-        caplog.clear()
-        module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
-        quantize_(module, config)
-        assert caplog.messages == []
-        with torch.set_grad_enabled(training):
-            module(module(torch.ones(2, 64, dtype=dtype)))
-        told.append([message.startswith("int4 weights without bfloat16 activations") for message in caplog.messages])
-    assert told == [[], [True], [True], []]
-
-
-def test_codes_of_a_few_bits_are_told_to_be_slow_once_at_their_first_product(caplog: pytest.LogCaptureFixture) -> None:
-    _say_if_slow.cache_clear()
-    module = nn.Linear(64, 64)
-    quantize_(module, "uint3")
-    module(module(torch.ones(2, 64)))
-    assert [message.startswith("uint3 weights: on the CPU each product") for message in caplog.messages] == [True]
