@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_trainweights import TrainWeightsConfig
@@ -48,6 +49,8 @@ def test_it_writes_what_dequantizing_in_memory_writes(
     for key, tensor in expected.items():
         assert written[key].dtype == tensor.dtype
         assert torch.equal(written[key], tensor), key
+    with safe_open(tmp_path / "float" / "model.safetensors", "pt") as source:
+        assert written.keys() == set(source.keys())
     of_out, of_expected = (json.loads((tmp_path / each / "config.json").read_text()) for each in ("out", "expected"))
     assert of_out == of_expected
     reloaded, report = type(model).from_pretrained(tmp_path / "out", output_loading_info=True)
