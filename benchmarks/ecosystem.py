@@ -334,12 +334,14 @@ def main() -> None:
     """Run all flows, or those that are named, and write what came of them."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     names = sys.argv[1:] or list(FLOWS)
-    rows = json.loads(RESULTS.read_text())["flows"] if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = results.get("flows", {})
     for name in names:
         rows[name] = run(name)
         print(f"{name:<45} {rows[name]['outcome']}", flush=True)
     versions = {package: version(package) for package in ("hf_trainweights", "torch", "transformers")}
-    RESULTS.write_text(json.dumps({"versions": versions, "flows": rows}, indent=2, sort_keys=True) + "\n")
+    results |= {"versions": versions, "flows": rows}
+    RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":
