@@ -41,7 +41,7 @@ from transformers import (
     pipeline,
 )
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, load_file, quantize_, save_file
 
 RESULTS = Path(__file__).parent / "results" / "ecosystem.json"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -224,6 +224,24 @@ def diffusers_save_pretrained(directory: Path) -> None:
     assert count_quantized(UNet2DModel.from_pretrained(directory)) == count_quantized(model)
 
 
+def diffusers_save_file_and_load(directory: Path) -> None:
+    """Save a component as config.json and one safetensors file, and load it without a float copy."""
+    from diffusers import UNet2DModel
+
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 8}
+    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
+    model = UNet2DModel(**sizes, **blocks).eval()
+    quantize_(model, INT8)
+    expected = model(torch.ones(1, 3, 8, 8), 1).sample
+    model.save_config(directory)
+    save_file(model, directory / "diffusion_pytorch_model.safetensors")
+    with torch.device("meta"):
+        reloaded = UNet2DModel.from_config(UNet2DModel.load_config(directory)).eval()
+    reloaded.load_state_dict(load_file(directory / "diffusion_pytorch_model.safetensors"), assign=True)
+    assert count_quantized(reloaded) == count_quantized(model) > 0
+    assert torch.equal(reloaded(torch.ones(1, 3, 8, 8), 1).sample, expected)
+
+
 def accelerate_dispatch(directory: Path) -> None:
     from accelerate import cpu_offload
 
@@ -307,6 +325,7 @@ FLOWS: dict[str, tuple[str, Flow]] = {
         ("trl", trl_sft_with_lora),
         ("diffusers", diffusers_component),
         ("diffusers", diffusers_save_pretrained),
+        ("diffusers", diffusers_save_file_and_load),
         ("accelerate", accelerate_dispatch),
         ("accelerate", accelerate_save_state_with_lora),
         ("lm-eval", lm_evaluation_harness),
@@ -334,12 +353,14 @@ def main() -> None:
     """Run all flows, or those that are named, and write what came of them."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     names = sys.argv[1:] or list(FLOWS)
-    rows = json.loads(RESULTS.read_text())["flows"] if RESULTS.exists() else {}
+    results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    rows = results.get("flows", {})
     for name in names:
         rows[name] = run(name)
         print(f"{name:<45} {rows[name]['outcome']}", flush=True)
     versions = {package: version(package) for package in ("hf_trainweights", "torch", "transformers")}
-    RESULTS.write_text(json.dumps({"versions": versions, "flows": rows}, indent=2, sort_keys=True) + "\n")
+    results |= {"versions": versions, "flows": rows}
+    RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
 
 
 if __name__ == "__main__":

@@ -132,7 +132,8 @@ def dequantize(
 ) -> None:
     """Write a quantized model as a float model that Transformers loads without this package, tokenizer included.
 
-    Its weights are the values of the codes: what quantizing rounded stays rounded. It must fit into memory.
+    Its weights are the values of the codes: what quantizing rounded stays rounded. One float weight is in
+    memory at a time.
     """
     from hf_trainweights.models.dequantize import dequantize_directory
 

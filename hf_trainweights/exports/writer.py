@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import os
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -13,8 +11,8 @@ from hf_trainweights.exports import compressed_tensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_shards import MAX_SHARD_SIZE, write_shards
 from hf_trainweights.models.companions import copy_companions
+from hf_trainweights.models.config_file import write_config
 from hf_trainweights.models.directory import load_saved
-from hf_trainweights.models.host.checkpoints import save_remote_code
 from hf_trainweights.models.saved_tensors import whole_state_dict
 from hf_trainweights.models.saving import is_replaced
 from hf_trainweights.tensor.layouts import canonical_layouts
@@ -57,17 +55,5 @@ def _export(model: PreTrainedModel, directory: Path | None, target: Path, max_sh
     with staged_files(target, lambda name: is_replaced(name, variant=None)) as staged:
         if directory is not None:
             copy_companions(directory, staged.path)
-        _write_config(model, staged.path, quantization_config)
+        write_config(model, staged.path, quantization_config, model.dtype)
         write_shards(tensors, staged.path, max_shard_size)
-
-
-def _write_config(model: PreTrainedModel, staging: Path, quantization_config: dict[str, Any]) -> None:
-    config = copy.deepcopy(model.config)
-    config.quantization_config = quantization_config
-    config.architectures = [type(model).__name__]
-    config.dtype = model.dtype
-    if model.is_remote_code():
-        save_remote_code(model, staging, config)
-    config.save_pretrained(staging)
-    if model.can_generate():
-        model.generation_config.save_pretrained(staging)

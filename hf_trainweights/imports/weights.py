@@ -38,7 +38,7 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> Quanti
     if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0:
         raise _misfit(name, "codes as an int8 matrix", codes)
     N, K = codes.shape
-    scale = _by_row(name, scale, N)
+    scale = by_row(name, scale, N)
     G = scale.shape[1]
     if K % G:
         raise _misfit(name, f"scales for groups that divide {K} columns", scale)
@@ -50,8 +50,8 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> Quanti
     if sizes and Int4(sizes[-1]).fallback((N, K)) == Int4(sizes[-1]):
         size = sizes[-1]
         scale = scale.repeat_interleave(K // G // size, dim=1)
-        return _held(name, Int4(size), pack_int4(codes), scale, (N, K))
-    return _held(name, Int8(None if G == 1 else K // G), codes, scale, (N, K))
+        return held(name, Int4(size), {"qdata": pack_int4(codes), "scale": scale}, (N, K))
+    return held(name, Int8(None if G == 1 else K // G), {"qdata": codes, "scale": scale}, (N, K))
 
 
 def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int = 1) -> QuantizedTensor:
@@ -74,31 +74,13 @@ def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int =
         scale = scale.float()  # powers of two
     if scale.dim() == 2 and scale.shape[0] == -(-N // rows_per_block):
         scale = scale.repeat_interleave(rows_per_block, dim=0)[:N]
-    scale = _by_row(name, scale, N)
+    scale = by_row(name, scale, N)
     if not bool((scale == scale[:, :1]).all()):
         found = f"{scale.shape[1]} scales along a row of {K} columns"
         raise UnsupportedError(name, "float8 with one scale a row, as this package stores it", found, FROM_FLOAT)
     if bool(codes.view(torch.uint8).bitwise_and(0x7F).eq(0x7F).any()):
         raise CorruptFileError(name, "finite float8 codes", "NaN", AGAIN)
-    return _held(name, Float8E4M3(), codes, scale[:, :1], (N, K))
-
-
-def check_zero(name: str, zero_points: Tensor, zero: int, stored: str) -> None:
-    """Check that zero points are those of symmetric codes, which none of this package's formats needs.
-
-    Args:
-        name: What errors call the weight.
-        zero_points: Integers, any shape.
-        zero: What they have to be.
-        stored: How the layout calls them.
-
-    Raises:
-        UnsupportedError: One differs.
-    """
-    numbers = zero_points.double()  # a damaged file has them in any dtype
-    if not bool((numbers == zero).all()):
-        found = f"{stored} from {numbers.amin():g} to {numbers.amax():g}: asymmetric codes"
-        raise UnsupportedError(name, f"symmetric codes, {stored} all {zero}", found, FROM_FLOAT)
+    return held(name, Float8E4M3(), {"qdata": codes, "scale": scale[:, :1]}, (N, K))
 
 
 def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
@@ -170,8 +152,20 @@ def required(name: str, tensors: Mapping[str, Tensor], *leaves: str) -> list[Ten
     return [tensors[leaf] for leaf in leaves]
 
 
-def _by_row(name: str, scale: Tensor, N: int) -> Tensor:
-    """Return scales as `[N, G]`, after checking them."""
+def by_row(name: str, scale: Tensor, N: int) -> Tensor:
+    """Return scales as `[N, G]`.
+
+    Args:
+        name: What errors call the weight.
+        scale: Float, one number, `[N]`, or `[N, G]`.
+        N: Number of rows.
+
+    Returns:
+        A view.
+
+    Raises:
+        CorruptFileError: They are none, or not for so many rows.
+    """
     if scale.dtype not in FLOAT_DTYPES:
         raise _misfit(name, "scales in float32, bfloat16 or float16", scale)
     if scale.numel() == 1:
@@ -185,10 +179,21 @@ def _by_row(name: str, scale: Tensor, N: int) -> Tensor:
     return scale
 
 
-def _held(name: str, form: Format, codes: Tensor, scale: Tensor, shape: tuple[int, ...]) -> QuantizedTensor:
-    tensors = {"qdata": codes.contiguous(), "scale": scale.contiguous()}
+def held(name: str, form: Format, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
+    """Return stored tensors as a weight.
+
+    Args:
+        name: What errors call the weight.
+        form: The format that they are in.
+        tensors: By name, any strides.
+        shape: Shape of the weight.
+
+    Raises:
+        CorruptFileError: They do not fit the format and the shape.
+    """
+    tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     form.check(tensors, shape, name)
-    return QuantizedTensor(tensors, form, shape, scale.dtype)
+    return QuantizedTensor(tensors, form, shape, tensors["scale"].dtype)
 
 
 def _misfit(name: str, expected: str, found: Tensor) -> CorruptFileError:

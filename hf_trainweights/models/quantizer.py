@@ -20,7 +20,7 @@ from hf_trainweights.models.config import TrainWeightsConfig
 from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
 from hf_trainweights.models.cut_plans import cut_plans
 from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
-from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused
+from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
@@ -228,6 +228,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)
+        if self.pre_quantized:
+            restore_merging(model)
         attach_methods(model)
         model.register_load_state_dict_pre_hook(FoldStoredTensors(self.state.default))
         return model

@@ -12,6 +12,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
+from hf_trainweights.models.host.construction import refuse_quantized_configurations
 from hf_trainweights.models.host.spellings import name_the_right_spelling
 
 
@@ -31,6 +32,7 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_quantizer(QUANT_METHOD)(quantizer)
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
         name_the_right_spelling()
+        refuse_quantized_configurations(QUANT_METHOD)
     for function in callable_by_files:
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])

@@ -139,10 +139,10 @@ def test_a_shard_size_that_is_none_is_refused_and_leaves_nothing(
     assert list(tmp_path.glob("out/*")) == []
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
-def test_a_directory_gives_the_files_of_its_model(
-    tmp_path: Path, model: PreTrainedModel, options: dict[str, Any]
-) -> None:
+def test_a_directory_gives_the_files_of_its_model(tmp_path: Path, architecture: str, options: dict[str, Any]) -> None:
+    model = quantize_on_load(tmp_path / "float", architecture, INT4)
     model.save_pretrained(tmp_path / "saved", **options)
     export_compressed_tensors(model, tmp_path / "of_model")
     export_compressed_tensors(tmp_path / "saved", tmp_path / "of_directory")

@@ -31,6 +31,8 @@ EXACT = {
     "ct-int8-group": (compressed_tensors("int", 8, "group", 32), "int8 g32"),
     "ct-int8-tensor": (compressed_tensors("int", 8, "tensor"), "int8"),
     "ct-int8-plain": (compressed_tensors("int", 8, "channel", packed=False), "int8"),
+    "ct-int4-asymmetric": (compressed_tensors("int", 4, "group", 32, symmetric=False), "int8 g32"),
+    "ct-int4-channel-asymmetric": (compressed_tensors("int", 4, "channel", symmetric=False), "uint4 g32"),
     "ct-float8-channel": (compressed_tensors("float", 8, "channel"), "float8_e4m3"),
     "ct-float8-tensor": (compressed_tensors("float", 8, "tensor"), "float8_e4m3"),
     "fp8-tensor": (float8("fp8", "weight_scale_inv", "tensor"), "float8_e4m3"),
@@ -45,6 +47,10 @@ EXACT_IN_FLOAT16 = {
     "gptq-8-bits": (gptq(bits=8), "int8 g32"),
     "gptq-one-group": (gptq(group_size=-1), "int4 g64"),
     "awq": (awq(), "int4 g32"),
+    "gptq-asymmetric": (gptq(symmetric=False), "int8 g32"),
+    "gptq-v2-asymmetric": (gptq(version="gptq_v2", symmetric=False), "int8 g32"),
+    "gptq-one-group-asymmetric": (gptq(group_size=-1, symmetric=False), "uint4 g32"),
+    "awq-asymmetric": (awq(symmetric=False), "int8 g32"),
 }
 
 
@@ -178,7 +184,10 @@ REFUSED: dict[str, tuple[Layout, str]] = {
         gptq(shuffled=True),
         r"_proj\.weight: expected groups of neighbouring columns",
     ),
-    "asymmetric-awq": (awq(zero=7), r"_proj\.weight: expected symmetric codes, .* asymmetric"),
+    "asymmetric-in-8-bits": (
+        gptq(bits=8, symmetric=False),
+        r"_proj\.weight: expected codes that differ from their zero points by -128 to 127",
+    ),
     "blocks": (float8("fp8", "weight_scale_inv", "block", 32), r"_proj\.weight: expected float8 with one scale a row"),
     "three-bits": (Layout({"quant_method": "gptq", "bits": 3}, gptq().write), "bits: expected 4 or 8, found 3"),
     "nf4": (
@@ -277,6 +286,7 @@ INT4, INT8, FLOAT8 = (
     compressed_tensors("int", 8, "channel", packed=False),
     compressed_tensors("float", 8, "channel"),
 )
+ASYMMETRIC = compressed_tensors("int", 4, "group", 32, symmetric=False)
 DAMAGES: dict[str, tuple[Layout, Callable[[dict[str, Tensor]], object]]] = {
     "rows-missing": (INT4, _cut("weight_packed")),
     "scales-missing": (INT4, _cut("weight_scale")),
@@ -306,6 +316,10 @@ DAMAGES: dict[str, tuple[Layout, Callable[[dict[str, Tensor]], object]]] = {
     "gptq-few-zeros": (gptq(), _set("qzeros", lambda zeros: zeros[:, :0].clone())),
     "awq-vector": (awq(), _set("qweight", lambda words: words[0].clone())),
     "awq-cut": (awq(), _cut("scales")),
+    "fewer-zeros": (ASYMMETRIC, _set("weight_zero_point", lambda zeros: zeros[:-1].clone())),
+    "other-groups-of-zeros": (ASYMMETRIC, _set("weight_zero_point", lambda zeros: zeros[:, :1].repeat(1, 3))),
+    "float-zeros": (ASYMMETRIC, _set("weight_zero_point", lambda zeros: zeros.double())),
+    "cubic-zeros": (ASYMMETRIC, _set("weight_zero_point", lambda zeros: zeros.unsqueeze(0))),
 }
 
 

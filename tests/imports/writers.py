@@ -53,11 +53,23 @@ def codes_and_scale(weight: Tensor, bits: int, group_size: int | None) -> tuple[
     return codes.flatten(1).to(torch.int8), scale
 
 
+def asymmetric(weight: Tensor, bits: int, group_size: int | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Return unsigned codes `[N, K]`, scales `[N, G]` in the weight's dtype, and zero points `[N, G]`, both int32."""
+    groups = groups_of(weight, group_size).float()
+    low, high = groups.amin(-1).clamp_max(0), groups.amax(-1).clamp_min(0)
+    scale = ((high - low) / (2**bits - 1)).to(weight.dtype)
+    # As GPTQ and AWQ in version 1 write them: 1 at least.
+    zero = (-low / scale.float()).round().clamp(1, 2**bits - 1)
+    codes = (groups / scale.float().unsqueeze(-1)).round() + zero.unsqueeze(-1)
+    return codes.clamp(0, 2**bits - 1).flatten(1).int(), scale, zero.int()
+
+
 def compressed_tensors(kind: str, bits: int, strategy: str, group_size: int | None = None, **others: Any) -> Layout:
     packed = others.pop("packed", kind == "int")
     layout = "pack-quantized" if packed else f"{kind}-quantized"
     compressor = PackedQuantizationCompressor if packed else NaiveQuantizationCompressor
-    described = {"num_bits": bits, "type": kind, "symmetric": True, "strategy": strategy, "group_size": group_size}
+    symmetric = others.pop("symmetric", True)
+    described = {"num_bits": bits, "type": kind, "symmetric": symmetric, "strategy": strategy, "group_size": group_size}
     args = QuantizationArgs(**described, **others)
     scheme = QuantizationScheme(targets=["Linear"], weights=args, format=layout)
 
@@ -66,7 +78,11 @@ def compressed_tensors(kind: str, bits: int, strategy: str, group_size: int | No
         scale = groups_of(weight, group_size).abs().amax(-1) / largest
         if strategy == "tensor":
             scale = scale.amax().view(1)
-        tensors = compressor.compress({"weight": weight, "weight_scale": scale.to(weight.dtype)}, scheme)
+        whole = {"weight": weight, "weight_scale": scale.to(weight.dtype)}
+        if not symmetric:
+            _, whole["weight_scale"], zero = asymmetric(weight, bits, group_size)
+            whole["weight_zero_point"] = (zero - 2 ** (bits - 1)).to(torch.int8)
+        tensors = compressor.compress(whole, scheme)
         return dict(tensors), compressor.decompress(dict(tensors), scheme)["weight"]
 
     group = {"targets": ["Linear"], "weights": json.loads(args.model_dump_json()), "format": layout}
@@ -82,16 +98,24 @@ def words_along(codes: Tensor, bits: int, dim: int) -> Tensor:
     return words.where(words < 2**31, words - 2**32).to(torch.int32).movedim(-1, dim).contiguous()
 
 
-def gptq(bits: int = 4, group_size: int = 32, version: str | None = "gptq", shuffled: bool = False) -> Layout:
-    zero = 2 ** (bits - 1)
+def gptq(
+    bits: int = 4,
+    group_size: int = 32,
+    version: str | None = "gptq",
+    shuffled: bool = False,
+    symmetric: bool = True,
+) -> Layout:
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         K = weight.shape[1]
         size = K if group_size == -1 else group_size
         codes, scale = codes_and_scale(weight.half(), bits, size)
-        unsigned, scales = codes.t().int() + zero, scale.t().contiguous()
+        codes, zero = codes.int() + 2 ** (bits - 1), torch.full_like(scale, 2 ** (bits - 1)).int()
+        if not symmetric:
+            codes, scale, zero = asymmetric(weight.half(), bits, size)
+        unsigned, scales, zero = codes.t(), scale.t().contiguous(), zero.t()
         g_idx = torch.arange(K, dtype=torch.int32) // size
-        zeros = torch.full_like(scales, zero if version == "gptq_v2" else zero - 1)
+        zeros = zero if version == "gptq_v2" else zero - 1
         tensors = {
             "qweight": words_along(unsigned, bits, 0),
             "qzeros": words_along(zeros, bits, 1),
@@ -99,13 +123,13 @@ def gptq(bits: int = 4, group_size: int = 32, version: str | None = "gptq", shuf
             "g_idx": g_idx.flip(0) if shuffled else g_idx,
         }
         # As GPTQModel's torch kernel has it: scales[g_idx] * (codes - zeros[g_idx]).
-        return tensors, (scales[g_idx.long()] * (unsigned - zero)).t()
+        return tensors, (scales[g_idx.long()] * (unsigned - zero[g_idx.long()])).t()
 
-    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": True, "desc_act": shuffled}
+    config = {"quant_method": "gptq", "bits": bits, "group_size": group_size, "sym": symmetric, "desc_act": shuffled}
     return Layout(config if version is None else {**config, "checkpoint_format": version}, write)
 
 
-def awq(group_size: int = 32, zero: int = 8) -> Layout:
+def awq(group_size: int = 32, symmetric: bool = True) -> Layout:
     order = [0, 2, 4, 6, 1, 3, 5, 7]
 
     def pack(unsigned: Tensor) -> Tensor:
@@ -113,11 +137,13 @@ def awq(group_size: int = 32, zero: int = 8) -> Layout:
 
     def write(weight: Tensor) -> tuple[Tensors, Tensor]:
         codes, scale = codes_and_scale(weight.half(), 4, group_size)
-        unsigned, scales = codes.t().int() + 8, scale.t().contiguous()
-        zeros = torch.full_like(scales, zero)
+        codes, zero = codes.int() + 8, torch.full_like(scale, 8).int()
+        if not symmetric:
+            codes, scale, zero = asymmetric(weight.half(), 4, group_size)
+        unsigned, scales, zeros = codes.t(), scale.t().contiguous(), zero.t()
         tensors = {"qweight": pack(unsigned), "qzeros": pack(zeros), "scales": scales}
-        expanded = scales.repeat_interleave(group_size, 0)
-        return tensors, ((unsigned - zero) * expanded).t()
+        whole = [each.repeat_interleave(group_size, 0) for each in (zeros, scales)]
+        return tensors, ((unsigned - whole[0]) * whole[1]).t()
 
     config = {"quant_method": "awq", "bits": 4, "group_size": group_size, "zero_point": True, "version": "gemm"}
     return Layout(config, write)

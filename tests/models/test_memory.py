@@ -120,6 +120,18 @@ def measure_save(model: Any, save: Callable[[Any, Path], None], directory: Path)
     return {"private": sum(private), "largest": max(private), "grown": peak.stop() - before}
 
 
+def measure_dequantizing(source: Path, out: Path) -> dict[str, int]:
+    """Write a quantized model as a float model and return the bytes of its weights, and how we grew."""
+    from hf_trainweights.models.dequantize import dequantize_directory
+
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    before, peak = anonymous_bytes(), Peak()
+    peak.start()
+    dequantize_directory(source, out)
+    return {"written": (out / "model.safetensors").stat().st_size, "grown": peak.stop() - before}
+
+
 def hold_in_tiles(model: Any) -> None:
     """Put every int4 weight of a model into the layout of a kernel, also where this CPU has none."""
     from hf_trainweights import QuantizedTensor
@@ -153,7 +165,11 @@ def main(root: Path) -> None:
     model.save_pretrained(root / "quantized_bin", safe_serialization=False)
     del model
     results["dense_bfloat16"] = measure(root / "dense", dtype=torch.bfloat16, **int8)[0]
-    results["sparse"] = measure(root / "sparse", **int8)[0]
+    results["sparse"], model = measure(root / "sparse", **int8)
+    model.save_pretrained(root / "quantized_sparse")
+    del model
+    results["dequantized"] = measure_dequantizing(root / "quantized", root / "float")
+    results["dequantized_sparse"] = measure_dequantizing(root / "quantized_sparse", root / "float_sparse")
     for name in ("int8", "int4", "float8_e4m3"):
         config = TrainWeightsConfig(name)
         results[f"sharded_{name}"], model = measure(root / "sharded", dtype="auto", quantization_config=config)
@@ -208,6 +224,19 @@ def test_a_quantized_checkpoint_is_mapped_and_not_copied(name: str, measured: di
     payload, grown = measured[name]["payload"], measured[name]["grown"]
     assert payload > 40_000_000
     assert grown < 0.25 * payload
+
+
+@pytest.mark.parametrize(
+    ("name", "largest_bytes"),
+    [("dequantized", DENSE_SOURCE_BYTES), ("dequantized_sparse", SPARSE_SOURCE_BYTES)],
+)
+def test_a_float_model_is_written_weight_by_weight(
+    name: str, largest_bytes: int, measured: dict[str, dict[str, int]]
+) -> None:
+    found = measured[name]
+    assert found["written"] > 150_000_000
+    # A product of codes and scales is made in blocks, beside the weight that they make.
+    assert found["grown"] < 2 * largest_bytes + ALLOWED_SAVE_BYTES
 
 
 @pytest.mark.parametrize("save", SAVES)

@@ -139,9 +139,6 @@ def test_float8_in_blocks_is_refused(group_size: object) -> None:
         TrainWeightsConfig("float8_e4m3", group_size=group_size)
 
 
-@pytest.mark.xfail(
-    reason="Transformers asks no quantizer when it makes a model from a configuration alone, so nothing can refuse it"
-)
 def test_a_model_from_a_quantized_configuration_alone_is_refused(llama: Path, tmp_path: Path) -> None:
     load(llama).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="from_pretrained"):

@@ -12,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
+from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place
-from hf_trainweights.imports.weights import check_groups, check_words, check_zero, integer_weight, required
+from hf_trainweights.imports.weights import check_groups, check_words, required
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # In which of a word's eight places, from the lowest, each of its columns lies.
@@ -21,7 +22,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 
 
 class Awq(Layout):
-    """Symmetric weights of 4 bits: zero point 8."""
+    """Weights of 4 bits, with a zero point for each group."""
 
     leaves = frozenset(("qweight", "qzeros", "scales"))
 
@@ -44,7 +45,6 @@ class Awq(Layout):
 
         Raises:
             CorruptFileError: A tensor is missing, or one does not fit the others.
-            UnsupportedError: The codes are asymmetric.
         """
         if "qweight" not in tensors:
             return None
@@ -54,8 +54,7 @@ class Awq(Layout):
         codes, scale = _columns(words).t(), scales.mT if scales.dim() == 2 else scales
         check_groups(name, scale, codes.shape[1], self._group_size)
         check_words(f"{module}.qzeros", zeros, (scale.shape[1], words.shape[1]))
-        check_zero(name, _columns(zeros), 0, "zero points less their middle")
-        return integer_weight(name, codes, scale, bits=4)
+        return asymmetric_weight(name, codes, scale, _columns(zeros).t(), bits=4)
 
 
 def _columns(words: Tensor) -> Tensor:

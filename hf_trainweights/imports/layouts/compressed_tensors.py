@@ -14,13 +14,12 @@ from torch import Tensor
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import unpack_int4
+from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place, tables
 from hf_trainweights.imports.weights import (
     AGAIN,
     check_groups_in_order,
-    check_zero,
     float8_weight,
-    integer_weight,
     required,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -74,7 +73,7 @@ class CompressedTensors(Layout):
 
         Raises:
             CorruptFileError: A tensor is missing, or one does not fit the others.
-            UnsupportedError: The codes are asymmetric, in groups by activation order, or float8 in blocks; or the
+            UnsupportedError: Groups are by activation order, float8 in blocks, a zero point cannot be held, or the
                 weight is not compressed.
         """
         name, weight = f"{module}.weight", tensors.get("weight")
@@ -83,9 +82,9 @@ class CompressedTensors(Layout):
         if weight is not None and weight.dtype in FLOAT_DTYPES:
             raise no_place(name, "compressed codes", f"{weight.dtype}: quantized, but never compressed")
         scale = required(module, tensors, "weight_scale")[0]
-        if "weight_zero_point" in tensors:
-            check_zero(name, tensors["weight_zero_point"], 0, "zero points")
         if weight is not None and weight.dtype != torch.int8:
+            if "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].double().any()):
+                raise no_place(name, "float8 without zero points", "zero points other than 0")
             return float8_weight(name, weight, scale, self._block_rows)
         codes, bits = (weight, 8) if weight is not None else self._unpack(module, tensors)
         if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).all()):
@@ -94,7 +93,7 @@ class CompressedTensors(Layout):
         if G not in {1 if size < 1 else -(-K // size) for size in self._group_sizes}:
             expected = f"groups of {' or '.join(map(str, sorted(self._group_sizes)))} columns, as config.json has it"
             raise CorruptFileError(name, expected, f"{G} scales for {K} columns", AGAIN)
-        return integer_weight(name, codes, scale, bits)
+        return asymmetric_weight(name, codes, scale, _zero_point(tensors, len(codes), bits), bits)
 
     def _unpack(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
         """Return the codes `[N, K]` of int32 words, and their bits."""
@@ -106,6 +105,13 @@ class CompressedTensors(Layout):
             found = f"{packed.dtype} of shape {tuple(packed.shape)}"
             raise CorruptFileError(f"{module}.weight_packed", expected, found, AGAIN)
         return unpack(packed, fitting[0])[:, :K], fitting[0]
+
+
+def _zero_point(tensors: Mapping[str, Tensor], N: int, bits: int) -> Tensor:
+    """Return the zero points; where codes are packed they are too, along the rows."""
+    zero = tensors.get("weight_zero_point", torch.zeros(1, dtype=torch.int8))
+    packed = "weight_packed" in tensors and zero.dim() == 2 and zero.dtype == torch.int32
+    return unpack(zero.t(), bits).t()[:N] if packed else zero
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

@@ -11,16 +11,10 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place
 from hf_trainweights.imports.layouts.compressed_tensors import unpack
-from hf_trainweights.imports.weights import (
-    check_groups,
-    check_groups_in_order,
-    check_words,
-    check_zero,
-    integer_weight,
-    required,
-)
+from hf_trainweights.imports.weights import check_groups, check_groups_in_order, check_words, required
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What the stored zero point lacks, by `checkpoint_format`.
@@ -28,7 +22,7 @@ _MISSING = {"gptq": 1, "gptq_v2": 0}
 
 
 class Gptq(Layout):
-    """Symmetric weights of 4 or 8 bits."""
+    """Weights of 4 or 8 bits, with a zero point for each group."""
 
     leaves = frozenset(("qweight", "qzeros", "scales", "g_idx"))
 
@@ -39,7 +33,7 @@ class Gptq(Layout):
             raise no_place(f"{WHERE}: bits", "4 or 8", f"{self._bits}")
         if not isinstance(version, str) or version not in _MISSING:
             raise no_place(f"{WHERE}: checkpoint_format", "gptq or gptq_v2", repr(version))
-        self._zero, self._group_size = -_MISSING[version], integer(config, "group_size")
+        self._missing, self._group_size = _MISSING[version], integer(config, "group_size")
 
     def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
         """Return the weight of a module.
@@ -50,7 +44,7 @@ class Gptq(Layout):
 
         Raises:
             CorruptFileError: A tensor is missing, or one does not fit the others.
-            UnsupportedError: The codes are asymmetric, or in groups by activation order.
+            UnsupportedError: The groups are by activation order, or a zero point cannot be held or told.
         """
         if "qweight" not in tensors:
             return None
@@ -61,9 +55,13 @@ class Gptq(Layout):
         N, K = codes.shape
         check_groups(name, scale, K, self._group_size)
         check_words(f"{module}.qzeros", zeros, (scale.shape[1], -(-N * self._bits // 32)))
-        check_zero(name, unpack(zeros, self._bits)[:, :N], self._zero, "zero points less their middle")
+        zero = unpack(zeros, self._bits)[:, :N].t()
+        if self._missing and bool((zero == 2 ** (self._bits - 1) - 1).any()):
+            raise no_place(
+                name, "zero points that readers agree on", "the largest number, which lacks one: 0, or 2^bits"
+            )
         if "g_idx" in tensors:
             check_groups_in_order(name, tensors["g_idx"], K, scale.shape[-1])
         elif self.config.get("desc_act"):
             raise no_place(name, "groups of neighbouring columns", "desc_act without a g_idx that says which")
-        return integer_weight(name, codes, scale, self._bits)
+        return asymmetric_weight(name, codes, scale, zero + self._missing, self._bits)

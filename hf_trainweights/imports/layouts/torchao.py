@@ -9,11 +9,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import Layout, no_place
-from hf_trainweights.imports.weights import AGAIN, check_zero, float8_weight, integer_weight, required
+from hf_trainweights.imports.weights import AGAIN, float8_weight, required
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _TENSORS = {"_weight_qdata", "_weight_scale", "_weight_zero_point"}
@@ -34,7 +36,7 @@ class TorchAO(Layout):
 
         Raises:
             CorruptFileError: A tensor is missing, one does not fit the others, or the metadata does not describe them.
-            UnsupportedError: It is of another subclass, asymmetric, or has activations scaled.
+            UnsupportedError: It is of another subclass, has activations scaled, or a zero point cannot be held.
         """
         if not tensors:
             return None
@@ -47,11 +49,10 @@ class TorchAO(Layout):
         codes, scale = required(module, tensors, "_weight_qdata", "_weight_scale")
         if kind == "Float8Tensor":
             return float8_weight(name, codes, scale, _rows_per_block(attributes))
-        if "_weight_zero_point" in tensors:
-            check_zero(name, tensors["_weight_zero_point"], 0, "zero points")
+        zero = tensors.get("_weight_zero_point", torch.zeros(1, dtype=torch.int8))
         target = attributes.get("target_dtype")
         bits = 4 if isinstance(target, Mapping) and target.get("_data") in _INT4 else 8
-        return integer_weight(name, codes, scale, bits)
+        return asymmetric_weight(name, codes, scale, zero, bits)
 
     def _description(self, name: str) -> tuple[str, Mapping[str, Any]]:
         """Return the subclass of a weight and its attributes."""

@@ -17,6 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.requantizing import in_float, rounding_said_once
 
@@ -50,6 +52,7 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
     elif name == "base_layer":
         _wrap(type(module), _WRITING, _with_float_weight)
         _wrap(type(module), ("get_base_weight",), _dequantized)
+        _wrap(type(module), ("_activate_lora",), _over_an_alias)
     else:
         _wrap(type(module), ("update",), _with_float_copy)
 
@@ -83,6 +86,7 @@ def _say_rounding_once(method: _Method) -> _Method:
 def _with_float_weight(method: _Method) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         base_layer = self.get_base_layer()
+        _refuse_loftq(method, kwargs)
         names = [] if _draws_adapter_alone(method, kwargs) else quantized_names(base_layer)
         # A wrapper of one expert weight leaves the others alone.
         names = [name for name in names if name == getattr(self, "parameter_name", name)]
@@ -100,15 +104,51 @@ def _with_float_weight(method: _Method) -> _Method:
     return call
 
 
+def _over_an_alias(method: _Method) -> _Method:
+    """Let a wrapper of one parameter parametrize an object of its own that stands for the same weight.
+
+    PyTorch swaps the tensor that is parametrized if it is of a class of its own, and refuses to where an autograd graph
+    of an earlier forward still holds it.
+    """
+
+    @contextlib.contextmanager
+    def call(self: Any, *args: Any, **kwargs: Any) -> Iterator[None]:
+        parameters, name = self.get_base_layer()._parameters, self.parameter_name
+        weight = parameters.get(name)
+        if isinstance(weight, QuantizedTensor):
+            parameters[name] = as_parameter(weight.map_held(lambda stored: stored))
+        try:
+            with method(self, *args, **kwargs):
+                yield
+        finally:
+            if isinstance(weight, QuantizedTensor):
+                parameters[name] = weight
+
+    return call
+
+
 def _draws_adapter_alone(method: _Method, options: dict[str, Any]) -> bool:
     """Return whether LoRA is about to initialise an adapter without regard to the weight, as it does by default.
 
     To dequantize every weight for that would take longer than all the rest of `get_peft_model`.
     """
-    config = options.get("config")
-    initial = getattr(config, "init_lora_weights", options.get("init_lora_weights"))
-    truncates = getattr(config, "kasa_config", None) is not None
-    return method.__name__ == "update_layer" and isinstance(initial, bool) and not truncates
+    truncates = getattr(options.get("config"), "kasa_config", None) is not None
+    return method.__name__ == "update_layer" and isinstance(_initialisation(options), bool) and not truncates
+
+
+def _initialisation(options: dict[str, Any]) -> object:
+    """Return how an adapter of LoRA is to be initialised, from the arguments of `update_layer`."""
+    return getattr(options.get("config"), "init_lora_weights", options.get("init_lora_weights"))
+
+
+def _refuse_loftq(method: _Method, options: dict[str, Any]) -> None:
+    if method.__name__ == "update_layer" and _initialisation(options) == "loftq":
+        raise UnsupportedError(
+            'init_lora_weights="loftq"',
+            "float weights: LoftQ makes up for what quantizing loses",
+            "weights that are quantized, of which it would see no more than what is left",
+            'Leave it out, or take one that starts from the quantized weight: "pissa", "olora" or "eva".',
+        )
 
 
 def quantized_names(module: nn.Module) -> list[str]:

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from hf_trainweights.models.host.converters import QuantizerOp, offer_before_merging
+from hf_trainweights.models.host.converters import QuantizerOp, merges_experts, offer_before_merging
 from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.host.versions import private, private_attribute
 
@@ -34,6 +34,24 @@ def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> No
     if conversions is not None:
         kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
         model._weight_conversions = kept  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
+
+
+def restore_merging(model: PreTrainedModel) -> None:
+    """Let a float save of a model write experts one by one, as a save of a model that was never quantized does.
+
+    Transformers reverts the conversions that a load has used, and a quantized checkpoint has its experts merged.
+
+    Args:
+        model: A model that was loaded from a quantized checkpoint.
+
+    Raises:
+        UnsupportedError: The installed Transformers is not supported.
+    """
+    used: list[Any] = getattr(model, "_weight_conversions", None) or []
+    merged = {name for conversion in used for name in conversion.target_patterns}
+    of_class = private("conversion_mapping", "get_model_conversion_mapping")(model, add_legacy=False)
+    missing = [each for each in of_class if merges_experts(each) and merged.isdisjoint(each.target_patterns)]
+    model._weight_conversions = [*used, *missing]  # pyright: ignore[reportArgumentType]  (nn.Module takes any attribute)
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:

@@ -133,9 +133,7 @@ def offer_before_merging(conversion: Any) -> Any:
         The converter; the conversion itself where it does anything but merge experts, or where a version lacks an
         attribute: the result is the same, but all experts of a layer are in memory as floats.
     """
-    kinds = [(type(op), getattr(op, "dim", None)) for op in getattr(conversion, "operations", ())]
-    merges = kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
-    if not merges or type(conversion) is not WeightConverter or not _has_known_converters():
+    if not merges_experts(conversion) or type(conversion) is not WeightConverter or not _has_known_converters():
         return conversion
     converter = MergingConverter(
         source_patterns=list(conversion._original_source_patterns),
@@ -145,6 +143,16 @@ def offer_before_merging(conversion: Any) -> Any:
     )
     converter.scope_prefix, converter.base_model_prefix = conversion.scope_prefix, conversion.base_model_prefix
     return converter
+
+
+def merges_experts(conversion: Any) -> bool:
+    """Return whether a renaming or converter puts experts, which a checkpoint keeps one by one, into one parameter.
+
+    Args:
+        conversion: A renaming or converter of a model.
+    """
+    kinds = [(type(op), getattr(op, "dim", None)) for op in getattr(conversion, "operations", ())]
+    return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 
 
 def _has_known_converters() -> bool:

@@ -13,14 +13,25 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
-from peft import HRAConfig, IA3Config, LoHaConfig, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import (
+    EvaConfig,
+    HRAConfig,
+    IA3Config,
+    LoftQConfig,
+    LoHaConfig,
+    LoraConfig,
+    PeftConfig,
+    PeftModel,
+    get_peft_model,
+    initialize_lora_eva_weights,
+)
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
-from hf_trainweights.errors import QuantizationError
+from hf_trainweights.errors import QuantizationError, UnsupportedError
 from hf_trainweights.models.host.adapters import meet_adapters
 
 # PEFT uses names that Transformers is about to change.
@@ -373,3 +384,69 @@ def test_peft_has_every_name_that_is_wrapped() -> None:
     names = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
     assert all(hasattr(BaseTuner, name) for name in names)
     assert hasattr(AuxiliaryTrainingWrapper, "update")
+
+
+# ---- adapters of single parameters, and those that start from data or from the float weight
+
+PARAMETER = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.gate_proj.weight"])
+
+
+@pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
+def test_an_adapter_of_a_parameter_computes_beside_graphs_of_earlier_forwards(form: TrainWeightsConfig) -> None:
+    base = quantized(config=form)
+    plain = inputs_of(base)  # holds its graph, and the graph the weights
+    owner, before = base.model.layers[0].mlp.gate_proj, codes(base)
+    parameter, layout = owner.weight, owner.weight.kernel_layout
+    model = with_adapter(base, PARAMETER)
+    with torch.enable_grad():
+        graphs = [model(**ARCHITECTURES["llama"].make_inputs()).logits for _ in range(2)]
+    with model.disable_adapter():
+        assert torch.equal(inputs_of(model), plain)
+    assert torch.equal(graphs[0], graphs[1])
+    expected = inputs_of(with_float_base(model))
+    assert (inputs_of(model) - expected).norm() < 0.02 * (expected - plain).norm()
+    assert owner.weight is parameter
+    assert owner.weight.kernel_layout == layout
+    assert_same(weights(model), before)
+
+
+def test_an_adapter_of_a_parameter_trains() -> None:
+    model = with_adapter(quantized(), PARAMETER)
+    losses = []
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.5)
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    for _ in range(4):
+        loss = model(**inputs, labels=inputs["input_ids"]).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+
+
+def test_eva_starts_from_the_activations() -> None:
+    inputs = ARCHITECTURES["llama"].make_inputs()
+    adapters = []
+    for base in (quantized(), quantized()):
+        if adapters:
+            dequantize_(base)
+        config = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="eva", eva_config=EvaConfig())
+        model = get_peft_model(base, config, low_cpu_mem_usage=True).eval()
+        initialize_lora_eva_weights(model, [inputs] * 4, show_progress_bar=False)
+        adapters.append({name: p.detach() for name, p in model.named_parameters() if "lora_A" in name})
+    ours, expected = adapters
+    assert ours.keys() == expected.keys() != set()
+    for name, matrix in ours.items():
+        assert matrix.count_nonzero()
+        # A singular vector may point either way.
+        assert ((matrix * expected[name]).sum(dim=1).abs() > 0.99).all(), name
+
+
+def test_loftq_is_refused_and_says_what_starts_from_a_quantized_weight() -> None:
+    base = quantized()
+    before = codes(base)
+    with pytest.raises(UnsupportedError, match=r'expected float weights.*"pissa", "olora" or "eva"'):
+        get_peft_model(
+            base, LoraConfig(target_modules=["q_proj"], init_lora_weights="loftq", loftq_config=LoftQConfig())
+        )
+    assert [n for n, w in codes(base).items() if not same_stored(w, before[n])] == []

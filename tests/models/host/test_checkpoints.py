@@ -25,6 +25,7 @@ from hf_trainweights.models.host.checkpoints import (
     drop_conversions,
     load_offloaded,
     names_not_saved,
+    restore_merging,
     save_remote_code,
 )
 
@@ -53,6 +54,15 @@ def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypat
     others = [each for each in model._weight_conversions if not has_ours([each])]
     drop_conversions(model, TrainWeightsDeserialize)
     assert model._weight_conversions == others
+
+
+def test_a_reloaded_model_knows_that_checkpoints_keep_experts_one_by_one(tmp_path: Path) -> None:
+    model = reloaded("qwen3_moe", tmp_path)
+    weight = torch.empty(model.get_parameter(f"{EXPERTS}.down_proj").shape, device="meta")
+    assert len(checkpoint_tensors(model, {f"{EXPERTS}.down_proj": weight})) == 4
+    before = list(model._weight_conversions)
+    restore_merging(model)
+    assert model._weight_conversions == before
 
 
 def test_a_model_that_was_not_loaded_has_no_converters_to_forget() -> None:

@@ -1,0 +1,71 @@
+"""Asymmetric codes of any origin: the same weights as symmetric codes, or with the zero point of each row.
+
+`(code - zero_point) * scale` is a difference of integers times a scale. Of codes of 4 bits it is one of -15 to 15,
+which `int8` holds, in the groups of the source. Where a whole row shares scale and zero point, `uint4` holds both.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.formats.planes import pack_planes
+from hf_trainweights.formats.uint import UInt4
+from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT, by_row, held, integer_weight
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> QuantizedTensor:
+    """Return a weight of integer codes and zero points.
+
+    Args:
+        name: What errors call the weight.
+        codes: Int8 `[N, K]`.
+        scale: Float, one number, `[N]`, or `[N, G]` for groups of K / G columns.
+        zero: Integers, one, `[N]`, or `[N, G]`; 0 everywhere for symmetric codes.
+        bits: 4 for codes of -8 to 7, else 8.
+
+    Returns:
+        As `integer_weight` where the differences fit into as many bits; else uint4 for rows of one group, whose zero
+        points are -8 to 7, and int8 for others.
+
+    Raises:
+        CorruptFileError: Shapes, dtypes or values do not fit each other.
+        UnsupportedError: A code and its zero point differ by more than int8 holds.
+    """
+    # A damaged file has zeros in any dtype and shape, and codes of which `integer_weight` says what is wrong.
+    if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0 or not bool(zero.double().any()):
+        return integer_weight(name, codes, scale, bits)
+    N, K = codes.shape
+    zero = zero.reshape(-1, 1) if zero.dim() < 2 else zero
+    fits = zero.dim() == 2 and zero.shape[0] in (1, N) and K % zero.shape[1] == 0
+    if not fits or zero.dtype not in _INTEGERS:
+        found = f"{zero.dtype} of shape {tuple(zero.shape)}"
+        raise CorruptFileError(name, f"integers as zero points for {N} rows of {K} columns", found, AGAIN)
+    differences = codes.int() - zero.int().repeat_interleave(K // zero.shape[1], dim=1)
+    low, high = (int(end) for end in differences.aminmax())
+    if low < -128 or high > 127:
+        expected = "codes that differ from their zero points by -128 to 127"
+        raise UnsupportedError(name, expected, f"{low} to {high}", FROM_FLOAT)
+    if bits == 4 and not -8 <= low <= high <= 7:
+        form, scale = UInt4(32).fallback((N, K)), by_row(name, scale, N)
+        if isinstance(form, UInt4) and zero.shape[1] == scale.shape[1] == 1:
+            return _uint4(name, codes, scale, zero.expand(N, 1), form)
+        bits = 8
+    return integer_weight(name, differences.to(torch.int8), scale, bits)
+
+
+def _uint4(name: str, codes: Tensor, scale: Tensor, zero: Tensor, form: UInt4) -> QuantizedTensor:
+    """Return a weight whose groups all have the scale and the zero point of their row."""
+    pairs = codes.shape[1] // form.group_size // 2
+    zero = (zero + 8).to(torch.uint8)
+    tensors = {
+        "qdata": pack_planes((codes + 8).to(torch.uint8), bits=4),
+        "scale": scale,
+        "group_scale": torch.zeros(len(codes), pairs, dtype=torch.uint8),  # stands for a factor of 1
+        "zero_point": (zero | zero << 4).expand(-1, pairs),
+    }
+    return held(name, form, tensors, tuple(codes.shape))

@@ -1,0 +1,49 @@
+"""`from_config` of a quantized model's configuration: an error, because nothing would be quantized."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import ConfigError
+
+
+def refuse_quantized_configurations(method: str) -> None:
+    """Let `from_config` refuse the configuration of a quantized model; on the meta device it makes its skeleton.
+
+    Transformers asks no quantizer there. It would make a float model of random weights that says of itself that it is
+    quantized, so that nothing could load what it saves.
+
+    Args:
+        method: The `quant_method` of the configurations.
+    """
+    original: Any = getattr(PreTrainedModel, "_from_config", None)
+    if original is None:
+        return
+
+    @functools.wraps(original.__func__)
+    def from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
+        # `from_pretrained` makes models, and the models within them, on the meta device.
+        if _method_of(config) == method and torch.get_default_device().type != "meta":
+            raise _refusal(cls.__name__, method)
+        return original.__func__(cls, config, **kwargs)
+
+    PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
+
+
+def _refusal(class_name: str, method: str) -> ConfigError:
+    return ConfigError(
+        f"{class_name}.from_config",
+        "the configuration of a float model: its weights are random, and no quantizer is asked",
+        f"one of a model that {method} has quantized",
+        "Load the model with from_pretrained; for random weights, delete config.quantization_config first, and call "
+        "quantize_ on the model.",
+    )
+
+
+def _method_of(config: Any) -> object:
+    described = getattr(config, "quantization_config", None)
+    return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)
