@@ -16,7 +16,7 @@ from torch import nn
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step, latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
-from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook
+from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook, scaler_update_hook
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.progress import Progress, state_from_bytes, state_of_rank
@@ -34,9 +34,10 @@ class CheckpointManager:
     """Saves a training loop to `root/checkpoint-<step>` and restores it from the newest one that is whole.
 
     A step is one batch. A checkpoint is due every `every_steps` of them and is written right after the next
-    `optimizer.step()`, so with gradient accumulation no gradient is half summed in it. One more is written when the
-    `with` block ends without an exception, and on SIGTERM, after which the process exits with status 143. A step counts
-    as done when the loop asks for the next one, or is left by `break` after `optimizer.step()`.
+    `optimizer.step()`, also one that a GradScaler skips, so with gradient accumulation no gradient is half summed in
+    it. One more is written when the `with` block ends without an exception, and on SIGTERM, after which the process
+    exits with status 143. A step counts as done when the loop asks for the next one, or is left by `break` after
+    `optimizer.step()`.
 
     Resuming is exact: batches come in the same order, because the random number generators are put back to where they
     were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
@@ -181,7 +182,9 @@ class CheckpointManager:
         if progress.passes_to_skip:
             progress.passes_to_skip -= 1
             return
-        with optimizer_step_hook(self._parts[1], self._on_optimizer_step) as is_watched:
+        _, optimizer, _, scaler = self._parts
+        hook = self._on_optimizer_step
+        with optimizer_step_hook(optimizer, hook) as is_watched, scaler_update_hook(scaler, hook):
             for batch in progress.batches(loader):
                 self._optimizer_stepped = not is_watched
                 try:
