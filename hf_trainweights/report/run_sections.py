@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from hf_trainweights.report.axes import size, size_unit
-from hf_trainweights.report.charts import Bar, Curve, bar_chart, line_chart
+from hf_trainweights.report.charts import WIDTH, Bar, Curve, bar_chart, line_chart
 from hf_trainweights.report.drawing import Drawing, stack
 from hf_trainweights.report.page import Section, Table
 from hf_trainweights.report.runs import PARTS, SavedCheckpoint
 
 _MOST_ROWS = 120
 _LINKED = "link to an anchor, no bytes"
-_BESIDE = {"width": 440, "height": 160}
+_BESIDE_WIDTH, _BESIDE_HEIGHT = 440, 160
 
 
 def run_sections(
@@ -32,7 +32,7 @@ def run_sections(
     table = Table(head, rows, f"{len(rows)} checkpoints")
     sections = [Section("Checkpoints", [_sizes_chart(checkpoints), table])]
     if losses:
-        sections.append(Section("Loss", [_loss_chart(losses)]))
+        sections.append(Section("Loss", [_loss_chart(losses, WIDTH, 220)]))
     return sections
 
 
@@ -46,7 +46,7 @@ def run_picture(
         checkpoints: Its checkpoints, the first one first; at least one.
         losses: Its losses by name, as steps and values.
     """
-    charts = [_sizes_chart(checkpoints)] + ([_loss_chart(losses, **_BESIDE)] if losses else [])
+    charts = [_sizes_chart(checkpoints)] + ([_loss_chart(losses, _BESIDE_WIDTH, _BESIDE_HEIGHT)] if losses else [])
     return stack(title, [charts], f"{title}: {describe_run(checkpoints)}")
 
 
@@ -78,9 +78,9 @@ def _sizes_chart(checkpoints: Sequence[SavedCheckpoint]) -> Drawing:
     return bar_chart(title, bars, unit_name, PARTS, frame=frame)
 
 
-def _loss_chart(losses: Mapping[str, Sequence[tuple[float, float]]], **size: float) -> Drawing:
+def _loss_chart(losses: Mapping[str, Sequence[tuple[float, float]]], width: float, height: float) -> Drawing:
     curves = [Curve(name, tuple(points), color) for color, (name, points) in enumerate(losses.items())]
-    return line_chart("Loss", curves, "step", "loss", **size)
+    return line_chart("Loss", curves, "step", "loss", width=width, height=height)
 
 
 def _show_ratio(each: SavedCheckpoint) -> str:

@@ -94,7 +94,7 @@ def test_no_text_of_a_chart_covers_another_one_or_leaves_the_drawing(name: str) 
     assert_legible(CHARTS[name]().standalone())
 
 
-@pytest.mark.parametrize("name", ["at_a_glance", "checkpoint_curves", "speed"])
+@pytest.mark.parametrize("name", ["at_a_glance", "checkpoint_curves", "run_plot", "speed"])
 def test_no_text_of_the_documents_pictures_covers_another_one(name: str) -> None:
     assert_legible((DOCS / f"{name}.svg").read_text(encoding="utf-8"))
 
