@@ -24,21 +24,32 @@ from hf_trainweights_cli.console import (
     say,
     status,
     with_progress,
+    wrong_option,
 )
 from hf_trainweights_cli.differences import Top, show_comparison
 from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints, require_one_checkpoint
 from hf_trainweights_cli.tables import new_table, print_table, show_sizes
 
 
-def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
+def list_checkpoints(
+    path: CheckpointOrRun,
+    plot: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Also draw the run, and the loss a Trainer logged: .svg or .html."),
+    ] = None,
+    as_json: AsJson = False,
+    debug: Debug = False,
+) -> None:
     """List checkpoints: how each is stored and what it takes on disk.
 
     An anchor, a file that several checkpoints share, counts for the oldest of them.
     Only manifests are read. Exits with 1 if one is damaged.
     """
     seen: set[tuple[int, int]] = set()
+    _check_plot(plot)
     with errors_in_one_line(debug):
         rows = [summary_row(directory, seen) for directory in checkpoints(path)]
+        _draw(path, plot)
     problems = [f"{row['path']}: {row['problem']}" for row in rows if row["problem"]]
     if as_json:
         print_json(rows)
@@ -54,7 +65,29 @@ def list_checkpoints(path: CheckpointOrRun, as_json: AsJson = False, debug: Debu
             totals = (sum(row[key] for row in rows) for key in ("plain_bytes", "disk_bytes"))
             table.add_row("total", "", *show_sizes(*totals), "")
         print_table(table)
+    if plot is not None:
+        say(f"picture: {plot}", err=as_json)
     exit_with(problems)
+
+
+def _check_plot(out: Path | None) -> None:
+    if out is None:
+        return
+    from hf_trainweights.errors import ConfigError
+    from hf_trainweights.report.run_plot import check_plot_name
+
+    try:
+        check_plot_name(out)
+    except ConfigError as error:
+        raise wrong_option(error, "--plot") from error
+
+
+def _draw(run: Path, out: Path | None) -> None:
+    if out is None:
+        return
+    from hf_trainweights.report.run_plot import plot_run
+
+    plot_run(run, out)
 
 
 def inspect(

@@ -52,8 +52,9 @@ def test_the_reference_has_every_public_name(room: str) -> None:
     assert set(public) - {"TrainWeightsError"} - documented == set()  # errors have a page of their own
 
 
-def test_the_tests_that_the_page_on_several_ranks_names_exist() -> None:
-    text = (ROOT / "docs" / "distributed.md").read_text(encoding="utf-8")
+@pytest.mark.parametrize("page", ["checkpoint", "distributed"])
+def test_the_tests_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
     named = set(re.findall(r"(tests/\S+\.py)::(\w+)", text))
     assert len(named) > 5
     missing = [name for file, name in named if f"def {name}(" not in (ROOT / file).read_text(encoding="utf-8")]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +16,12 @@ from torch import nn
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step, latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
-from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook
+from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook, scaler_update_hook
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.progress import Progress
+from hf_trainweights.checkpoint.progress import Progress, state_from_bytes, state_of_rank
+from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.checkpoint.sharding import all_ranks
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_training_state
 from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
 from hf_trainweights.errors import ConfigError
@@ -32,13 +34,18 @@ class CheckpointManager:
     """Saves a training loop to `root/checkpoint-<step>` and restores it from the newest one that is whole.
 
     A step is one batch. A checkpoint is due every `every_steps` of them and is written right after the next
-    `optimizer.step()`, so with gradient accumulation no gradient is half summed in it. One more is written when the
-    `with` block ends without an exception, and on SIGTERM, after which the process exits with status 143. A step counts
-    as done when the loop asks for the next one, or is left by `break` after `optimizer.step()`.
+    `optimizer.step()`, also one that a GradScaler skips, so with gradient accumulation no gradient is half summed in
+    it. One more is written when the `with` block ends without an exception, and on SIGTERM, after which the process
+    exits with status 143. A step counts as done when the loop asks for the next one, or is left by `break` after
+    `optimizer.step()`.
 
     Resuming is exact: batches come in the same order, because the random number generators are put back to where they
     were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
     the save. A loop over several passes calls `steps` once for each; passes that are done yield nothing.
+
+    Where `torch.distributed` is initialized, as for DDP, every rank runs the same loop with the same arguments. The
+    first rank writes and removes checkpoints for all of them; each rank gets its own random number generators and its
+    own place in its loader back. A run resumes on as many ranks as it was saved on.
 
     Args:
         root: Directory of this run alone; it is created. One process writes to it at a time.
@@ -88,6 +95,7 @@ class CheckpointManager:
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
         self._pass: Generator[tuple[int, Any], None, None] | None = None
         self._progress = Progress()
+        self._ranks = Ranks()
         self._saved_step: int | None = None
         self._optimizer_stepped = False
         self._entered = False
@@ -95,8 +103,8 @@ class CheckpointManager:
         self._previous_handler: Any = None
 
     def __enter__(self) -> Self:
-        make_directories(self._root)
-        collect_garbage(self._root)
+        self._ranks = all_ranks()
+        self._ranks.decide(self._prepare)
         if threading.current_thread() is threading.main_thread():  # Python allows handlers only there
             self._previous_handler = signal.signal(signal.SIGTERM, self._on_sigterm)
         self._entered = True
@@ -174,7 +182,9 @@ class CheckpointManager:
         if progress.passes_to_skip:
             progress.passes_to_skip -= 1
             return
-        with optimizer_step_hook(self._parts[1], self._on_optimizer_step) as is_watched:
+        _, optimizer, _, scaler = self._parts
+        hook = self._on_optimizer_step
+        with optimizer_step_hook(optimizer, hook) as is_watched, scaler_update_hook(scaler, hook):
             for batch in progress.batches(loader):
                 self._optimizer_stepped = not is_watched
                 try:
@@ -190,34 +200,44 @@ class CheckpointManager:
 
     def _at_boundary(self) -> None:
         """Save if that is due, between two steps and with no gradient half summed."""
+        self._terminated = self._ranks.any(self._terminated)
         if self._terminated:
             self._save_if_new()
             raise SystemExit(_SIGTERM_EXIT_STATUS)
         if self._progress.step // self._every_steps > (self._saved_step or 0) // self._every_steps:
             self._save_if_new()
 
+    def _prepare(self) -> None:
+        make_directories(self._root)
+        collect_garbage(self._root)
+
     def _restore(self) -> None:
-        path = latest(self._root)
+        path = self._ranks.decide(lambda: latest(self._root))
         if path is None:
             return
         checkpoint = load_checkpoint(path)
-        extra = checkpoint.get("extra")
-        position = extra.get("position") if isinstance(extra, dict) else None
-        if not isinstance(position, dict):
-            next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
-            raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
+        mine = state_of_rank(path, checkpoint, self._ranks)
         model, *others = self._parts
-        restore_checkpoint(checkpoint, model, *others)
-        self._progress = Progress.resumed(checkpoint["step"], position, checkpoint["rng"])
+        restore_checkpoint({**checkpoint, "rng": mine["rng"]}, model, *others)
+        self._progress = Progress.resumed(checkpoint["step"], mine["position"], mine["rng"])
         self._saved_step = checkpoint["step"]
         # A process that was killed after its last save has not come to this, and there may be no save any more.
-        self._remove_old(Path(path))
+        # No rank reads the checkpoint any more when the first one removes others.
+        self._ranks.gather(lambda: None)
+        self._ranks.decide(lambda: self._remove_old(Path(path)))
 
     def _save_if_new(self) -> None:
         step = self._progress.step
         if not self._parts or step == (self._saved_step or 0):
             return
-        checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": self._progress.position()})
+        states = self._ranks.gather(self._progress.state_bytes)
+        self._ranks.decide(lambda: self._write(step, [*map(state_from_bytes, states)]))
+        self._saved_step = step
+
+    def _write(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
+        """Save what this rank has of the model, and the states of all ranks."""
+        others = {"ranks": [*states[1:]]} if len(states) > 1 else {}
+        checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": states[0]["position"], **others})
         path = self._root / f"checkpoint-{step}"
         if path.exists():  # `latest` passed it over: it is broken
             remove_checkpoint(path)
@@ -228,7 +248,6 @@ class CheckpointManager:
             anchor_every=self._anchor_every,
             metrics={name: value if isinstance(value, int) else float(value) for name, value in self._metrics.items()},
         )
-        self._saved_step = step
         self._remove_old(path)
 
     def _remove_old(self, newest: Path) -> None:

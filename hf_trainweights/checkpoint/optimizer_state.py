@@ -1,4 +1,4 @@
-"""An optimizer as a loop sees it: the names of its parameters, its state without casts, and when it steps."""
+"""An optimizer as a loop sees it: the names of its parameters, its state without casts, and when a step is done."""
 
 from __future__ import annotations
 
@@ -78,3 +78,30 @@ def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[b
     finally:
         if handle is not None:
             handle.remove()
+
+
+@contextlib.contextmanager
+def scaler_update_hook(scaler: Any, hook: Callable[[], None]) -> Iterator[None]:
+    """Call a hook after every `scaler.update()` of a block.
+
+    A GradScaler that finds an infinite gradient skips `optimizer.step()`, and `update` is all that tells of it. It
+    takes no hooks, so its method is replaced in this one object until the block ends.
+
+    Args:
+        scaler: A GradScaler, or None.
+        hook: What to call.
+    """
+    update = getattr(scaler, "update", None)
+    if update is None:
+        yield
+        return
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        hook()
+
+    scaler.update = watched
+    try:
+        yield
+    finally:
+        scaler.update = update

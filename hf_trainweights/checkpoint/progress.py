@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,8 @@ from typing import Any
 import torch
 
 from hf_trainweights.checkpoint.rng_state import rng_state, set_rng_state
+from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.errors import ConfigError
 
 
 @dataclass
@@ -46,6 +49,12 @@ class Progress:
         """Return where in the data the run is, as values that a checkpoint can hold."""
         return {"passes": self.passes, "consumed": self.consumed, "start": self.start}
 
+    def state_bytes(self) -> bytes:
+        """Return `position` and the generators as they are now, for another rank: see `state_from_bytes`."""
+        file = io.BytesIO()
+        torch.save({"position": self.position(), "rng": rng_state()}, file)
+        return file.getvalue()
+
     def count_batch(self) -> None:
         """Count a batch as consumed."""
         self.step += 1
@@ -78,6 +87,42 @@ class Progress:
             next(batches, None)
         set_rng_state(rng)
         yield from batches
+
+
+def state_from_bytes(data: bytes) -> dict[str, Any]:
+    """Return `position` and `rng` of a rank.
+
+    Args:
+        data: What its `Progress.state_bytes` returned. PyTorch's collectives pickle objects themselves, but they cannot
+            read the uint32 tensor again that holds numpy's state.
+    """
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def state_of_rank(path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
+    """Return what a manager's checkpoint holds of this rank alone.
+
+    Args:
+        path: The checkpoint.
+        checkpoint: What was loaded from it.
+        ranks: The ranks that resume.
+
+    Returns:
+        `position` and `rng`, as `Progress.resumed` takes them.
+
+    Raises:
+        ConfigError: No manager wrote it, or one of another number of ranks.
+    """
+    extra = checkpoint.get("extra")
+    position = extra.get("position") if isinstance(extra, dict) else None
+    if not isinstance(extra, dict) or not isinstance(position, dict):
+        next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
+        raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
+    states = [{"position": position, "rng": checkpoint["rng"]}, *extra.get("ranks", ())]
+    if len(states) != ranks.size:
+        next_step = "Resume on as many ranks, or restore it with restore_checkpoint and start a run of its own."
+        raise ConfigError(path, f"a checkpoint of {ranks.size} ranks", f"one of {len(states)}", next_step)
+    return states[ranks.rank]
 
 
 def _generators(loader: Any) -> list[torch.Generator]:

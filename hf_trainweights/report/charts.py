@@ -25,6 +25,7 @@ class Bar:
         shown: The number at the row's end.
         spread: The smallest and the largest measurement, drawn as a line.
         hint: Shown where the pointer rests; the label if empty.
+        framed: A value drawn as an empty frame after the parts, for what is not counted with them; at least 0.
     """
 
     label: str
@@ -32,6 +33,7 @@ class Bar:
     shown: str
     spread: tuple[float, float] | None = None
     hint: str = ""
+    framed: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,7 @@ def bar_chart(
     *,
     width: float = WIDTH,
     reference: float | None = None,
+    frame: str = "",
 ) -> Drawing:
     """Return horizontal bars, a row each.
 
@@ -84,9 +87,12 @@ def bar_chart(
         legend: What the parts of the bars are; an empty name is a color that is left out.
         width: In pixels.
         reference: A value to mark by a dashed line.
+        frame: What the empty frames are, for the legend.
     """
-    values = [end for row in rows for end in (sum(row.parts), *(row.spread or ()))]
-    drawing, top, left, right = _frame(title, [(row.label, row.shown) for row in rows], legend, width)
+    values = [end for row in rows for end in (sum(row.parts) + row.framed, *(row.spread or ()))]
+    names: list[tuple[str, int | None]] = [(name, color) for color, name in enumerate(legend) if name]
+    names += [(frame, None)] if frame else []
+    drawing, top, left, right = _rows(title, [(row.label, row.shown) for row in rows], names, width)
     axis = axis_of([*values, reference or 0], left, right, zero=True)
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
@@ -98,6 +104,9 @@ def bar_chart(
                 part_width = axis.place(part) - axis.place(0)
                 drawing.rectangle(x, y + (_ROW - _BAR) / 2, part_width, _BAR, color, hint)
                 x += part_width
+        if row.framed:
+            hint = f"{row.hint or row.label}, {frame}: {number(row.framed)}"
+            drawing.frame(x, y + (_ROW - _BAR) / 2, axis.place(row.framed) - axis.place(0), _BAR, hint)
         if row.spread:
             low, high = map(axis.place, row.spread)
             drawing.line((low, y + _ROW / 2), (high, y + _ROW / 2), "mark")
@@ -118,7 +127,7 @@ def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WID
         unit: What the axis measures, with its unit.
         width: In pixels.
     """
-    drawing, top, left, right = _frame(title, [(row.label, row.shown) for row in rows], (), width)
+    drawing, top, left, right = _rows(title, [(row.label, row.shown) for row in rows], (), width)
     axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
@@ -216,12 +225,12 @@ def _number_the_ends(drawing: Drawing, places: Sequence[float], numbers: Sequenc
         drawing.text(drawing.width - _MARGIN, free + 4, shown, "value", "end")
 
 
-def _frame(
-    title: str, rows: Sequence[tuple[str, str]], legend: Sequence[str], width: float
+def _rows(
+    title: str, rows: Sequence[tuple[str, str]], legend: Sequence[tuple[str, int | None]], width: float
 ) -> tuple[Drawing, float, float, float]:
     """Return an empty drawing for rows, its first row's upper edge, and the left and right ends of the axis."""
     drawing = Drawing(width, 0, title)
-    top = _legend(drawing, title, [(name, color) for color, name in enumerate(legend) if name])
+    top = _legend(drawing, title, legend)
     labels = max((text_width(shortened(label, _most_characters(width))) for label, _ in rows), default=0)
     numbers = max((text_width(shown) for _, shown in rows), default=0)
     drawing.height = top + len(rows) * _ROW + 44
@@ -236,8 +245,8 @@ def _label_row(drawing: Drawing, label: str, y: float, left: float) -> None:
     drawing.text(left - 8, y + _ROW / 2 + 4, shortened(label, _most_characters(drawing.width)), "name", "end")
 
 
-def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int]]) -> float:
-    """Draw the title and the legend; return where the chart may begin."""
+def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int | None]]) -> float:
+    """Draw the title and the legend, a color or a frame for each entry; return where the chart may begin."""
     y = 20.0
     # Its letters are larger and bold.
     drawing.text(_MARGIN, y, shortened(title, int(drawing.width / (1.3 * text_width("m")))), "head")
@@ -248,7 +257,10 @@ def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int]]) ->
             step = 18 + text_width(name) + 14
             if x > _MARGIN and x + step > drawing.width:
                 x, y = float(_MARGIN), y + 18
-            drawing.rectangle(x, y - 10, 12, 11, color)
+            if color is None:
+                drawing.frame(x, y - 10, 12, 11)
+            else:
+                drawing.rectangle(x, y - 10, 12, 11, color)
             drawing.text(x + 18, y, name)
             x += step
     return y + 12

@@ -98,6 +98,19 @@ class Drawing:
         form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="s{}">{}</rect>'
         self._add(form, x, y, width, height, color % COLORS, _hint(title))
 
+    def frame(self, x: float, y: float, width: float, height: float, title: str = "") -> None:
+        """Add an empty rectangle with a dashed edge.
+
+        Args:
+            x: Left edge.
+            y: Upper edge.
+            width: At least 0.
+            height: At least 0.
+            title: Shown where the pointer rests.
+        """
+        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="frame">{}</rect>'
+        self._add(form, x, y, width, height, _hint(title))
+
     def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
         """Add a filled circle.
 
@@ -147,9 +160,16 @@ class Drawing:
         """Return the drawing as an element of an HTML page that holds `style()`."""
         return self._svg(Markup('class="chart"'), Markup(""))
 
-    def standalone(self) -> str:
-        """Return the text of an SVG file, with its own style."""
+    def standalone(self, *, page: bool = False) -> str:
+        """Return the text of an SVG file, with its own style.
+
+        Args:
+            page: Whether to paint the background, white or dark, for a viewer that shows the file alone. Without it
+                the page shows through, into which the picture is put.
+        """
         sheet = Markup("<style>\n{}</style>\n").format(Markup(style()))
+        if page:
+            sheet += Markup('<rect width="100%" height="100%" class="page"/>\n')
         return self._svg(Markup('xmlns="http://www.w3.org/2000/svg"'), sheet) + "\n"
 
     def _svg(self, attributes: Markup, sheet: Markup) -> Markup:

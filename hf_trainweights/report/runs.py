@@ -10,17 +10,19 @@ from pathlib import Path
 from typing import TypeGuard
 
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.directory.inventory import is_torch_file
+from hf_trainweights.checkpoint.directory.inventory import TORCH_SUFFIXES
 from hf_trainweights.checkpoint.directory.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.directory.rounding import shown_mode
 from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.regular_files import open_regular_file
 
-PARTS = ("weights", "moments of the optimizer", "anchor, kept once", "other")
+PARTS = ("weights", "moments of the optimizer", "anchor", "other")
 _WEIGHTS, _MOMENTS, _ANCHOR, _OTHER = PARTS
 _PART_OF_ROLE = {"weight": _WEIGHTS, "buffer": _WEIGHTS, "exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS}
 _STATE_NAME = "trainer_state.json"
+_ANCHOR_SUFFIX = ".anchor"
+_Inode = tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,9 @@ class SavedCheckpoint:
     Args:
         step: The number in its name.
         mode: How it is stored, or why that is not known.
-        part_bytes: Bytes on disk for each of `PARTS`; an anchor counts for the first checkpoint that has it.
+        part_bytes: Bytes on disk for each of `PARTS`. Weights that other checkpoints are differences to are an anchor;
+            it counts for the first checkpoint that has it.
+        linked_bytes: Bytes of anchors that count for an earlier checkpoint, so this one's links to them take no space.
         plain_bytes: What it would take without encoding.
         loss: The loss that its manifest records, if any.
     """
@@ -38,6 +42,7 @@ class SavedCheckpoint:
     step: int
     mode: str
     part_bytes: tuple[int, ...]
+    linked_bytes: int
     plain_bytes: int
     loss: float | None
 
@@ -51,8 +56,10 @@ def read_run(root: Path) -> list[SavedCheckpoint]:
     Raises:
         OSError: `root` cannot be read.
     """
-    seen: set[tuple[int, int]] = set()
-    return [_saved(path, seen) for path in reversed(checkpoint_directories(root))]
+    directories = checkpoint_directories(root)[::-1]
+    anchors = {_inode(file) for path in directories for file in path.rglob(f"*{_ANCHOR_SUFFIX}")}
+    seen: set[_Inode] = set()
+    return [_saved(path, anchors, seen) for path in directories]
 
 
 def read_losses(root: Path, checkpoints: Sequence[SavedCheckpoint]) -> dict[str, list[tuple[float, float]]]:
@@ -77,7 +84,7 @@ def read_losses(root: Path, checkpoints: Sequence[SavedCheckpoint]) -> dict[str,
     return {"loss": points} if points else {}
 
 
-def _saved(path: Path, seen: set[tuple[int, int]]) -> SavedCheckpoint:
+def _saved(path: Path, anchors: set[_Inode], seen: set[_Inode]) -> SavedCheckpoint:
     manifest, mode = None, "plain"
     try:
         manifest = read_manifest(path)
@@ -87,31 +94,35 @@ def _saved(path: Path, seen: set[tuple[int, int]]) -> SavedCheckpoint:
     except (TrainWeightsError, OSError) as error:
         mode = f"its manifest cannot be read: {error}"
     stored: Counter[str] = Counter()
-    plain_bytes = 0
+    linked_bytes = plain_bytes = 0
     for file in path.rglob("*"):
-        status = file.lstat()
         if not file.is_file() or file.is_symlink():
             continue
-        parts, plain = _parts_of(file, status.st_size, manifest)
-        plain_bytes += plain
-        if file.suffix != ".anchor" or (status.st_dev, status.st_ino) not in seen:
+        inode, size_bytes = _inode(file), file.stat().st_size
+        if file.suffix == _ANCHOR_SUFFIX:
+            linked_bytes += size_bytes if inode in seen else 0
+            stored[_ANCHOR] += 0 if inode in seen else size_bytes
+        else:
+            parts, plain = _parts_of(file.relative_to(path), size_bytes, manifest)
+            plain_bytes += plain
+            if inode in anchors:
+                parts[_ANCHOR] = parts.pop(_WEIGHTS, 0)
             stored += parts
-        seen.add((status.st_dev, status.st_ino))
+        seen.add(inode)
     loss = manifest.metrics.get("loss") if manifest else None
     return SavedCheckpoint(
         checkpoint_step(path),
         mode,
         tuple(stored[part] for part in PARTS),
+        linked_bytes,
         plain_bytes,
         float(loss) if _is_number(loss) else None,
     )
 
 
 def _parts_of(file: Path, size_bytes: int, manifest: Manifest | None) -> tuple[Counter[str], int]:
-    """Return the bytes of each part of a file, and what it would take without encoding."""
-    if file.suffix == ".anchor":
-        return Counter({_ANCHOR: size_bytes}), 0
-    entry = manifest.files.get(file.name) if manifest else None
+    """Return the bytes of each part of a file, named from its checkpoint, and what it would take without encoding."""
+    entry = manifest.files.get(file.as_posix()) if manifest else None
     tensors = entry.report.get("tensors", ()) if entry else ()
     if not tensors:
         part = _MOMENTS if file.name == OPTIMIZER_NAME else _WEIGHTS if _may_be_weights(file) else _OTHER
@@ -125,7 +136,12 @@ def _parts_of(file: Path, size_bytes: int, manifest: Manifest | None) -> tuple[C
 
 
 def _may_be_weights(file: Path) -> bool:
-    return file.suffix == ".safetensors" or (is_torch_file(file) and "model" in file.name)
+    return file.suffix == ".safetensors" or (file.suffix in TORCH_SUFFIXES and "model" in file.name)
+
+
+def _inode(file: Path) -> _Inode:
+    status = file.lstat()
+    return status.st_dev, status.st_ino
 
 
 def _history(file: Path) -> list[object]:

@@ -2,7 +2,7 @@ import torch
 from checkpoint.loops import Net, everything, train
 from torch import nn
 
-from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
+from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names, scaler_update_hook
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
 
@@ -51,3 +51,21 @@ def test_parameter_names_follow_the_optimizers_own_indices():
     groups = [{"params": [model.unused, model.conv.bias]}, {"params": [model.embed.weight, torch.ones(2)]}]
     assert optimizer_parameter_names(model, torch.optim.SGD(groups)) == {0: "unused", 1: "conv.bias", 2: "embed.weight"}
     assert optimizer_parameter_names(model, None) == {}
+
+
+def test_a_scaler_tells_of_updates_only_within_the_block():
+    calls = []
+    model, optimizer, _, scaler = everything(enabled=True)
+    with scaler_update_hook(scaler, lambda: calls.append(scaler.get_scale())):
+        for _ in range(2):
+            scaler.scale(torch.tensor(torch.inf) * model.unused.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert calls == [4.0, 2.0]  # both steps were skipped
+    assert optimizer.state_dict()["state"] == {}
+    scaler.scale(model.unused.sum()).backward()
+    optimizer.zero_grad()
+    scaler.scale(model.unused.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(calls) == 2

@@ -396,3 +396,24 @@ def test_an_error_of_the_disk_is_one_line_and_debug_shows_the_traceback(
     assert result.stderr == f"error: {small_run / 'checkpoint-100'}: expected a file, found two lines. Look.\n"
     with pytest.raises(CorruptFileError, match="found two\nlines"):
         run("restore", small_run, "--debug")
+
+
+def test_ls_draws_the_run_into_a_file(small_run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out.svg"
+    result = run("ls", small_run, "--plot", out)
+    assert result.exit_code == 0
+    assert "checkpoint-200" in result.stdout
+    assert f"picture: {out}" in result.stdout
+    assert out.read_text(encoding="utf-8").startswith("<svg ")
+    assert len(run_json("ls", small_run, "--plot", tmp_path / "again.svg")) == len(STEPS)
+    assert (tmp_path / "again.svg").exists()
+
+
+def test_ls_takes_no_other_picture_and_draws_no_single_checkpoint(small_run: Path, tmp_path: Path) -> None:
+    wrong = run("ls", small_run, "--plot", tmp_path / "out.png")
+    assert (wrong.exit_code, wrong.stdout) == (2, "")
+    assert "ends in .svg or .html" in unwrapped(wrong.stderr)
+    one = run("ls", small_run / "checkpoint-100", "--plot", tmp_path / "out.svg")
+    assert one.exit_code == 1
+    assert "expected a run" in one.stderr
+    assert not any(tmp_path.glob("out.*"))

@@ -138,7 +138,7 @@ def test_table_fits_80_columns() -> None:
 
 
 def test_results_of_a_training_are_shown_in_80_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    saved = tuple(SavedCheckpoint(step, "near-lossless", (1, 2, 3, 4), 140, None) for step in (10, 20, 30))
+    saved = tuple(SavedCheckpoint(step, "near-lossless", (1, 2, 3, 4), 0, 140, None) for step in (10, 20, 30))
     checkpoints = Checkpoints("near-lossless", saved, 20, (3.01, 2.99), 0.01)
     speeds = (Speed("bfloat16", 200_000_000, 0.04), Speed("int8", 105_000_000, 0.02, 1.9, 2.0))
     machine = "A processor of a very long name @ 2.50GHz, 2 cores"

@@ -75,6 +75,7 @@ CHARTS: dict[str, Callable[[], Drawing]] = {
     "bars": lambda: bar_chart(LONG, [Bar(LONG + str(i), (i, 3.0, 0.0), "12345.6 MB") for i in range(9)], "MB", FORMATS),
     "bars with a reference": lambda: bar_chart("Speed", [Bar("a", (2.0,), "2x", (1.5, 4.0))], "times", reference=1),
     "narrow bars": lambda: bar_chart("a", [Bar("int8", (896e3,), "896000 MB")], "megabytes on the disk", width=300),
+    "frames": lambda: bar_chart("a", [Bar("x", (1.0,), "1 MB", framed=7.0)] * 3, "MB", ["p"], frame="q" * 40),
     "dots": lambda: dot_chart("Error", [Dots(LONG, ((21.5, "a"), (43.0, "b")), "21.5 dB")] * 3, "dB"),
     "one dot": lambda: dot_chart("Error", [Dots("layer", ((21.5, "a"),), "21.5 dB")], "dB"),
     "lines": lambda: line_chart(LONG, many_curves(), "step", "loss in nats"),
@@ -93,7 +94,7 @@ def test_no_text_of_a_chart_covers_another_one_or_leaves_the_drawing(name: str) 
     assert_legible(CHARTS[name]().standalone())
 
 
-@pytest.mark.parametrize("name", ["at_a_glance", "checkpoint_curves", "speed"])
+@pytest.mark.parametrize("name", ["at_a_glance", "checkpoint_curves", "run_plot", "speed"])
 def test_no_text_of_the_documents_pictures_covers_another_one(name: str) -> None:
     assert_legible((DOCS / f"{name}.svg").read_text(encoding="utf-8"))
 
@@ -115,6 +116,15 @@ def test_bars_are_as_long_as_their_values() -> None:
     assert third == pytest.approx(2 * first, rel=1e-3)
     # The second part begins where the first one ends.
     assert float(bars[1].attrib["x"]) == pytest.approx(float(bars[0].attrib["x"]) + first, abs=0.1)
+
+
+def test_a_frame_follows_the_bar_and_is_not_part_of_it() -> None:
+    svg = bar_chart("a", [Bar("x", (1.0,), "1", framed=3.0)], "MB", ["p"], frame="q").standalone()
+    bars = [each for each in ElementTree.fromstring(svg) if each.tag.endswith("}rect")]
+    _, _, bar, frame = bars  # after those of the legend
+    assert frame.attrib["class"] == "frame"
+    assert float(frame.attrib["width"]) == pytest.approx(3 * float(bar.attrib["width"]), rel=1e-3)
+    assert float(frame.attrib["x"]) == pytest.approx(float(bar.attrib["x"]) + float(bar.attrib["width"]), abs=0.1)
 
 
 def test_a_dark_page_gets_lighter_colors() -> None:

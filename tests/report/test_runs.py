@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -36,15 +38,26 @@ def test_parts_of_a_checkpoint_add_up_to_its_bytes_and_an_anchor_counts_once(run
     assert [each.step for each in checkpoints] == [2, 4, 6]
     inodes = {file.stat().st_ino: file.stat().st_size for file in run.rglob("*") if file.is_file()}
     assert sum(sum(each.part_bytes) for each in checkpoints) == sum(inodes.values())
-    anchors = [dict(zip(PARTS, each.part_bytes, strict=True))["anchor, kept once"] for each in checkpoints]
-    assert [count > 0 for count in anchors].count(True) <= 1
+    assert [each.part_bytes[PARTS.index("anchor")] > 0 for each in checkpoints] == [True, False, False]
+    (anchor,) = {file.stat().st_size for file in run.rglob("*.anchor")}
+    assert [each.linked_bytes for each in checkpoints] == [0, anchor, anchor]
     for each in checkpoints:
-        weights, moments, *_ = each.part_bytes
-        assert 0 < weights < each.plain_bytes
+        weights, moments, anchored, _ = each.part_bytes
+        assert 0 < weights + anchored < each.plain_bytes
         assert 0 < moments < each.plain_bytes
         # Weights and two moments in float32.
         assert each.plain_bytes >= 3 * 4 * 2 * (256 * 256 + 256)
         assert each.mode == "near-lossless"
+
+
+def test_an_anchor_whose_checkpoint_was_deleted_counts_for_the_next_one(run: Path, tmp_path: Path) -> None:
+    kept = tmp_path / "run"
+    shutil.copytree(run, kept, copy_function=os.link)
+    shutil.rmtree(kept / "checkpoint-2")
+    first, second = read_run(kept)
+    (anchor,) = {file.stat().st_size for file in run.rglob("*.anchor")}
+    assert (first.part_bytes[PARTS.index("anchor")], first.linked_bytes) == (anchor, 0)
+    assert (second.part_bytes[PARTS.index("anchor")], second.linked_bytes) == (0, anchor)
 
 
 def test_losses_come_from_the_manifests(run: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
@@ -49,6 +50,18 @@ class Ranks:
         value, error = outcome
         _raise(error)
         return cast("T", value)
+
+    def any(self, mine: bool) -> bool:
+        """Return on every rank whether something is true on one of them at least.
+
+        Args:
+            mine: Whether it is on this rank.
+        """
+        if self._group is None:
+            return mine
+        count = torch.tensor(int(mine))
+        dist.all_reduce(count, group=self._group)
+        return bool(count)
 
     def scatter(self, work: Callable[[], Sequence[T]]) -> T:
         """Divide something on the coordinator.

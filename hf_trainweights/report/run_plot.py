@@ -1,0 +1,56 @@
+"""`plot_run`: what each checkpoint of a run takes and the loss beside it, as one SVG picture or as an HTML report."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.report.run_sections import run_picture
+from hf_trainweights.report.runs import read_losses, read_run
+from hf_trainweights.report.write import write_report
+
+_SUFFIXES = (".svg", ".html")
+
+
+def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Draw what each checkpoint of a run takes, and the loss beside it where one was logged; no tensor is read.
+
+    Args:
+        root: The run, a directory of `checkpoint-<step>` directories.
+        out: The file to write; one that is there is replaced. `.svg`: one picture, which follows the light or dark
+            theme of its viewer. `.html`: what `write_report` writes of a run, tables included.
+
+    Raises:
+        ConfigError: `out` is called otherwise, or `root` holds no checkpoints.
+        OSError: `root` cannot be read.
+        SaveError: `out` cannot be written.
+    """
+    root, out = Path(root), Path(out)
+    check_plot_name(out)
+    checkpoints = read_run(root)
+    if not checkpoints:
+        expected, next_step = "a run: a directory of checkpoint-<step> directories", "Give the run, not one of them."
+        raise ConfigError(str(root), expected, "none of them", next_step)
+    if out.suffix == ".html":
+        write_report(root, out)
+        return
+    picture = run_picture(root.absolute().name, checkpoints, read_losses(root, checkpoints))
+    with save_errors(out, "No picture was written."), replace_file(out) as file:
+        file.write(picture.standalone(page=True).encode())
+
+
+def check_plot_name(out: Path) -> None:
+    """Check, before anything is read, that a picture would not replace a file of another kind.
+
+    Args:
+        out: The file.
+
+    Raises:
+        ConfigError: Its name does not end in .svg or .html.
+    """
+    if out.suffix not in _SUFFIXES:
+        expected = f"a file name that ends in {' or '.join(_SUFFIXES)}"
+        raise ConfigError(str(out), expected, out.name, "Choose another name.")
