@@ -14,6 +14,7 @@ from typing import Any
 
 _UNSIGNED = b'\n  "sha256": ""'
 
+
 def sign_json(content: Mapping[str, Any]) -> bytes:
     """Return an object as text that holds its own digest.
 
@@ -43,4 +44,3 @@ def is_signed(text: bytes, content: Mapping[str, Any]) -> bool:
         content: What `json.loads` returned for them.
     """
     return sign_json(content) == text
-

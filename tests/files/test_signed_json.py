@@ -16,7 +16,8 @@ def test_the_digest_is_that_of_the_text_without_it():
 def test_only_the_digest_of_the_object_itself_is_replaced():
     nested = {"sha256": "", "text": '\n  "sha256": ""'}
     content = json.loads(sign_json({"a": nested, "b": [nested], "sha256": "old"}))
-    assert content["a"] == nested and content["b"] == [nested]
+    assert content["a"] == nested
+    assert content["b"] == [nested]
     assert len(content["sha256"]) == 64
 
 

@@ -45,8 +45,10 @@ def test_two_threads_write_the_bytes_of_one(monkeypatch, second_moments_first):
         monkeypatch.setattr(parallel, "thread_count", lambda threads=threads: threads)
         files.append(encode_file(state, plan))
     assert torch.equal(files[0].payload, files[1].payload)
-    assert files[0].structure == files[1].structure and files[0].report == files[1].report
-    assert "MainThread" in used and any(name.startswith("trainweights-codec") for name in used)
+    assert files[0].structure == files[1].structure
+    assert files[0].report == files[1].report
+    assert "MainThread" in used
+    assert any(name.startswith("trainweights-codec") for name in used)
 
 
 def test_two_threads_decode_what_one_does(monkeypatch):
@@ -136,7 +138,8 @@ tree = {str(i): torch.ones(1 << 20) for i in range(4)}
 atexit.register(lambda: print(len(encode_file(tree, {}).report)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "4" and "Error" not in done.stderr
+    assert done.stdout.strip() == "4"
+    assert "Error" not in done.stderr
 
 
 def test_a_unit_holds_what_refers_to_each_other():
