@@ -165,10 +165,10 @@ def _encode_storages(
     referred = set(moments.values())
 
     def encode_unit(unit: Sequence[int]) -> dict[int, _EncodedStorage]:
-        decoded: dict[int, Tensor] = {}
+        decoded: dict[int | None, Tensor] = {}
         encoded = {}
         for index in unit:
-            moment = decoded.pop(moments.get(index, -1), None)
+            moment = decoded.pop(moments.get(index), None)
             encoded[index], second_moment = _encode_one(
                 storages[index], plans[index], anchor, moment, keep=index in referred
             )
