@@ -12,6 +12,7 @@ import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -64,26 +65,56 @@ def measure_memory(root: Path) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield (name,), {"largest_tensor_bytes": largest, "peak_bytes": peaks}
 
 
+@dataclass(frozen=True)
+class Save:
+    """A checkpoint in memory, to be saved and loaded again and again.
+
+    Args:
+        path: Its directory.
+        plain_bytes: What a Trainer's files of it take.
+        job: How it is saved.
+        weights: Its weights, and the optimizer.
+    """
+
+    path: Path
+    plain_bytes: int
+    job: SaveJob
+    weights: Weights
+
+    @classmethod
+    def prepare(cls, experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> Save:
+        """Read the checkpoint of the first delta."""
+        path = _prepare(experiment, options, has_anchor)
+        state = load_safetensors(path / PLAIN_WEIGHTS_NAME)
+        optimizer = torch.load(path / OPTIMIZER_NAME, weights_only=True)
+        names = experiment.parameter_names()
+        job = SaveJob(path, path, Policy(**options), ANCHOR_EVERY_SAVES, _open)
+        return cls(path, size_bytes(path), job, Weights(state, optimizer=optimizer, optimizer_names=names))
+
+    def encode(self) -> None:
+        """Save it."""
+        optimizer, names = self.weights.optimizer, self.weights.optimizer_names
+        save_weights(self.job, self.weights)
+        save_tree(self.job, OPTIMIZER_NAME, optimizer, self.job.policy.plan_optimizer(optimizer, names=names))
+
+    def decode(self) -> None:
+        """Load it."""
+        load_file(self.path / WEIGHTS_NAME)
+        load_file(self.path / OPTIMIZER_NAME)
+
+
 def _measure_ours(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> dict[str, float]:
-    path = _prepare(experiment, options, has_anchor)
-    plain_bytes = size_bytes(path)
-    state = load_safetensors(path / PLAIN_WEIGHTS_NAME)
-    optimizer = torch.load(path / OPTIMIZER_NAME, weights_only=True)
-    names = experiment.parameter_names()
-    job = SaveJob(path, path, Policy(**options), ANCHOR_EVERY_SAVES, _open)
+    save = Save.prepare(experiment, options, has_anchor)
     encode_seconds, decode_seconds = [], []
     for _ in range(REPEATS):
         with _timed(encode_seconds):
-            save_weights(job, Weights(state, optimizer=optimizer, optimizer_names=names))
-            plan = job.policy.plan_optimizer(optimizer, names=names)
-            save_tree(job, OPTIMIZER_NAME, optimizer, plan)
+            save.encode()
         with _timed(decode_seconds):
-            load_file(path / WEIGHTS_NAME)
-            load_file(path / OPTIMIZER_NAME)
-    (path / PLAIN_WEIGHTS_NAME).unlink()
-    stored_bytes = size_bytes(path)
-    shutil.rmtree(path.parent)
-    return _row(plain_bytes, stored_bytes, encode_seconds, decode_seconds)
+            save.decode()
+    (save.path / PLAIN_WEIGHTS_NAME).unlink()
+    stored_bytes = size_bytes(save.path)
+    shutil.rmtree(save.path.parent)
+    return _row(save.plain_bytes, stored_bytes, encode_seconds, decode_seconds)
 
 
 def _open(path: Path) -> BinaryIO:

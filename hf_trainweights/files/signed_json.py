@@ -12,6 +12,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
+_UNSIGNED = b'\n  "sha256": ""'
+
 
 def sign_json(content: Mapping[str, Any]) -> bytes:
     """Return an object as text that holds its own digest.
@@ -27,8 +29,11 @@ def sign_json(content: Mapping[str, Any]) -> bytes:
         >>> is_signed(text, json.loads(text)), is_signed(text.replace(b"3", b"4"), json.loads(text))
         (True, False)
     """
-    unsigned = {**content, "sha256": ""}
-    return _text({**unsigned, "sha256": hashlib.sha256(_text(unsigned)).hexdigest()})
+    # dataclasses.asdict would copy all of a large manifest.
+    text = json.dumps({**content, "sha256": ""}, sort_keys=True, indent=2, default=vars) + "\n"
+    unsigned = text.encode()
+    # Only the object's own keys are indented by two spaces; writing the text twice takes a tenth of a small save.
+    return unsigned.replace(_UNSIGNED, _UNSIGNED[:-1] + hashlib.sha256(unsigned).hexdigest().encode() + b'"')
 
 
 def is_signed(text: bytes, content: Mapping[str, Any]) -> bool:
@@ -39,8 +44,3 @@ def is_signed(text: bytes, content: Mapping[str, Any]) -> bool:
         content: What `json.loads` returned for them.
     """
     return sign_json(content) == text
-
-
-def _text(value: Mapping[str, Any]) -> bytes:
-    # dataclasses.asdict would copy all of a large manifest.
-    return (json.dumps(value, sort_keys=True, indent=2, default=vars) + "\n").encode()

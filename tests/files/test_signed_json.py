@@ -13,6 +13,14 @@ def test_the_digest_is_that_of_the_text_without_it():
     assert hashlib.sha256(text.replace(digest.encode(), b"")).hexdigest() == digest
 
 
+def test_only_the_digest_of_the_object_itself_is_replaced():
+    nested = {"sha256": "", "text": '\n  "sha256": ""'}
+    content = json.loads(sign_json({"a": nested, "b": [nested], "sha256": "old"}))
+    assert content["a"] == nested
+    assert content["b"] == [nested]
+    assert len(content["sha256"]) == 64
+
+
 def test_signing_what_was_read_gives_the_same_bytes():
     text = sign_json({"step": 3})
     assert is_signed(text, json.loads(text))

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
@@ -16,6 +15,7 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.parallel import map_in_order, units_of
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.spool import Spool
 from hf_trainweights.checkpoint.encoded.storage_encoder import (
@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.storage_encoder import (
     encode_storage,
     read_storage,
 )
-from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import Storage
 from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.errors import ConfigError
@@ -96,7 +96,8 @@ def encode_file(
 ) -> EncodedFile:
     """Encode a tree of tensors and plain values.
 
-    Tensors are read one at a time, so memory beyond the tree is a few times the largest one.
+    In the main thread several tensors are encoded at once (see parallel.py), elsewhere one: memory beyond the tree is a
+    few times the largest one for each thread. The bytes are the same.
 
     Args:
         tree: What `torch.load` of the file is to return; only read. See tree.py for what it may hold.
@@ -123,7 +124,7 @@ def encode_file(
     header: dict[str, Json] = {"version": VERSION}
     anchor_entry = _anchor_entry(anchor, anchor_link)
     plain_bytes = sum(map(_plain_bytes, storages))
-    with Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
+    with Spool(spool_directory, plain_bytes) as spool:
         numbers, entries, report = _encode_storages(storages, plan, anchor, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
@@ -144,6 +145,16 @@ def _anchor_entry(anchor: Anchor | None, link: Path | None) -> dict[str, Json] |
     return {"sha256": anchor.sha256, "path": str(link.absolute())}
 
 
+@dataclass(frozen=True)
+class _EncodedStorage:
+    """What became of one storage; `entry` does not yet name its second moment, whose number is settled later."""
+
+    codec: Codec
+    payloads: list[Tensor]
+    entry: dict[str, Json]
+    report: TensorReport
+
+
 def _encode_storages(
     storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: Spool
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
@@ -152,30 +163,58 @@ def _encode_storages(
     owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
     moments = {i: owners.get(each.exp_avg_sq) for i, each in enumerate(plans) if each.exp_avg_sq is not None}
     referred = set(moments.values())
+
+    def encode_unit(unit: Sequence[int]) -> dict[int, _EncodedStorage]:
+        decoded: dict[int | None, Tensor] = {}
+        encoded = {}
+        for index in unit:
+            moment = decoded.pop(moments.get(index), None)
+            encoded[index], second_moment = _encode_one(
+                storages[index], plans[index], anchor, moment, keep=index in referred
+            )
+            if second_moment is not None:
+                decoded[index] = second_moment
+        return encoded
+
+    order = list(_moments_first(len(storages), moments))
+    units = units_of(order, moments)
+    sizes_bytes = [sum(_plain_bytes(storages[index]) for index in unit) for unit in units]
     numbers: dict[int, int] = {}
     entries: list[dict[str, Json]] = []
     report: list[TensorReport] = []
-    decoded: dict[int, Tensor] = {}
-    for index in _moments_first(len(storages), moments):
-        storage, each, moment = storages[index], plans[index], moments.get(index)
-        tensor, rounding_error = read_storage(storage, each)
-        references = anchor_reference(anchor, each.anchor, tensor)
-        if moment in decoded:
-            references["exp_avg_sq"] = decoded.pop(moment)
-        codec, encoded = encode_storage(tensor, storage, each, references)
-        if index in referred:
-            decoded[index] = decoded_tensor(codec, encoded, tensor, references)
-        entry = _entry(codec, encoded, tensor, spool)
-        if "anchor" in codec.references and "anchor" in references:
-            entry["anchor"] = each.anchor
-        if "exp_avg_sq" in codec.references and moment is not None:
-            entry["exp_avg_sq"] = numbers[moment]
-        numbers[index] = len(entries)
-        entries.append(entry)
-        report.append(_report(storage, each, codec, encoded, rounding_error))
-        if report[-1].bound is not None:
-            entry["bound"] = report[-1].bound
+    done: dict[int, _EncodedStorage] = {}
+    for encoded_unit in map_in_order(encode_unit, units, sizes_bytes):
+        done |= encoded_unit
+        while len(numbers) < len(order) and order[len(numbers)] in done:
+            index = order[len(numbers)]
+            encoded, moment = done.pop(index), moments.get(index)
+            for payload in encoded.payloads:
+                spool.append(payload)
+            if "exp_avg_sq" in encoded.codec.references and moment is not None:
+                encoded.entry["exp_avg_sq"] = numbers[moment]
+            if encoded.report.bound is not None:
+                encoded.entry["bound"] = encoded.report.bound
+            numbers[index] = len(entries)
+            entries.append(encoded.entry)
+            report.append(encoded.report)
     return numbers, entries, report
+
+
+def _encode_one(
+    storage: Storage, plan: TensorPlan, anchor: Anchor | None, moment: Tensor | None, *, keep: bool
+) -> tuple[_EncodedStorage, Tensor | None]:
+    """Encode a storage; if it is to be kept, return also what it decodes to."""
+    tensor, rounding_error = read_storage(storage, plan)
+    references = anchor_reference(anchor, plan.anchor, tensor)
+    if moment is not None:
+        references["exp_avg_sq"] = moment
+    codec, encoded = encode_storage(tensor, storage, plan, references)
+    entry = _entry(codec, encoded, tensor)
+    if "anchor" in codec.references and "anchor" in references:
+        entry["anchor"] = plan.anchor
+    report = _report(storage, plan, codec, encoded, rounding_error)
+    decoded = decoded_tensor(codec, encoded, tensor, references) if keep else None
+    return _EncodedStorage(codec, encoded.payloads, entry, report), decoded
 
 
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
@@ -195,9 +234,7 @@ def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[in
                 yield each
 
 
-def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: Spool) -> dict[str, Json]:
-    for payload in encoded.payloads:
-        spool.append(payload)
+def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor) -> dict[str, Json]:
     entry: dict[str, Json] = {
         "codec": codec.codec_id,
         "dtype": str(tensor.dtype).removeprefix("torch."),
