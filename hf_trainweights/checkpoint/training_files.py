@@ -81,6 +81,8 @@ def save_training_state(
     policy: Policy,
     *,
     anchor_every: int | None = None,
+    anchor: Path | None = None,
+    keep_base: bool = False,
     metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Save a checkpoint directory, by itself or as one of a run.
@@ -91,13 +93,16 @@ def save_training_state(
         policy: Which codec for which tensor.
         anchor_every: The most checkpoints of the run in the same directory that one anchor serves. Default: the
             checkpoint needs no other.
+        anchor: Weights outside the run that its first checkpoint is stored against.
+        keep_base: Whether the checkpoint keeps those weights.
         metrics: For the manifest.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, or metrics are no JSON.
+        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, metrics are no JSON, or
+            there are no weights at `anchor`.
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
@@ -125,6 +130,8 @@ def save_training_state(
         weights,
         trees,
         anchor_every=anchor_every,
+        anchor=anchor,
+        keep_base=keep_base,
         step=checkpoint.get("step"),
         epoch=checkpoint.get("epoch"),
         metrics=dict(metrics or {}),

@@ -27,6 +27,8 @@ class SaveJob:
         policy: Which codec for which tensor.
         anchor_every: The most checkpoints that one anchor serves; None for a checkpoint that needs no other.
         open_file: Opens a file of `directory` for writing.
+        anchor: Weights outside the run that its first checkpoint is stored against; None if there are none.
+        keep_base: Whether the checkpoint keeps those weights.
     """
 
     path: Path
@@ -34,6 +36,8 @@ class SaveJob:
     policy: Policy
     anchor_every: int | None
     open_file: Callable[[Path], AbstractContextManager[BinaryIO]]
+    anchor: Path | None = None
+    keep_base: bool = False
 
     @classmethod
     def aside(cls, path: Path, temporary: Path, policy: Policy, anchor_every: int | None) -> SaveJob:

@@ -6,6 +6,7 @@ The layout is described in structure.py; encoder.py writes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import find_anchor
+from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
 from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
@@ -36,7 +39,7 @@ def decode_file(payload: Tensor, structure: str) -> Any:
 
     Raises:
         CorruptFileError: Anything is not as `encode_file` leaves it.
-        MissingAnchorError: The anchor is found nowhere.
+        MissingAnchorError: The anchor, or the base, is found nowhere.
     """
     content = open_structure(structure)
     if type(payload) is not Tensor or payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -58,9 +61,15 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     for index, entry in enumerate(structure["storages"]):
         references = {}
         if "anchor" in entry:
-            anchor = anchor or Anchor(find_anchor(structure["anchor"]["sha256"], structure["anchor"]["path"]))
+            anchor = anchor or _open_anchor(structure["anchor"])
             references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
         if "exp_avg_sq" in entry:
             references["exp_avg_sq"] = storages[entry["exp_avg_sq"]]
         storages.append(decode_storage(structure, index, pieces[index], references))
     return storages
+
+
+def _open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
+    if "base" in entry:
+        return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
+    return Anchor(find_anchor(entry["sha256"], entry["path"]))

@@ -1,0 +1,73 @@
+"""`RunBase`: the weights outside a run that its checkpoints are stored against, as the caller names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+
+from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.encoded.base_files import find_base, identify_base, register_base, snapshot_path
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.models.host.origin import model_origin
+
+# The choice that means what the model was loaded from.
+_OF_THE_MODEL = "base"
+
+
+class RunBase:
+    """The base of a run: found once, before anything is saved.
+
+    Args:
+        anchor: `"base"` for the weights that the model was loaded from, a directory or a file of weights, or None.
+        keep: Whether checkpoints keep it.
+
+    Attributes:
+        path: Where it is; None without a base, and as long as the model is not known.
+        keep: As above.
+
+    Raises:
+        ConfigError: There are no weights, or `keep` has nothing to keep.
+    """
+
+    def __init__(self, anchor: str | Path | None, keep: bool):
+        if keep and anchor is None:
+            raise ConfigError("keep_base", "an anchor to keep", "none", 'Pass anchor="base", or a path.')
+        self.keep = keep
+        self.path: Path | None = None
+        self._is_sought = anchor == _OF_THE_MODEL
+        if anchor is not None and not self._is_sought:
+            self.path = Path(anchor).absolute()
+            identify_base(self.path)
+
+    def require_whole_files(self, is_sharded: bool) -> None:
+        """Check that the checkpoints can have a base.
+
+        Args:
+            is_sharded: Whether each rank writes its own part.
+
+        Raises:
+            UnsupportedError: They cannot.
+        """
+        if is_sharded and (self._is_sought or self.path is not None):
+            next_step = "Leave `anchor` out, or have FSDP save FULL_STATE_DICT."
+            raise UnsupportedError("anchor", "checkpoints in whole files", "sharded ones", next_step)
+
+    def find(self, model: nn.Module) -> None:
+        """Find the weights that a model was loaded from, if they are wanted and not found yet.
+
+        Args:
+            model: The model; of an adapter, its base model counts.
+
+        Raises:
+            ConfigError: It was not loaded by `from_pretrained`, or its weights are no longer there.
+        """
+        if not self._is_sought or self.path is not None:
+            return
+        name, commit = model_origin(model)
+        if not name:
+            found = f"a {type(model).__name__} that was not loaded by from_pretrained"
+            raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
+        path = Path(name) if Path(name).exists() or commit is None else snapshot_path(name, commit)
+        identify_base(path)
+        self.path = path.absolute()
