@@ -123,8 +123,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             model: The model.
 
         Raises:
-            ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a checkpoint that leaves
-                some weights at their starting values.
+            ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a
+                checkpoint that leaves some weights at their starting values.
             UnsupportedError: The checkpoints will be sharded ones, and there is an `anchor`.
             SaveError: The mark cannot be written.
         """

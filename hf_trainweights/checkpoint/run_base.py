@@ -6,8 +6,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.encoded.base_files import find_base, identify_base, register_base, snapshot_path
+from hf_trainweights.checkpoint.encoded.base_files import require_weights, snapshot_path
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.models.host.origin import model_origin
 
@@ -38,7 +37,7 @@ class RunBase:
         self._is_sought = anchor == _OF_THE_MODEL
         if anchor is not None and not self._is_sought:
             self.path = Path(anchor).absolute()
-            identify_base(self.path)
+            require_weights(self.path)
 
     def require_whole_files(self, is_sharded: bool) -> None:
         """Check that the checkpoints can have a base.
@@ -69,5 +68,5 @@ class RunBase:
             found = f"a {type(model).__name__} that was not loaded by from_pretrained"
             raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
         path = Path(name) if Path(name).exists() or commit is None else snapshot_path(name, commit)
-        identify_base(path)
+        require_weights(path)
         self.path = path.absolute()

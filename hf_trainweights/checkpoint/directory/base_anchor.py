@@ -66,7 +66,7 @@ def open_base(candidate: AnchorCandidate, weights: Mapping[str, Any]) -> BaseWei
     """
     assert candidate.base is not None
     try:
-        base = BaseWeights(candidate.base, candidate.path).named_as(weights)
+        base = BaseWeights(candidate.base, candidate.path.absolute()).named_as(weights)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"The next checkpoint is stored without its base: {error}", stacklevel=2)
         return None

@@ -152,5 +152,5 @@ def latest(root: str | Path) -> str | None:
         passed_over.append(found)
     for found in passed_over:
         if found.manifest is not None and found.manifest.base is not None:
-            find_base(found.manifest.base, found.path)
+            find_base(found.manifest.base, found.path.absolute())
     return None

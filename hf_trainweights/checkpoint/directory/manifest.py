@@ -20,10 +20,9 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
 
 Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
 file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
-(sharded/description.py). Where weights are stored against others outside the run, or the next ones may be, the
-optional key `base` says which (encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File
-names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
-and no link is followed.
+(sharded/description.py). Where weights are stored against others outside the run, the optional key `base` says which
+(encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
+File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 """
 
 from __future__ import annotations

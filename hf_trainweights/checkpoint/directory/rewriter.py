@@ -91,8 +91,8 @@ def compress_directory(
         ConfigError: Mode or rules are wrong, a rule names nothing there, there is no checkpoint at `path`, or there are
             no weights at `anchor`.
         CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
-        UnsupportedError: It is a checkpoint of DeepSpeed, or of FSDP with a file for each rank (LOCAL_STATE_DICT); or it
-            is a sharded one and there is an `anchor`.
+        UnsupportedError: It is a checkpoint of DeepSpeed, or of FSDP with a file for each rank (LOCAL_STATE_DICT), or a
+            sharded one and there is an `anchor`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:
@@ -144,7 +144,7 @@ def _compress_sharded(job: SaveJob, buffers: Collection[str] | None, metrics: Ma
 def _compress_weights(
     job: SaveJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
 ) -> tuple[dict[str, FileEntry], dict[str, Any]]:
-    """Save the weights in the place of the files that hold them, and return their entries and fields of the manifest."""
+    """Save the weights in the place of the files that hold them; return their entries and fields of the manifest."""
     if weights is None:
         return {}, {"anchor": previous and previous.anchor, "base": previous and previous.base}
     saved = save_weights(job, weights)

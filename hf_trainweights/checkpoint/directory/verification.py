@@ -85,7 +85,7 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
     foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
     if manifest.base is not None:
         try:
-            find_base(manifest.base, directory)
+            find_base(manifest.base, directory.absolute())
         except (CorruptFileError, MissingAnchorError) as error:
             problems[BASE_PROBLEM] = str(error)
     for name in _PREFERRED_BY_LOADERS.intersection(foreign):
@@ -109,7 +109,7 @@ def require_intact(path: str | Path) -> Manifest:
     """
     report = verify_checkpoint(path)
     if report.manifest is not None and report.manifest.base is not None and [*report.problems] == [BASE_PROBLEM]:
-        find_base(report.manifest.base, Path(path))
+        find_base(report.manifest.base, Path(path).absolute())
     if report.manifest is None or not report.intact:
         name, problem = next(iter(report.problems.items()))
         next_step = "Use another checkpoint, or restore this one from a copy."

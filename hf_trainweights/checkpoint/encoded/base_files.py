@@ -43,8 +43,8 @@ def register_base(path: str | Path) -> None:
     _directories[path.parent if path.is_file() else path] = None
 
 
-def identify_base(path: str | Path) -> Base:
-    """Return what identifies weights on the disk, which are read once for it, and register their directory.
+def identify_base(path: Path) -> Base:
+    """Return what identifies weights on the disk; they are read once for it.
 
     Args:
         path: A directory with weights, or one file of weights or index of shards.
@@ -57,22 +57,41 @@ def identify_base(path: str | Path) -> Base:
         CorruptFileError: An index of shards is damaged, or a file is no regular file.
         OSError: A file cannot be read.
     """
-    path = Path(path).absolute()
+    files = require_weights(path)
+    digests = {name: sha256_once(file.resolve()) for name, file in files.items()}
+    directory = next(iter(files.values())).parent
+    repository, commit = _repository_of(directory)
+    return Base(digests, repository, commit, None if repository else str(directory))
+
+
+def require_weights(path: Path) -> dict[str, Path]:
+    """Check that a path leads to weights that can be a base, and register their directory.
+
+    Args:
+        path: A directory with weights, or one file of weights or index of shards.
+
+    Returns:
+        Path of each file by its name.
+
+    Raises:
+        ConfigError: There are no weights, or they are encoded ones of this package.
+        CorruptFileError: An index of shards is damaged, or a file is no regular file.
+        OSError: A file cannot be read.
+    """
+    path = path.absolute()
     entry = next((path / name for name in ENTRY_POINTS if (path / name).is_file()), path)
     if not entry.is_file():
         expected = f"a directory with {ENTRY_POINTS[0]} or another file of weights"
         raise ConfigError("anchor", expected, str(path), "Pass the directory of the model that the run starts from.")
     names = shard_names(entry) if entry.name.endswith(".index.json") else [entry.name]
-    files = {name: (entry.parent / name).resolve() for name in names}
+    files = {name: entry.parent / name for name in names}
     for name, file in files.items():
         if not name.endswith((".safetensors", ".bin")) or is_encoded(file):
-            found = f"{entry.parent / name}, an encoded one" if is_encoded(file) else str(entry.parent / name)
+            found = f"{file}, an encoded one" if is_encoded(file) else str(file)
             next_step = "Pass the model that the run starts from, or make this checkpoint plain by restore_directory."
             raise ConfigError("anchor", "plain files of weights, .safetensors or .bin", found, next_step)
     register_base(entry.parent)
-    digests = {name: sha256_once(file) for name, file in files.items()}
-    repository, commit = _repository_of(entry.parent)
-    return Base(digests, repository, commit, None if repository else str(entry.parent))
+    return files
 
 
 def find_base(base: Base, directory: Path) -> dict[str, Path]:
@@ -80,7 +99,7 @@ def find_base(base: Base, directory: Path) -> dict[str, Path]:
 
     Args:
         base: The base.
-        directory: A checkpoint directory that may keep them.
+        directory: A checkpoint directory that may keep them; a relative one is not looked into.
 
     Returns:
         Path of each by its name; regular files whose digests are right.
@@ -110,7 +129,7 @@ def _find_file(base: Base, name: str, directory: Path) -> Path:
 
 def _candidates(base: Base, name: str, directory: Path) -> Iterator[Path]:
     sha256 = base.files[name]
-    yield from anchor_paths(sha256, directory.absolute() / anchor_file_name(sha256))
+    yield from anchor_paths(sha256, directory / anchor_file_name(sha256))
     if base.repository is not None and base.commit is not None:
         yield _cached_file(base.repository, base.commit, name)
     for registered in _directories:
