@@ -1,4 +1,4 @@
-"""`Base`: which weights outside a run its checkpoints are stored against, as JSON that is checked before it is believed.
+"""`Base`: which weights outside a run its checkpoints are stored against; as JSON, checked before it is believed.
 
     {"files": {"model.safetensors": "<sha256>"},
      "repository": "sentence-transformers/all-MiniLM-L6-v2",
@@ -59,9 +59,7 @@ class Base:
         )
 
     def __str__(self) -> str:
-        return (
-            f"{self.repository} at commit {self.commit}" if self.repository is not None else f"weights of {self.path}"
-        )
+        return f"weights of {self.path}" if self.repository is None else f"{self.repository} at commit {self.commit}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON, without what is None."""

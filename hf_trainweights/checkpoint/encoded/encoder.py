@@ -173,7 +173,8 @@ def _encode_storages(
             decoded[index] = decoded_tensor(codec, encoded, tensor, references)
         entry = _entry(codec, encoded, tensor, spool)
         if "anchor" in codec.references and "anchor" in references:
-            assert anchor is not None and each.anchor is not None  # it is where the reference comes from
+            assert anchor is not None  # it is where the reference comes from
+            assert each.anchor is not None
             entry["anchor"] = anchor.stored_name(each.anchor)
         if "exp_avg_sq" in codec.references and moment is not None:
             entry["exp_avg_sq"] = numbers[moment]
