@@ -82,37 +82,24 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._said: set[str] = set()
         self._ranks = Ranks()
 
-    def on_init_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
-    ) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the checkpoints of a moved run readable: their files record where their anchors were.
 
         Args:
             args: The Trainer's arguments.
             state: Its state.
             control: What it is going to do.
-            model: The model.
+            kwargs: The model, among others.
 
         Raises:
             ConfigError: The model's base is not found.
         """
-        if model is not None:
-            self._base.find(extract_model_from_parallel(model))
+        self._base.find(kwargs.get("model"))
         for directory in checkpoint_directories(args.output_dir or ""):
             register_checkpoint(directory)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
 
@@ -134,8 +121,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._backlog.speaks = state.is_world_process_zero
         self._ranks = all_ranks() if sharding is Sharding.SHARDED else Ranks()
         self._base.require_whole_files(sharding is Sharding.SHARDED)
+        self._base.find(model)
         if model is not None:
-            self._base.find(extract_model_from_parallel(model))
             self.policy.require_used(plain_names(extract_model_from_parallel(model)))
         # Under FSDP the Trainer resumes from files that have the modules' names.
         is_whole = model is not None and sharding is Sharding.NONE
@@ -238,13 +225,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             _logger.warning("%s", summary)
 
     def _add(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *,
-        model: nn.Module | None = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         directory = checkpoint_of(args, state)
         sharding = self._sharding(args)
@@ -269,8 +250,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
             "metrics": newest_metrics(state),
             "anchor_every": self.anchor_every,
-            "anchor": self._base.path,
-            "keep_base": self._base.keep,
+            **self._base.options,
         }
         if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
             options["optimizer_names"] = optimizer_parameter_names(module, optimizer)
@@ -283,13 +263,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         """
         if not converted_names(module):
             return
-        meaning = "This model's files name its weights otherwise than its modules do, "
+        so = "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
+        pushed = "and what is pushed stays so: a Trainer cannot resume from these checkpoints."
+        self._say_once(f"This model's files name its weights otherwise than its modules do, {pushed if keep else so}")
         if keep:
-            self._say_once(meaning + "and what is pushed stays so: a Trainer cannot resume from these checkpoints.")
             return
-        self._say_once(
-            meaning + "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
-        )
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         adopt_weights(directory, set_weights_aside(directory, weights))
 

@@ -234,8 +234,7 @@ class CheckpointManager:
             path,
             self._policy,
             anchor_every=self._anchor_every,
-            anchor=self._base.path,
-            keep_base=self._base.keep,
+            base=self._base.choice,
             metrics={name: value if isinstance(value, int) else float(value) for name, value in self._metrics.items()},
         )
         self._saved_step = step

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
+from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
+from hf_trainweights.checkpoint.directory.save_job import BaseChoice
 from hf_trainweights.checkpoint.encoded.base_files import require_weights, snapshot_path
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.models.host.origin import model_origin
@@ -52,21 +55,31 @@ class RunBase:
             next_step = "Leave `anchor` out, or have FSDP save FULL_STATE_DICT."
             raise UnsupportedError("anchor", "checkpoints in whole files", "sharded ones", next_step)
 
-    def find(self, model: nn.Module) -> None:
+    def find(self, model: nn.Module | None) -> None:
         """Find the weights that a model was loaded from, if they are wanted and not found yet.
 
         Args:
-            model: The model; of an adapter, its base model counts.
+            model: The model, which may be wrapped; of an adapter, its base model counts. None finds nothing.
 
         Raises:
             ConfigError: It was not loaded by `from_pretrained`, or its weights are no longer there.
         """
-        if not self._is_sought or self.path is not None:
+        if model is None or not self._is_sought or self.path is not None:
             return
-        name, commit = model_origin(model)
+        name, commit = model_origin(extract_model_from_parallel(model))
         if not name:
             found = f"a {type(model).__name__} that was not loaded by from_pretrained"
             raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
         path = Path(name) if Path(name).exists() or commit is None else snapshot_path(name, commit)
         require_weights(path)
         self.path = path.absolute()
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The base as arguments of `compress_directory`."""
+        return {} if self.path is None else {"anchor": self.path, "keep_base": self.keep}
+
+    @property
+    def choice(self) -> BaseChoice | None:
+        """The base for a save; None without one."""
+        return None if self.path is None else BaseChoice(self.path, self.keep)

@@ -47,11 +47,11 @@ def base_candidate(job: SaveJob) -> AnchorCandidate | None:
         CorruptFileError: They are damaged.
         OSError: They cannot be read.
     """
-    if job.anchor is None:
+    if job.base is None:
         return None
-    base = identify_base(job.anchor)
+    base = identify_base(job.base.path)
     interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, _step_of(job.path))
-    return AnchorCandidate(job.directory, AnchorRecord(base.sha256, saves=0), interval_steps, base, job.keep_base)
+    return AnchorCandidate(job.directory, AnchorRecord(base.sha256, saves=0), interval_steps, base, job.base.keep)
 
 
 def open_base(candidate: AnchorCandidate, weights: Mapping[str, Any]) -> BaseWeights | None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Collection, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,7 +24,7 @@ from hf_trainweights.checkpoint.directory.inventory import Inventory, is_torch_f
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, reported_rounding
-from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob
 from hf_trainweights.checkpoint.directory.sources import (
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
@@ -80,19 +79,16 @@ def compress_directory(
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves.
-        anchor: Weights outside the run, a directory or a file, that its first checkpoint is stored against, and those
-            after it. Plain safetensors or `.bin` files; of the Hub's cache the directory of a snapshot.
+        anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
         keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: Mode or rules are wrong, a rule names nothing there, there is no checkpoint at `path`, or there are
-            no weights at `anchor`.
+        ConfigError: Mode or rules are wrong, a rule names nothing there, or there is nothing at `path` or `anchor`.
         CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
-        UnsupportedError: It is a checkpoint of DeepSpeed, or of FSDP with a file for each rank (LOCAL_STATE_DICT), or a
-            sharded one and there is an `anchor`.
+        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:
@@ -103,26 +99,40 @@ def compress_directory(
         'lossless'
     """
     path = Path(path).absolute()
-    base = None if anchor is None else Path(anchor).absolute()
-    job = replace(SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every), anchor=base, keep_base=keep_base)
+    base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
+    job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every, base)
     if dcp_directories(path):
         return _compress_sharded(job, buffers, metrics)
-    inventory = take_inventory(path)
+    return _compress_whole_files(job, keep_weights, buffers, optimizer_names or {}, metrics)
+
+
+def _compress_whole_files(
+    job: SaveJob,
+    keep_weights: bool,
+    buffers: Collection[str] | None,
+    optimizer_names: Mapping[Any, str],
+    metrics: Mapping[str, Any] | None,
+) -> Manifest:
+    path, inventory = job.path, take_inventory(job.path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
-    choices = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
-    if base is not None:
-        choices["anchor"] = [str(base), keep_base]
+    choices = _choices(job, keep_weights)
     if previous and choices.items() <= previous.metadata.items():
         return previous
     register_anchor_directory(path)
-    optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
+    optimizer = OptimizerFile.read(path, job.policy, optimizer_names)
     keeps = keep_weights or _must_keep_weights(path)
     weights = None if keeps else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
     with rewriting(path):
         entries, fields = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer, done=entries)
         fields |= manifest_fields(path, previous, metrics, choices)
-        return write_complete_manifest(path, previous, Manifest(entries, mode, **fields))
+        return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
+
+
+def _choices(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
+    """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
+    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
+    return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
 
 
 def _must_keep_weights(path: Path) -> bool:
@@ -134,7 +144,7 @@ def _must_keep_weights(path: Path) -> bool:
 
 def _compress_sharded(job: SaveJob, buffers: Collection[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
     """Do in this process what the ranks of a sharded checkpoint would do."""
-    if job.anchor is not None:
+    if job.base is not None:
         next_step = "Leave `anchor` out: its first checkpoint is stored in full."
         raise UnsupportedError(str(job.path), "a checkpoint in whole files with `anchor`", "a sharded one", next_step)
     options: dict[str, Any] = {"buffers": buffers, "metrics": metrics, "anchor_every": job.anchor_every}

@@ -120,7 +120,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
     if isinstance(anchor, BaseWeights):
         if encoded is None or encoded.anchor is None:
             return encoded
-        kept = keep_files(anchor, job.directory) if candidate.keep_base or job.keep_base else ()
+        keeps = candidate.keep_base or (job.base is not None and job.base.keep)
+        kept = keep_files(anchor, job.directory) if keeps else ()
         return replace(encoded, links=kept, base=anchor.base)
     if encoded is None or encoded.anchor is None:
         disk.file_system.unlink(anchor.path)

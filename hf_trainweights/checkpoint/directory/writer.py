@@ -12,7 +12,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -20,7 +20,7 @@ import torch
 
 from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors
+from hf_trainweights.checkpoint.directory.save_job import BaseChoice, SaveJob, file_named_in_errors
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights, encode_weights
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
@@ -39,8 +39,7 @@ def save_new_directory(
     *,
     as_they_are: Mapping[str, bytes] | None = None,
     anchor_every: int | None = None,
-    anchor: Path | None = None,
-    keep_base: bool = False,
+    base: BaseChoice | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
     """Save a checkpoint directory; it appears whole or not at all.
@@ -52,8 +51,7 @@ def save_new_directory(
         trees: File name to what else is to be stored, and how.
         as_they_are: File name to the content of files that are not encoded.
         anchor_every: The most checkpoints one anchor serves. Default: the checkpoint needs no other.
-        anchor: Weights outside the run that its first checkpoint is stored against.
-        keep_base: Whether the checkpoint keeps those weights.
+        base: Weights outside the run that its first checkpoint is stored against.
         **manifest_fields: Fields of `Manifest`: step, epoch, metrics, metadata.
 
     Returns:
@@ -61,12 +59,11 @@ def save_new_directory(
 
     Raises:
         UnstorableError: A value cannot be stored; the error names file and key.
-        ConfigError: The manifest's fields hold something that JSON cannot, or `anchor` is no directory of weights.
+        ConfigError: The manifest's fields hold something that JSON cannot, or `base` leads to no weights.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
     with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
-        job = SaveJob.aside(path, temporary, policy, anchor_every)
-        job = replace(job, anchor=anchor, keep_base=keep_base)
+        job = SaveJob.aside(path, temporary, policy, anchor_every, base)
         saved = save_weights(job, weights)
         files = saved.files
         for name, (tree, plan) in trees.items():
