@@ -155,8 +155,7 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
         if record is None:
             continue
         if manifest.base is not None and manifest.base.sha256 == record.sha256:
-            is_kept = set(map(anchor_file_name, manifest.base.files.values())) <= manifest.files.keys()
-            return AnchorCandidate(directory, record, steps_since_last_save(path), manifest.base, is_kept)
+            return AnchorCandidate(directory, record, steps_since_last_save(path), manifest.base, manifest.keeps_base)
         weights = manifest.files.get(weights_name)
         is_anchor_itself = weights is not None and weights.sha256 == record.sha256
         anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))

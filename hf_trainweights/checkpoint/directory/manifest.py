@@ -44,6 +44,7 @@ from hf_trainweights.checkpoint.directory.manifest_fields import (
     require_report,
     require_rounding,
 )
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
@@ -128,6 +129,11 @@ class Manifest:
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     package_version: str = field(default_factory=lambda: package_version())
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the directory holds the files of `base`, so that it needs nothing outside."""
+        return self.base is not None and set(map(anchor_file_name, self.base.files.values())) <= self.files.keys()
 
     def to_bytes(self) -> bytes:
         """Return the text of the manifest file.
