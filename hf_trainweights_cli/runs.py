@@ -47,14 +47,6 @@ def use_base(directory: Path | None) -> None:
         register_base(directory)
 
 
-def use_base(directory: Path | None) -> None:
-    """Have the base of checkpoints looked for in a directory that the user named, if there is one."""
-    from hf_trainweights.checkpoint import register_base
-
-    if directory is not None:
-        register_base(directory)
-
-
 def require_one_checkpoint(path: Path) -> None:
     """Check that a path is one small checkpoint.
 
