@@ -11,6 +11,8 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_trainweights.checkpoint.encoded import anchor_files, base_files
+
 REPOSITORY = "tester/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -26,11 +28,18 @@ def weights(step: int = 0) -> dict[str, Tensor]:
     return {name: each + 1e-4 * step * torch.randn(each.shape, generator=update) for name, each in begin.items()}
 
 
+def forget_directories(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the process forget where other tests had anchors and bases."""
+    for module in (anchor_files, base_files):
+        monkeypatch.setattr(module, "_directories", {})
+
+
 def put_into_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch, state: dict[str, Tensor], name: str = "model.safetensors"
 ) -> Path:
     """Lay weights where the client of the Hub would, and return the snapshot."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(cache))
+    forget_directories(monkeypatch)
     folder = cache / f"models--{REPOSITORY.replace('/', '--')}"
     snapshot = folder / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)

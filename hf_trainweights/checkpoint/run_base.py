@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
 from hf_trainweights.checkpoint.directory.save_job import BaseChoice
-from hf_trainweights.checkpoint.encoded.base_files import require_weights, snapshot_path
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.checkpoint.encoded.base_files import (
+    cached_snapshots,
+    identify_base,
+    require_weights,
+    snapshot_path,
+)
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
+from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.models.host.origin import model_origin
 
 # The choice that means what the model was loaded from.
@@ -66,11 +74,14 @@ class RunBase:
         """
         if model is None or not self._is_sought or self.path is not None:
             return
-        name, commit = model_origin(extract_model_from_parallel(model))
+        module = extract_model_from_parallel(model)
+        name, commit = model_origin(module)
         if not name:
             found = f"a {type(model).__name__} that was not loaded by from_pretrained"
             raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
-        path = Path(name) if Path(name).exists() or commit is None else snapshot_path(name, commit)
+        path = Path(name)
+        if not path.exists():
+            path = snapshot_path(name, commit) if commit else _snapshot_of(name, module)
         require_weights(path)
         self.path = path.absolute()
 
@@ -83,3 +94,33 @@ class RunBase:
     def choice(self) -> BaseChoice | None:
         """The base for a save; None without one."""
         return None if self.path is None else BaseChoice(self.path, self.keep)
+
+
+def _snapshot_of(repository: str, model: nn.Module) -> Path:
+    """Return the commit in the Hub's cache that a model was loaded from; Transformers 5.18 and later do not say which.
+
+    Raises:
+        ConfigError: None is there.
+    """
+    snapshots = cached_snapshots(repository)
+    if not snapshots:
+        next_step = "Pass the directory of the model that the run starts from."
+        raise ConfigError("anchor", f"{repository} in the Hub's cache", "no commit of it there", next_step)
+    if len(snapshots) == 1:
+        return snapshots[0]
+    weights = model.state_dict()
+    # Any commit could serve; the one that the run starts from makes the smallest differences.
+    return next((path for path in snapshots if _holds(path, weights)), snapshots[0])
+
+
+def _holds(snapshot: Path, weights: Mapping[str, Any]) -> bool:
+    """Return whether a snapshot has the values of a model's largest weight of two dimensions."""
+    try:
+        base = BaseWeights(identify_base(snapshot), snapshot).named_as(weights)
+    except (TrainWeightsError, OSError):
+        return False
+    shared = [name for name in base if weights[name].dim() == 2 and not weights[name].is_meta]
+    if not shared:
+        return False
+    name = max(shared, key=lambda name: weights[name].numel())
+    return torch.equal(base.tensor(name).to(weights[name].dtype), weights[name].cpu())

@@ -149,6 +149,25 @@ def snapshot_path(repository: str, commit: str) -> Path:
     return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
 
 
+def cached_snapshots(repository: str) -> list[Path]:
+    """List the commits of a model in the Hub's cache, that of its branch `main` first.
+
+    Args:
+        repository: Name of a model.
+
+    Returns:
+        Their directories; none if it is not in the cache.
+
+    Raises:
+        OSError: The cache cannot be read.
+    """
+    snapshots = snapshot_path(repository, "main").parent
+    main = snapshots.parent / "refs" / "main"
+    newest = main.read_text(encoding="utf-8").strip() if main.is_file() else ""
+    found = sorted(snapshots.iterdir()) if snapshots.is_dir() else []
+    return sorted(found, key=lambda path: path.name != newest)
+
+
 def _cached_file(repository: str, commit: str, name: str) -> Path:
     snapshot = snapshot_path(repository, commit)
     folder, file = snapshot.parent.parent.resolve(), (snapshot / name).resolve()

@@ -13,6 +13,7 @@ def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
 
     Returns:
         Directory or name on the Hub, and the commit where it came from the Hub; None where the model does not know.
+        Later releases than 5.17 do not keep the commit.
 
     Examples:
         >>> model_origin(nn.Linear(1, 1))
@@ -20,6 +21,5 @@ def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
     """
     get_base_model = getattr(model, "get_base_model", None)
     config = getattr(get_base_model() if callable(get_base_model) else model, "config", None)
-    # Transformers sets both in from_pretrained; a config without the second was read from a directory.
     name, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
     return (name if isinstance(name, str) and name else None), (commit if isinstance(commit, str) else None)

@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from bases import COMMIT, REPOSITORY, put_into_cache, trainer_checkpoint, weights, write
+from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, trainer_checkpoint, weights, write
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
 from hf_trainweights.checkpoint.directory.verification import BASE_PROBLEM, verify_checkpoint
-from hf_trainweights.checkpoint.encoded import anchor_files, base_files
+from hf_trainweights.checkpoint.encoded import base_files
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -29,8 +29,7 @@ COMMAND = f"hf download {REPOSITORY} --revision {COMMIT}"
 
 @pytest.fixture(autouse=True)
 def nothing_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (anchor_files, base_files):
-        monkeypatch.setattr(module, "_directories", {})
+    forget_directories(monkeypatch)
 
 
 @pytest.fixture
