@@ -97,7 +97,7 @@ class RunBase:
 
 
 def _snapshot_of(repository: str, model: nn.Module) -> Path:
-    """Return the commit in the Hub's cache that a model was loaded from; Transformers 5.18 and later do not say which.
+    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which.
 
     Raises:
         ConfigError: None is there.
