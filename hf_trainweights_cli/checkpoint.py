@@ -27,8 +27,8 @@ from hf_trainweights_cli.console import (
     wrong_option,
 )
 from hf_trainweights_cli.differences import Top, show_comparison
-from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints, require_one_checkpoint
-from hf_trainweights_cli.tables import new_table, print_table, show_sizes
+from hf_trainweights_cli.runs import BaseDirectory, CheckpointOrRun, checkpoints, require_one_checkpoint, use_base
+from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
 
 
 def list_checkpoints(
@@ -59,12 +59,15 @@ def list_checkpoints(
         for row in rows:
             mode = "damaged" if row["problem"] else row["shown_mode"] or "no manifest"
             sizes = show_sizes(row["plain_bytes"], row["disk_bytes"])
-            table.add_row(Path(row["path"]).name, mode, *sizes, (row["anchor"] or "")[:8])
+            anchor = "base" if row["base"] else (row["anchor"] or "")[:8]
+            table.add_row(Path(row["path"]).name, mode, *sizes, anchor)
         if len(rows) > 1:
             table.add_section()
             totals = (sum(row[key] for row in rows) for key in ("plain_bytes", "disk_bytes"))
             table.add_row("total", "", *show_sizes(*totals), "")
         print_table(table)
+        for needed in dict.fromkeys(row["needs"] for row in rows if row["needs"]):
+            print_note(f"base: {needed}")
     if plot is not None:
         say(f"picture: {plot}", err=as_json)
     exit_with(problems)
@@ -108,12 +111,13 @@ def inspect(
         print_manifest(path, manifest, each_tensor=tensors)
 
 
-def verify(path: CheckpointOrRun, as_json: AsJson = False, debug: Debug = False) -> None:
-    """Read every file and compare it with the manifest: a single flipped bit is found.
+def verify(path: CheckpointOrRun, base: BaseDirectory = None, as_json: AsJson = False, debug: Debug = False) -> None:
+    """Read every file and compare it with the manifest: a single flipped bit is found. So is a base that is gone.
 
     A complete directory without a manifest is called unverified. Exits with 1 if anything is damaged or missing.
     """
     with errors_in_one_line(debug):
+        use_base(base)
         rows = [verification_row(directory) for directory in with_progress("verifying", checkpoints(path))]
     if as_json:
         print_json(rows)

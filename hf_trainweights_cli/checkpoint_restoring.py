@@ -10,7 +10,7 @@ import typer
 
 from hf_trainweights_cli.checkpoint_rewriting import print_rewritten, rewrite
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, status, with_progress
-from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints
+from hf_trainweights_cli.runs import BaseDirectory, CheckpointOrRun, checkpoints, use_base
 from hf_trainweights_cli.tables import show_size
 
 
@@ -34,6 +34,7 @@ def restore(
         Path | None,
         typer.Option(metavar="FILE", exists=True, dir_okay=False, help="With --to model: the model's config.json."),
     ] = None,
+    base: BaseDirectory = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -54,6 +55,7 @@ def restore(
     from hf_trainweights.checkpoint import restore_directory
 
     with errors_in_one_line(debug):
+        use_base(base)
         rows = [rewrite(each, restore_directory) for each in with_progress("restoring", checkpoints(path))]
     print_rewritten(rows, as_json)
 

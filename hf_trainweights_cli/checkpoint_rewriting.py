@@ -24,6 +24,7 @@ from hf_trainweights_cli.console import (
     wrong_option,
 )
 from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints
+from hf_trainweights_cli.sources import local_copy
 from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
@@ -38,6 +39,15 @@ def compress(
         list[str] | None,
         typer.Option(metavar="SELECTOR=CHOICE", help='E.g. "re:.*embed.*=raw"; may be repeated, the first match wins.'),
     ] = None,
+    anchor: Annotated[
+        str | None,
+        typer.Option(
+            metavar="MODEL", help="What the run started from: a directory or file of weights, or a model of the Hub."
+        ),
+    ] = None,
+    keep_base: Annotated[
+        bool, typer.Option("--keep-base", help="With --anchor: keep those weights in the run, linked or copied.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try it on a copy, and only say what sizes and errors would be.")
     ] = False,
@@ -47,20 +57,31 @@ def compress(
 ) -> None:
     """Make existing checkpoints small where they are: those of a Trainer, or a directory of torch.save files.
 
-    Of a run the oldest comes first, and the following are stored as differences to it. Sizes are without anchors.
+    Of a run the oldest comes first, and the following are stored as differences to it; with --anchor all are stored as
+    differences to the model that the run started from. Sizes are without anchors.
     What was rounded earlier stays as it is, and is called by the mode that rounded it. On a terminal the command asks
     before it rounds anything. Each file is whole at every moment, but no training may write there meanwhile.
     """
     policy = _policy(mode, rule or [])
+    if keep_base and anchor is None:
+        raise typer.BadParameter("There is nothing to keep without --anchor.", param_hint="--keep-base")
     with errors_in_one_line(debug):
+        base = {} if anchor is None else {"anchor": _base(anchor), "keep_base": keep_base}
         found = checkpoints(path)
         if not (dry_run or yes):
             _ask_before_rounding(policy, found)
         with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
-            rows = [rewrite(each, _compressor(policy)) for each in with_progress("compressing", directories)]
+            rows = [rewrite(each, _compressor(policy, base)) for each in with_progress("compressing", directories)]
     print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
     if dry_run:
         typer.echo("nothing was changed: this was a dry run", err=True)
+
+
+def _base(anchor: str) -> Path:
+    if anchor == "base":
+        message = "The files of a checkpoint do not say what its model was loaded from: name that model."
+        raise typer.BadParameter(message, param_hint="--anchor")
+    return local_copy(anchor)
 
 
 def _policy(mode: str, rules: Sequence[str]) -> Policy:
@@ -126,12 +147,12 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
         claim.release()
 
 
-def _compressor(policy: Policy) -> Callable[[Path], Manifest]:
+def _compressor(policy: Policy, base: dict[str, Any]) -> Callable[[Path], Manifest]:
     from hf_trainweights.checkpoint import compress_directory
 
     def compress_one(directory: Path) -> Manifest:
         buffers = _buffers(directory)
-        return compress_directory(directory, mode=policy.mode, rules=policy.rules, buffers=buffers)
+        return compress_directory(directory, mode=policy.mode, rules=policy.rules, buffers=buffers, **base)
 
     return compress_one
 

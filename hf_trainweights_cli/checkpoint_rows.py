@@ -41,8 +41,17 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
         "disk_bytes": size_bytes,
         "plain_bytes": sum(_plain_bytes(manifest).values()) if manifest else size_bytes,
         "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
+        "base": manifest and manifest.base and manifest.base.to_dict(),
+        "needs": _needs(manifest) if manifest else None,
         "problem": problem,
     }
+
+
+def _needs(manifest: Manifest) -> str | None:
+    """Return in words which weights outside the run a checkpoint is stored against."""
+    if manifest.base is None:
+        return None
+    return f"{manifest.base}{', kept in the run' if manifest.keeps_base else ''}"
 
 
 def bytes_without_anchors(directory: Path) -> int:

@@ -9,6 +9,8 @@ import typer
 
 _PATH_HELP = "A checkpoint directory, or a run: a directory of checkpoint-<step> directories."
 CheckpointOrRun = Annotated[Path, typer.Argument(metavar="PATH", exists=True, file_okay=False, help=_PATH_HELP)]
+_BASE_HELP = "Directory of the weights that the checkpoints are stored against, if these did not come from the Hub."
+BaseDirectory = Annotated[Path | None, typer.Option("--base", metavar="DIR", exists=True, help=_BASE_HELP)]
 
 _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 
@@ -35,6 +37,14 @@ def checkpoints(path: Path) -> list[Path]:
         return directories or [path]
     expected = "a checkpoint, or a directory of checkpoint-<step> directories"
     raise ConfigError(str(path), expected, "neither", "Give the output directory of a training run.")
+
+
+def use_base(directory: Path | None) -> None:
+    """Have the base of checkpoints looked for in a directory that the user named, if there is one."""
+    from hf_trainweights.checkpoint import register_base
+
+    if directory is not None:
+        register_base(directory)
 
 
 def require_one_checkpoint(path: Path) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.checkpoints.curves import draw
-from benchmarks.checkpoints.protocol import Experiment, discard, measure
+from benchmarks.checkpoints.protocol import Experiment, discard, measure, measure_with_base
 from benchmarks.checkpoints.runs import RUNS
 from benchmarks.checkpoints.speeds import measure_memory, measure_speeds
 from benchmarks.checkpoints.stall import measure_stall
@@ -65,6 +65,12 @@ def measure_run(name: str, seeds: Sequence[int]) -> Found:
         discard(experiment)
 
 
+def measure_base(seeds: Sequence[int]) -> Found:
+    for seed in seeds:
+        for keys, found in measure_with_base(Experiment("ft", seed, WORK)):
+            yield ("seeds", str(seed), *keys), found
+
+
 def merge(path: Path, keys: Sequence[str], found: Any) -> None:
     """Put one finding in its place among the results; other processes may be doing the same."""
     with (WORK / "lock").open("w") as lock:
@@ -88,6 +94,8 @@ def read(path: Path) -> dict[str, Any]:
 
 PARTS: dict[str, Callable[[Sequence[int]], Found]] = {
     "lm": lambda seeds: measure_run("lm", seeds),
+    # Before `ft`, which removes the run when it is done.
+    "base": measure_base,
     "ft": lambda seeds: measure_run("ft", seeds),
     "speeds": lambda _: measure_speeds(WORK),
     "threads": lambda _: measure_threads(WORK),

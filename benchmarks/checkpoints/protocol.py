@@ -23,7 +23,7 @@ import torch
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file as save_safetensors
 
-from benchmarks.checkpoints.runs import NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
+from benchmarks.checkpoints.runs import MINILM, NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory.manifest import Manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
@@ -168,15 +168,29 @@ def measure(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
         yield ("fidelity", "1 ulp", "early"), follow(experiment, perturb(experiment, experiment.first))
 
 
-def compress_run(experiment: Experiment, mode: str) -> list[dict[str, Any]]:
+def measure_with_base(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """Yield ratios and fidelity of a fine-tune whose checkpoints are stored against the model that it began with."""
+    torch.set_num_threads(1)
+    experiment.require(experiment.steps)
+    for mode in MODES:
+        yield ("checkpoints", mode), compress_run(experiment, mode, f"base-{mode}", anchor=MINILM)
+    for mode in LOSSY_MODES:
+        for name, step in (("first", experiment.steps[0]), ("late", experiment.resume_at)):
+            yield ("fidelity", mode, name), follow(experiment, experiment.checkpoint(step, f"base-{mode}"))
+
+
+def compress_run(
+    experiment: Experiment, mode: str, directory: str | None = None, **options: Any
+) -> list[dict[str, Any]]:
     """Make every checkpoint of the run small, one after the other, and return the sizes."""
+    directory = directory or mode
     # A checkpoint of an earlier call would be an anchor.
-    shutil.rmtree(experiment.directory / mode, ignore_errors=True)
+    shutil.rmtree(experiment.directory / directory, ignore_errors=True)
     rows = []
     for step in experiment.steps:
-        path = experiment.copy(step, mode)
+        path = experiment.copy(step, directory)
         plain_bytes = size_bytes(path)
-        manifest = experiment.compress(path, mode=mode)
+        manifest = experiment.compress(path, mode=mode, **options)
         has_anchor = bool(manifest.files[WEIGHTS_NAME].report["anchor"])
         rows.append({"step": step, "is_anchor": not has_anchor, **sizes_of(path, plain_bytes, manifest)})
     return rows

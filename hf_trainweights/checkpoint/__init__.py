@@ -4,6 +4,7 @@ from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, lat
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.encoded.base_files import register_base
 from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
@@ -20,6 +21,7 @@ __all__ = [
     "find_checkpoints",
     "latest",
     "load_checkpoint",
+    "register_base",
     "restore_checkpoint",
     "restore_directory",
     "save_checkpoint",

@@ -28,6 +28,7 @@ from hf_trainweights.checkpoint.directory.weights_aside import adopt_weights, se
 from hf_trainweights.checkpoint.optimizer_state import optimizer_parameter_names
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run_base import RunBase
 from hf_trainweights.checkpoint.sharded.contents import register_checkpoint
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.checkpoint.sharded_compression import ShardedCompression
@@ -50,12 +51,15 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
         rules: Exceptions from the mode, likewise.
         anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
+        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
+            was loaded from by `from_pretrained`, of an adapter those of its base model; or a directory or file.
+        keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
         on_error: What to do about a checkpoint that cannot be made small. `"warn"`: it stays plain and gets another try
             at the next save; only if no checkpoint of the run is whole, the training ends. `"raise"`: the training
             ends.
 
     Raises:
-        ConfigError: Mode, rules or `on_error` are wrong.
+        ConfigError: Mode, rules, `anchor` or `on_error` are wrong.
 
     Examples:
         >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
@@ -68,31 +72,34 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         rules: Mapping[str, Any] | None = None,
         anchor_every: int = ANCHOR_EVERY_SAVES,
         on_error: str = "warn",
+        anchor: str | Path | None = None,
+        keep_base: bool = False,
     ):
         self.policy = Policy(mode, rules or {})
         self.anchor_every = anchor_every
+        self._base = RunBase(anchor, keep_base)
         self._backlog = Backlog(on_error)
         self._said: set[str] = set()
         self._ranks = Ranks()
 
-    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the checkpoints of a moved run readable: their files record where their anchors were.
 
         Args:
             args: The Trainer's arguments.
             state: Its state.
             control: What it is going to do.
+            kwargs: The model, among others.
+
+        Raises:
+            ConfigError: The model's base is not found.
         """
+        self._base.find(kwargs.get("model"))
         for directory in checkpoint_directories(args.output_dir or ""):
             register_checkpoint(directory)
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
 
@@ -103,8 +110,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             model: The model.
 
         Raises:
-            ConfigError: A rule names nothing in the model, or the Trainer has resumed from a checkpoint that leaves
-                some weights at their starting values.
+            ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a
+                checkpoint that leaves some weights at their starting values.
+            UnsupportedError: The checkpoints will be sharded ones, and there is an `anchor`.
             SaveError: The mark cannot be written.
         """
         sharding = self._sharding(args)
@@ -112,6 +120,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         self._backlog.speaks = state.is_world_process_zero
         self._ranks = all_ranks() if sharding is Sharding.SHARDED else Ranks()
+        self._base.require_whole_files(sharding is Sharding.SHARDED)
+        self._base.find(model)
         if model is not None:
             self.policy.require_used(plain_names(extract_model_from_parallel(model)))
         # Under FSDP the Trainer resumes from files that have the modules' names.
@@ -215,13 +225,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             _logger.warning("%s", summary)
 
     def _add(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        *,
-        model: nn.Module | None = None,
-        optimizer: Any = None,
-        **_: Any,
+        self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         directory = checkpoint_of(args, state)
         sharding = self._sharding(args)
@@ -246,6 +250,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
             "metrics": newest_metrics(state),
             "anchor_every": self.anchor_every,
+            **self._base.options,
         }
         if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
             options["optimizer_names"] = optimizer_parameter_names(module, optimizer)
@@ -258,13 +263,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         """
         if not converted_names(module):
             return
-        meaning = "This model's files name its weights otherwise than its modules do, "
+        so = "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
+        pushed = "and what is pushed stays so: a Trainer cannot resume from these checkpoints."
+        self._say_once(f"This model's files name its weights otherwise than its modules do, {pushed if keep else so}")
         if keep:
-            self._say_once(meaning + "and what is pushed stays so: a Trainer cannot resume from these checkpoints.")
             return
-        self._say_once(
-            meaning + "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
-        )
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         adopt_weights(directory, set_weights_aside(directory, weights))
 

@@ -20,6 +20,7 @@ from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook, scal
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.progress import Progress, state_from_bytes, state_of_rank
+from hf_trainweights.checkpoint.run_base import RunBase
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.checkpoint.sharding import all_ranks
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_training_state
@@ -54,9 +55,12 @@ class CheckpointManager:
         every_steps: Steps between two checkpoints, at least 1.
         keep_last: How many checkpoints to keep, at least 1; None keeps all.
         anchor_every: The most checkpoints whose weights are stored against the same anchor, at least 1.
+        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
+            was loaded from by `from_pretrained`, or a directory or file of weights.
+        keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
 
     Raises:
-        ConfigError: An option is wrong.
+        ConfigError: An option is wrong, or there are no weights at `anchor`.
 
     Examples:
         >>> import os, tempfile
@@ -82,6 +86,8 @@ class CheckpointManager:
         every_steps: int = 100,
         keep_last: int | None = 3,
         anchor_every: int = ANCHOR_EVERY_SAVES,
+        anchor: str | Path | None = None,
+        keep_base: bool = False,
     ):
         for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("anchor_every", anchor_every)):
             if value is not None and (type(value) is not int or value < 1):
@@ -91,6 +97,7 @@ class CheckpointManager:
         self._every_steps = every_steps
         self._keep_last = keep_last
         self._anchor_every = anchor_every
+        self._base = RunBase(anchor, keep_base)
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
         self._pass: Generator[tuple[int, Any], None, None] | None = None
@@ -164,7 +171,7 @@ class CheckpointManager:
             An iterator. Steps count from 1, through all passes. Batches that were consumed before are left out.
 
         Raises:
-            ConfigError: The manager's `with` block is not entered.
+            ConfigError: The manager's `with` block is not entered, or the model's base is not found.
             CorruptFileError: The model is not the one that was saved.
             SaveError: A checkpoint cannot be written; earlier ones are untouched.
         """
@@ -173,6 +180,7 @@ class CheckpointManager:
         first = not self._parts
         self._parts = (model, optimizer, scheduler, scaler)
         if first:
+            self._base.find(model)
             self._restore()
         self._pass = self._one_pass(loader)
         return self._pass
@@ -246,6 +254,7 @@ class CheckpointManager:
             path,
             self._policy,
             anchor_every=self._anchor_every,
+            base=self._base.choice,
             metrics={name: value if isinstance(value, int) else float(value) for name, value in self._metrics.items()},
         )
         self._remove_old(path)

@@ -16,6 +16,7 @@ from typing import Any
 
 from hf_trainweights.checkpoint.directory.completeness import STATE_NAME
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.directory.save_job import BaseChoice
 from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
 from hf_trainweights.checkpoint.directory.verification import require_intact
 from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
@@ -81,6 +82,7 @@ def save_training_state(
     policy: Policy,
     *,
     anchor_every: int | None = None,
+    base: BaseChoice | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
     """Save a checkpoint directory, by itself or as one of a run.
@@ -91,13 +93,15 @@ def save_training_state(
         policy: Which codec for which tensor.
         anchor_every: The most checkpoints of the run in the same directory that one anchor serves. Default: the
             checkpoint needs no other.
+        base: Weights outside the run that its first checkpoint is stored against.
         metrics: For the manifest.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, or metrics are no JSON.
+        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, metrics are no JSON, or
+            `base` leads to no weights.
         UnstorableError: A value cannot be stored; the error names file and key.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
@@ -125,6 +129,7 @@ def save_training_state(
         weights,
         trees,
         anchor_every=anchor_every,
+        base=base,
         step=checkpoint.get("step"),
         epoch=checkpoint.get("epoch"),
         metrics=dict(metrics or {}),

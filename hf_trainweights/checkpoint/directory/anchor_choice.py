@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,15 @@ from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.directory.manifest_fields import require_anchor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import link_or_copy
 
 # A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
 _REFRESH_BITS = 1.0
+# Of a base, see base_anchor.py.
+_BASE_REFRESH_BITS = 2.0
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,11 @@ class AnchorRecord:
         Returns:
             True after that many, or when deltas have become one bit per weight more expensive than the first.
         """
-        aged = self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + _REFRESH_BITS
-        return self.saves >= anchor_every or aged
+        return self.saves >= anchor_every or self.has_aged(_REFRESH_BITS)
+
+    def has_aged(self, bits: float) -> bool:
+        """Tell whether deltas have become that many bits per weight more expensive than the first."""
+        return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -84,14 +90,29 @@ class AnchorCandidate:
     """An anchor on disk that the next checkpoint may use.
 
     Args:
-        path: The file, under the name that it has in the checkpoint that holds it.
+        path: The file, under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
+            that may keep its files.
         record: What that checkpoint's manifest says about it.
         interval_steps: Training steps from the save before the next checkpoint to that; None where unknown.
+        base: The weights outside the run that it is; None for a file of the run.
+        keep_base: Whether the next checkpoint keeps them.
     """
 
     path: Path
     record: AnchorRecord
     interval_steps: int | None = None
+    base: Base | None = None
+    keep_base: bool = False
+
+    def is_spent(self, anchor_every: int) -> bool:
+        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them.
+
+        Args:
+            anchor_every: The most checkpoints that an anchor of the run serves.
+        """
+        if self.base is None:
+            return self.record.is_spent(anchor_every)
+        return self.record.has_aged(_BASE_REFRESH_BITS)
 
     @property
     def fineness(self) -> float:
@@ -118,7 +139,8 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
         weights_name: Name of the weights file in each, which may be the anchor itself.
 
     Returns:
-        The first one whose manifest reads and whose anchor is there; its digest is checked when it is opened.
+        The first one whose manifest reads and whose anchor is there, or outside the run; its digest is checked when it
+        is opened.
 
     Raises:
         OSError: The directory of the run cannot be read.
@@ -132,21 +154,35 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
             continue
         if record is None:
             continue
+        if manifest.base is not None and manifest.base.sha256 == record.sha256:
+            return AnchorCandidate(directory, record, steps_since_last_save(path), manifest.base, manifest.keeps_base)
         weights = manifest.files.get(weights_name)
         is_anchor_itself = weights is not None and weights.sha256 == record.sha256
         anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
         if anchor.is_file() and not anchor.is_symlink():
-            return AnchorCandidate(anchor, record, _interval_steps(others, path))
+            return AnchorCandidate(anchor, record, steps_since_last_save(path))
     return None
 
 
-def _interval_steps(newest_first: Sequence[Path], path: Path) -> int | None:
+def steps_since_last_save(path: Path) -> int | None:
+    """Return the training steps from the save before a checkpoint to it.
+
+    Args:
+        path: The checkpoint; the others of the run lie beside it.
+
+    Returns:
+        None where no earlier one is there, or the directory is no run's.
+
+    Raises:
+        OSError: The directory of the run cannot be read.
+    """
     try:
         step = checkpoint_step(path)
-    except ValueError:  # a directory that is no run's
+    except ValueError:
         return None
     # Later ones are of a run that was resumed from before them.
-    return next((step - saved for saved in map(checkpoint_step, newest_first) if saved < step), None)
+    newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
+    return next((step - saved for saved in newest_first if saved < step), None)
 
 
 def link_anchor(candidate: AnchorCandidate, directory: Path) -> Anchor | None:

@@ -14,6 +14,7 @@ from hf_trainweights.checkpoint.directory.completeness import plain_problem
 from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.encoded.base_files import find_base
 from hf_trainweights.checkpoint.sharded.contents import register_checkpoint
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
@@ -132,6 +133,9 @@ def latest(root: str | Path) -> str | None:
         newer directory that was passed over is reported as a warning with the reason.
 
     Raises:
+        MissingAnchorError: None is whole, and the base that one of them needs is gone: a run that began anew would
+            write over it.
+        CorruptFileError: Likewise, and the base has changed.
         OSError: `root` cannot be read.
 
     Examples:
@@ -139,9 +143,14 @@ def latest(root: str | Path) -> str | None:
         >>> latest(tempfile.mkdtemp()) is None
         True
     """
+    passed_over = []
     for found in find_checkpoints(root):
         if found.problem is None:
             register_checkpoint(found.path)
             return str(found.path)
         warnings.warn(f"{found.path} is passed over: {found.problem}", stacklevel=2)
+        passed_over.append(found)
+    for found in passed_over:
+        if found.manifest is not None and found.manifest.base is not None:
+            find_base(found.manifest.base, found.path.absolute())
     return None

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
@@ -22,12 +23,12 @@ from hf_trainweights.checkpoint.planning.optimizer_layout import is_number, is_o
 _ROUNDING_SHARE = 1 / 16
 
 
-def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor) -> dict[str, float]:
+def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:
     """Measure how far weights have moved from their anchor; this fixes the steps of the lossy modes.
 
     Args:
         weights: A flat state dict under module names.
-        anchor: The anchor. One tensor of it is decoded at a time.
+        anchor: The anchor or base. One tensor of it is decoded at a time.
 
     Returns:
         Root mean square of the difference to the decoded anchor, by name, JSON; without weights that are small,

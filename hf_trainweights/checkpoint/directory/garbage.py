@@ -98,9 +98,7 @@ def unused_anchors(directory: Path) -> list[Path]:
     try:
         needed = {directory / name for name in _listed_files(directory)}
         for path in set(directory.iterdir()) - anchors:
-            sha256 = _anchor_sha256(path)
-            if sha256 is not None:
-                needed.add(directory / anchor_file_name(sha256))
+            needed |= {directory / anchor_file_name(sha256) for sha256 in _anchor_digests(path)}
     except (CorruptFileError, OSError):
         return []
     return sorted(anchors - needed)
@@ -114,8 +112,8 @@ def _listed_files(directory: Path) -> Collection[str]:
         return ()
 
 
-def _anchor_sha256(path: Path) -> str | None:
-    """Return the digest of the anchor that a file refers to; None if it refers to none.
+def _anchor_digests(path: Path) -> Collection[str]:
+    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
 
     Raises:
         CorruptFileError: It cannot be read, or it is too damaged to tell.
@@ -126,5 +124,8 @@ def _anchor_sha256(path: Path) -> str | None:
             while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
                 pass
     if not path.is_file() or not is_encoded(path):
-        return None
-    return read_structure(path).get("anchor", {}).get("sha256")
+        return ()
+    anchor = read_structure(path).get("anchor")
+    if anchor is None:
+        return ()
+    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)

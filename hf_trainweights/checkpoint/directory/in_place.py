@@ -24,7 +24,7 @@ from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import lock_directory
 
-CHOICES = ("policy", "keep_weights")
+CHOICES = ("policy", "keep_weights", "anchor")
 """Keys in a manifest's metadata that say how the directory was rewritten."""
 
 _RNG_PREFIX = "rng_state"

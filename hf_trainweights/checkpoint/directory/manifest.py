@@ -20,9 +20,9 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
 
 Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
 file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
-(sharded/description.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them. File
-names are relative, their parts are joined by `/`; there is no `..`, no absolute path,
-and no link is followed.
+(sharded/description.py). Where weights are stored against others outside the run, the optional key `base` says which
+(encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
+File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 """
 
 from __future__ import annotations
@@ -44,6 +44,8 @@ from hf_trainweights.checkpoint.directory.manifest_fields import (
     require_report,
     require_rounding,
 )
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.paths import is_safe_name
@@ -55,7 +57,7 @@ MANIFEST_NAME = "trainweights.json"
 _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
 # Left out where they are empty.
-_OPTIONAL = ("rounded_before", "sharded")
+_OPTIONAL = ("rounded_before", "sharded", "base")
 _MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
 
 
@@ -108,6 +110,7 @@ class Manifest:
         rounded_before: File name to what its values had lost before they were encoded as they are: role to the largest
             error of an element. The key is left out where nothing was.
         sharded: What a sharded checkpoint holds beside its files, see sharded/description.py; others lack the key.
+        base: The weights outside the run that `anchor` means; others lack the key.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
         torch_version: Version of torch that wrote it.
@@ -122,9 +125,15 @@ class Manifest:
     anchor: Mapping[str, Any] | None = None
     rounded_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     sharded: Mapping[str, Any] = field(default_factory=dict)
+    base: Base | None = None
     created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
     package_version: str = field(default_factory=lambda: package_version())
     torch_version: str = field(default_factory=lambda: str(torch.__version__))
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the directory holds the files of `base`, so that it needs nothing outside."""
+        return self.base is not None and set(map(anchor_file_name, self.base.files.values())) <= self.files.keys()
 
     def to_bytes(self) -> bytes:
         """Return the text of the manifest file.
@@ -135,6 +144,8 @@ class Manifest:
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
         fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
+        if self.base is not None:
+            fields["base"] = self.base.to_dict()
         return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
 
 
@@ -242,5 +253,6 @@ def _parse(value: dict[str, Any]) -> Manifest:
     require_rounding("rounded_before", rounded_before)
     sharded = value.get("sharded", {})
     require_fields("sharded", sharded, {})
+    base = Base.from_dict("base", value["base"]) if "base" in value else None
     fields = {name: value[name] for name in MANIFEST}
-    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded})
+    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})

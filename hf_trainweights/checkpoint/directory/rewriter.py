@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.directory.inventory import Inventory, is_torch_f
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_trainweights.checkpoint.directory.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, reported_rounding
-from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob
 from hf_trainweights.checkpoint.directory.sources import (
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
@@ -44,6 +44,7 @@ from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
 from hf_trainweights.checkpoint.sharded.contents import dcp_directories
 from hf_trainweights.checkpoint.sharded.in_place import compress_sharded, restore_sharded
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.atomic import remove_files, replace_file
 from hf_trainweights.files.links import replace_by_link
 
@@ -61,6 +62,8 @@ def compress_directory(
     optimizer_names: Mapping[Any, str] | None = None,
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int = ANCHOR_EVERY_SAVES,
+    anchor: str | Path | None = None,
+    keep_base: bool = False,
 ) -> Manifest:
     """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
@@ -76,14 +79,16 @@ def compress_directory(
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         metrics: For the manifest.
         anchor_every: The most checkpoints one anchor serves.
+        anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
+        keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: Mode or rules are wrong, a rule names nothing there, or there is no checkpoint at `path`.
+        ConfigError: Mode or rules are wrong, a rule names nothing there, or there is nothing at `path` or `anchor`.
         CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
-        UnsupportedError: It is a checkpoint of DeepSpeed, or of FSDP with a file for each rank (LOCAL_STATE_DICT).
+        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:
@@ -94,23 +99,40 @@ def compress_directory(
         'lossless'
     """
     path = Path(path).absolute()
-    job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every)
+    base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
+    job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every, base)
     if dcp_directories(path):
-        return _compress_sharded(job, anchor_every, buffers, metrics)
-    inventory = take_inventory(path)
+        return _compress_sharded(job, buffers, metrics)
+    return _compress_whole_files(job, keep_weights, buffers, optimizer_names or {}, metrics)
+
+
+def _compress_whole_files(
+    job: SaveJob,
+    keep_weights: bool,
+    buffers: Collection[str] | None,
+    optimizer_names: Mapping[Any, str],
+    metrics: Mapping[str, Any] | None,
+) -> Manifest:
+    path, inventory = job.path, take_inventory(job.path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
-    choices = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
+    choices = _choices(job, keep_weights)
     if previous and choices.items() <= previous.metadata.items():
         return previous
     register_anchor_directory(path)
-    optimizer = OptimizerFile.read(path, job.policy, optimizer_names or {})
+    optimizer = OptimizerFile.read(path, job.policy, optimizer_names)
     keeps = keep_weights or _must_keep_weights(path)
     weights = None if keeps else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
     with rewriting(path):
-        entries, anchor = _compress_weights(job, inventory, previous, weights)
+        entries, fields = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer, done=entries)
-        fields = manifest_fields(path, previous, metrics, choices)
-        return write_complete_manifest(path, previous, Manifest(entries, mode, anchor=anchor, **fields))
+        fields |= manifest_fields(path, previous, metrics, choices)
+        return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
+
+
+def _choices(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
+    """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
+    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
+    return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
 
 
 def _must_keep_weights(path: Path) -> bool:
@@ -120,27 +142,29 @@ def _must_keep_weights(path: Path) -> bool:
     return bool(problem)
 
 
-def _compress_sharded(
-    job: SaveJob, anchor_every: int, buffers: Collection[str] | None, metrics: Mapping[str, Any] | None
-) -> Manifest:
+def _compress_sharded(job: SaveJob, buffers: Collection[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
     """Do in this process what the ranks of a sharded checkpoint would do."""
-    options: dict[str, Any] = {"buffers": buffers, "metrics": metrics, "anchor_every": anchor_every}
+    if job.base is not None:
+        next_step = "Leave `anchor` out: its first checkpoint is stored in full."
+        raise UnsupportedError(str(job.path), "a checkpoint in whole files with `anchor`", "a sharded one", next_step)
+    options: dict[str, Any] = {"buffers": buffers, "metrics": metrics, "anchor_every": job.anchor_every}
     return cast("Manifest", compress_sharded(job.path, job.policy, Ranks(), **options))  # it is the coordinator
 
 
 def _compress_weights(
     job: SaveJob, inventory: Inventory, previous: Manifest | None, weights: Weights | None
-) -> tuple[dict[str, FileEntry], Mapping[str, Any] | None]:
-    """Save the weights in the place of the files that hold them, and return their entries and the anchor's record."""
+) -> tuple[dict[str, FileEntry], dict[str, Any]]:
+    """Save the weights in the place of the files that hold them; return their entries and fields of the manifest."""
     if weights is None:
-        return {}, previous and previous.anchor
-    entries, record = save_weights(job, weights)
+        return {}, {"anchor": previous and previous.anchor, "base": previous and previous.base}
+    saved = save_weights(job, weights)
+    entries = saved.files
     twin = job.path / FSDP_WEIGHTS_NAME
     if weights.file_name == WEIGHTS_NAME and twin.exists():
         replace_by_link(job.path / WEIGHTS_NAME, twin)
         entries[twin.name] = entries[WEIGHTS_NAME]
     remove_files(inventory.replaced_by(weights.file_name))
-    return entries, record and record.to_dict()
+    return entries, {"anchor": saved.anchor and saved.anchor.to_dict(), "base": saved.base}
 
 
 def restore_directory(path: str | Path) -> Manifest:

@@ -17,6 +17,19 @@ ANCHOR_EVERY_SAVES = 8
 
 
 @dataclass(frozen=True)
+class BaseChoice:
+    """Weights outside a run that its first checkpoint is stored against, and those after it.
+
+    Args:
+        path: A directory or a file of weights.
+        keep: Whether checkpoints keep them, so that they need nothing outside the run.
+    """
+
+    path: Path
+    keep: bool = False
+
+
+@dataclass(frozen=True)
 class SaveJob:
     """One checkpoint that is being saved.
 
@@ -27,6 +40,7 @@ class SaveJob:
         policy: Which codec for which tensor.
         anchor_every: The most checkpoints that one anchor serves; None for a checkpoint that needs no other.
         open_file: Opens a file of `directory` for writing.
+        base: Weights outside the run that its first checkpoint is stored against; None if there are none.
     """
 
     path: Path
@@ -34,16 +48,19 @@ class SaveJob:
     policy: Policy
     anchor_every: int | None
     open_file: Callable[[Path], AbstractContextManager[BinaryIO]]
+    base: BaseChoice | None = None
 
     @classmethod
-    def aside(cls, path: Path, temporary: Path, policy: Policy, anchor_every: int | None) -> SaveJob:
+    def aside(
+        cls, path: Path, temporary: Path, policy: Policy, anchor_every: int | None, base: BaseChoice | None = None
+    ) -> SaveJob:
         """Return the job of a new checkpoint, whose files are written into a temporary directory."""
-        return cls(path, temporary, policy, anchor_every, create_file)
+        return cls(path, temporary, policy, anchor_every, create_file, base)
 
     @classmethod
-    def in_place(cls, path: Path, policy: Policy, anchor_every: int | None) -> SaveJob:
+    def in_place(cls, path: Path, policy: Policy, anchor_every: int | None, base: BaseChoice | None = None) -> SaveJob:
         """Return the job of a checkpoint whose files are replaced one by one where they lie."""
-        return cls(path, path, policy, anchor_every, replace_file)
+        return cls(path, path, policy, anchor_every, replace_file, base)
 
 
 @contextlib.contextmanager

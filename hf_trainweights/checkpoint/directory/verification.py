@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
+from hf_trainweights.checkpoint.encoded.base_files import find_base
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.sha256 import file_sha256
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
@@ -16,6 +18,9 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS
 
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
+
+# Stands among the names of files for the weights outside the run that a checkpoint needs.
+BASE_PROBLEM = "its base"
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,7 @@ class CheckpointReport:
     Args:
         path: The directory.
         manifest: What it should hold; None if the manifest is missing or damaged.
-        problems: File name to what is wrong with it.
+        problems: File name to what is wrong with it; `its base` if that is gone or has changed.
         foreign: Names of files that the manifest does not list; they are not used and do no harm.
     """
 
@@ -78,6 +83,11 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         if problem:
             problems[name] = problem
     foreign = sorted(set(present) - set(manifest.files) - {MANIFEST_NAME})
+    if manifest.base is not None:
+        try:
+            find_base(manifest.base, directory.absolute())
+        except (CorruptFileError, MissingAnchorError) as error:
+            problems[BASE_PROBLEM] = str(error)
     for name in _PREFERRED_BY_LOADERS.intersection(foreign):
         problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
     return CheckpointReport(directory, manifest, problems, tuple(foreign))
@@ -94,9 +104,12 @@ def require_intact(path: str | Path) -> Manifest:
 
     Raises:
         CorruptFileError: Something is damaged or missing.
+        MissingAnchorError: It is whole, but the base that it needs is gone.
         OSError: The directory cannot be read.
     """
     report = verify_checkpoint(path)
+    if report.manifest is not None and report.manifest.base is not None and [*report.problems] == [BASE_PROBLEM]:
+        find_base(report.manifest.base, Path(path).absolute())
     if report.manifest is None or not report.intact:
         name, problem = next(iter(report.problems.items()))
         next_step = "Use another checkpoint, or restore this one from a copy."

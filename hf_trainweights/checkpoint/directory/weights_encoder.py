@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -15,9 +16,18 @@ from hf_trainweights.checkpoint.directory.anchor_choice import (
     find_anchor_candidate,
     link_anchor,
 )
+from hf_trainweights.checkpoint.directory.base_anchor import (
+    base_candidate,
+    keep_files,
+    open_base,
+    with_measured_drift,
+)
 from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, without_coarse_rounding
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.files import disk
 
@@ -54,16 +64,19 @@ class EncodedWeights:
 
     Args:
         file: The file.
-        anchor: What the manifest records about the anchor that this file refers to, which is linked into the job's
-            directory; None if it refers to no other file.
+        anchor: What the manifest records about the anchor that this file refers to; None if it refers to no other file.
+        links: The files that it refers to, in the job's directory: the anchor, or what is kept of the base.
+        base: The weights outside the run that the anchor is.
     """
 
     file: EncodedFile
     anchor: AnchorRecord | None
+    links: tuple[Path, ...] = ()
+    base: Base | None = None
 
 
 def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
-    """Encode weights as a difference to the run's anchor, or in full where there is none or a new one is due.
+    """Encode weights as a difference to the run's anchor or base, or in full where there is none or a new one is due.
 
     Args:
         job: The checkpoint they belong to.
@@ -74,47 +87,59 @@ def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
 
     Raises:
         UnstorableError: A value cannot be stored; the error names its key.
+        ConfigError: The run begins, and there are no plain weights where its base should be.
         OSError: The disk is full or refuses.
     """
     if job.anchor_every is None:
         return _encode_full(job, weights, {})
-    candidate = find_anchor_candidate(job.path, weights.file_name)
+    candidate = find_anchor_candidate(job.path, weights.file_name) or base_candidate(job)
     if candidate is None:
         return _encode_full(job, weights, {})
-    encoded = None if candidate.record.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate)
+    encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate)
     return encoded or _encode_full(job, weights, candidate.step_rms)
 
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) -> EncodedWeights | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
-    anchor = link_anchor(candidate, job.directory)
+    anchor = open_base(candidate, weights.state) if candidate.base else link_anchor(candidate, job.directory)
     if anchor is None:
         return None
     plan = job.policy.plan_delta(weights.state, anchor, buffers=weights.buffers)
     encoded = None
     if plan.uses_anchor:
         if not plan.is_lossless:
-            candidate = _with_steps(candidate, weights, anchor)
+            candidate = _with_steps(candidate, job, weights, anchor)
         file = encode_file(
             weights.state,
             plan.with_steps(candidate.step_rms),
             anchor=anchor,
-            anchor_link=job.path / anchor.path.name,
+            anchor_link=job.path / anchor_file_name(anchor.sha256),
             spool_directory=job.directory,
         )
         encoded = EncodedWeights(file, _next_record(candidate, file, weights) if file.anchor_sha256 else None)
+    if isinstance(anchor, BaseWeights):
+        if encoded is None or encoded.anchor is None:
+            return encoded
+        keeps = candidate.keep_base or (job.base is not None and job.base.keep)
+        kept = keep_files(anchor, job.directory) if keeps else ()
+        return replace(encoded, links=kept, base=anchor.base)
     if encoded is None or encoded.anchor is None:
         disk.file_system.unlink(anchor.path)
-    return encoded
+        return encoded
+    return replace(encoded, links=(anchor.path,))
 
 
-def _with_steps(candidate: AnchorCandidate, weights: Weights, anchor: Anchor) -> AnchorCandidate:
+def _with_steps(
+    candidate: AnchorCandidate, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
+) -> AnchorCandidate:
     """Measure how far the weights have moved, unless an earlier delta did: it takes as long as decoding the anchor."""
     if candidate.record.delta_rms:
         return candidate
     delta_rms = measure_delta_rms(weights.state, anchor)
     # The anchor itself, made small once more, says nothing about how far weights move.
     delta_rms = delta_rms if any(delta_rms.values()) else {}
+    if candidate.base is not None:
+        return with_measured_drift(candidate, job.path, weights.state, delta_rms)
     record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
     return replace(candidate, record=record)
 

@@ -5,13 +5,14 @@
 | `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
 | `optimizer.pt` and other torch files | any tree; encoded |
 | `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
-| `<sha256>.anchor` | hard link to the weights that these weights are stored against, if they are |
+| `<sha256>.anchor` | hard link to the weights that these weights are stored against, or what is kept of a base |
 | `trainweights.json` | the manifest, written last |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -19,9 +20,9 @@ import torch
 
 from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors
+from hf_trainweights.checkpoint.directory.save_job import BaseChoice, SaveJob, file_named_in_errors
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights, encode_weights
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -38,6 +39,7 @@ def save_new_directory(
     *,
     as_they_are: Mapping[str, bytes] | None = None,
     anchor_every: int | None = None,
+    base: BaseChoice | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
     """Save a checkpoint directory; it appears whole or not at all.
@@ -49,6 +51,7 @@ def save_new_directory(
         trees: File name to what else is to be stored, and how.
         as_they_are: File name to the content of files that are not encoded.
         anchor_every: The most checkpoints one anchor serves. Default: the checkpoint needs no other.
+        base: Weights outside the run that its first checkpoint is stored against.
         **manifest_fields: Fields of `Manifest`: step, epoch, metrics, metadata.
 
     Returns:
@@ -56,12 +59,13 @@ def save_new_directory(
 
     Raises:
         UnstorableError: A value cannot be stored; the error names file and key.
-        ConfigError: The manifest's fields hold something that JSON cannot.
+        ConfigError: The manifest's fields hold something that JSON cannot, or `base` leads to no weights.
         SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
     """
     with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
-        job = SaveJob.aside(path, temporary, policy, anchor_every)
-        files, anchor = save_weights(job, weights)
+        job = SaveJob.aside(path, temporary, policy, anchor_every, base)
+        saved = save_weights(job, weights)
+        files = saved.files
         for name, (tree, plan) in trees.items():
             with file_named_in_errors(name):
                 files[name] = save_tree(job, name, tree, plan)
@@ -70,12 +74,28 @@ def save_new_directory(
                 digested = DigestedFile(file)
                 digested.write(content)
             files[name] = FileEntry(digested.size_bytes, digested.sha256())
-        manifest = Manifest(files, policy.mode, anchor=anchor and anchor.to_dict(), **manifest_fields)
+        record = saved.anchor and saved.anchor.to_dict()
+        manifest = Manifest(files, policy.mode, anchor=record, base=saved.base, **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
 
 
-def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], AnchorRecord | None]:
+@dataclass(frozen=True)
+class SavedWeights:
+    """The weights of a checkpoint on the disk, and what its manifest says of them.
+
+    Args:
+        files: Manifest entries of the files written.
+        anchor: What it records about the anchor that the next checkpoint may use.
+        base: The weights outside the run that this anchor is; None if it is a file of the run.
+    """
+
+    files: dict[str, FileEntry]
+    anchor: AnchorRecord | None
+    base: Base | None = None
+
+
+def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
     """Save the weights file of a checkpoint, and beside it a link to the anchor if it needs one.
 
     Args:
@@ -83,21 +103,21 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
         weights: The weights.
 
     Returns:
-        Manifest entries of the files written, and what the manifest records about the anchor that the next checkpoint
-        may use.
+        What was written.
 
     Raises:
         UnstorableError: A value cannot be stored; the error names file and key.
+        ConfigError: The run begins, and there are no plain weights where its base should be.
         OSError: The disk is full or refuses.
     """
     with file_named_in_errors(weights.file_name):
         encoded = encode_weights(job, weights)
     entry = _save_file(job, weights.file_name, encoded.file)
     if encoded.anchor is not None:
-        link = job.directory / anchor_file_name(encoded.anchor.sha256)
-        link_entry = FileEntry(link.stat().st_size, encoded.anchor.sha256)  # verified when it was opened
-        return {weights.file_name: entry, link.name: link_entry}, encoded.anchor
-    return {weights.file_name: entry}, AnchorRecord(entry.sha256) if weights.can_be_anchor else None
+        # Their names are their digests, verified when they were opened.
+        links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}
+        return SavedWeights({weights.file_name: entry, **links}, encoded.anchor, encoded.base)
+    return SavedWeights({weights.file_name: entry}, AnchorRecord(entry.sha256) if weights.can_be_anchor else None)
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:

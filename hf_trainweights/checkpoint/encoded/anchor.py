@@ -47,6 +47,10 @@ class Anchor:
     def __iter__(self) -> Iterator[str]:
         return iter(self._views)
 
+    def stored_name(self, name: str) -> str:
+        """Return the name that a tensor has in the file: its own."""
+        return name
+
     def tensor(self, name: str) -> Tensor:
         """Decode one tensor.
 

@@ -61,7 +61,7 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
         MissingAnchorError: There is no file of that name.
     """
     damaged: CorruptFileError | None = None
-    for path in _candidates(anchor_file_name(sha256), Path(recorded_path)):
+    for path in anchor_paths(sha256, Path(recorded_path)):
         try:
             verify_anchor(path)
         except OSError:
@@ -94,22 +94,46 @@ def verify_anchor(path: Path) -> str:
         CorruptFileError: Its digest is not the one in its name, or it is no regular file.
         OSError: It is missing or cannot be read.
     """
+    sha256 = sha256_once(path)
+    if path.name != anchor_file_name(sha256):
+        raise CorruptFileError(
+            str(path),
+            "an anchor named by its SHA-256",
+            sha256,
+            "It is damaged or renamed: restore it from another checkpoint of the same run, they share it.",
+        )
+    return sha256
+
+
+def sha256_once(path: Path) -> str:
+    """Return the SHA-256 of a file; its bytes are read once per process.
+
+    Args:
+        path: A regular file; a link is an error.
+
+    Returns:
+        64 hexadecimal digits.
+
+    Raises:
+        CorruptFileError: It is no regular file.
+        OSError: It is missing or cannot be read.
+    """
     status = os.stat(path, follow_symlinks=False)
     # All links of a file have one inode, so that its bytes are read once and not once per checkpoint.
     identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     if identity not in _digests or not stat.S_ISREG(status.st_mode):
         _digests[identity] = file_sha256(path)
-    if path.name != anchor_file_name(_digests[identity]):
-        raise CorruptFileError(
-            str(path),
-            "an anchor named by its SHA-256",
-            _digests[identity],
-            "It is damaged or renamed: restore it from another checkpoint of the same run, they share it.",
-        )
     return _digests[identity]
 
 
-def _candidates(name: str, recorded_path: Path) -> Iterator[Path]:
+def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
+    """Yield where an anchor file may lie.
+
+    Args:
+        sha256: Its digest.
+        recorded_path: Where it was last seen; believed if it is absolute and ends in the name of this anchor.
+    """
+    name = anchor_file_name(sha256)
     if recorded_path.is_absolute() and recorded_path.name == name:
         yield recorded_path
     for directory in _directories:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +15,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import find_anchor
+from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.parallel import map_in_order, units_of
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
@@ -38,7 +41,7 @@ def decode_file(payload: Tensor, structure: str) -> Any:
 
     Raises:
         CorruptFileError: Anything is not as `encode_file` leaves it.
-        MissingAnchorError: The anchor is found nowhere.
+        MissingAnchorError: The anchor, or the base, is found nowhere.
     """
     content = open_structure(structure)
     if type(payload) is not Tensor or payload.dtype != torch.uint8 or payload.dim() != 1:
@@ -57,7 +60,7 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     entries, pieces = structure["storages"], cut_payload(structure, payload)
     anchor = None
     if any("anchor" in entry for entry in entries):
-        anchor = Anchor(find_anchor(structure["anchor"]["sha256"], structure["anchor"]["path"]))
+        anchor = _open_anchor(structure["anchor"])
 
     def decode_unit(unit: Sequence[int]) -> dict[int, Tensor]:
         decoded: dict[int, Tensor] = {}
@@ -82,3 +85,9 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
 
 def _plain_bytes(entries: Sequence[Mapping[str, Any]], unit: Iterable[int]) -> int:
     return sum(math.prod(entries[index]["shape"]) * DTYPES[entries[index]["dtype"]].itemsize for index in unit)
+
+
+def _open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
+    if "base" in entry:
+        return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
+    return Anchor(find_anchor(entry["sha256"], entry["path"]))

@@ -13,6 +13,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.parallel import map_in_order, units_of
@@ -90,7 +91,7 @@ def encode_file(
     tree: Any,
     plan: Plan,
     *,
-    anchor: Anchor | None = None,
+    anchor: Anchor | BaseWeights | None = None,
     anchor_link: Path | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
@@ -104,7 +105,8 @@ def encode_file(
         plan: How to encode which tensor, by key path; a tensor without a plan is stored exactly. Of tied
             tensors the first one that has a plan decides.
         anchor: What plans with an `anchor` refer to; without it those tensors are stored without reference.
-        anchor_link: Where the anchor will lie beside this file, to be recorded. Default: where it lies now.
+        anchor_link: Where the anchor will lie beside this file, to be recorded. Default: where it lies now. Of a
+            base only the directory counts, which may keep its files; without it none does.
         spool_directory: Where payloads beyond 96 MiB wait, in an unlinked file. Default: the system's choice.
 
     Returns:
@@ -135,13 +137,17 @@ def encode_file(
     return EncodedFile(payload, text, tuple(report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
-def _anchor_entry(anchor: Anchor | None, link: Path | None) -> dict[str, Json] | None:
+def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
+    name = anchor_file_name(anchor.sha256)
+    if isinstance(anchor, BaseWeights):
+        path = str(link.absolute()) if link else name
+        return {"sha256": anchor.sha256, "path": path, "base": anchor.base.to_dict()}
     link = link or anchor.path
-    if link.name != anchor_file_name(anchor.sha256):
+    if link.name != name:
         next_step = "Link the anchor under this name: it is looked up by digest."
-        raise ConfigError("anchor_link", anchor_file_name(anchor.sha256), link.name, next_step)
+        raise ConfigError("anchor_link", name, link.name, next_step)
     return {"sha256": anchor.sha256, "path": str(link.absolute())}
 
 
@@ -156,7 +162,7 @@ class _EncodedStorage:
 
 
 def _encode_storages(
-    storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: Spool
+    storages: Sequence[Storage], plan: Plan, anchor: Anchor | BaseWeights | None, spool: Spool
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
     """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
@@ -201,7 +207,7 @@ def _encode_storages(
 
 
 def _encode_one(
-    storage: Storage, plan: TensorPlan, anchor: Anchor | None, moment: Tensor | None, *, keep: bool
+    storage: Storage, plan: TensorPlan, anchor: Anchor | BaseWeights | None, moment: Tensor | None, *, keep: bool
 ) -> tuple[_EncodedStorage, Tensor | None]:
     """Encode a storage; if it is to be kept, return also what it decodes to."""
     tensor, rounding_error = read_storage(storage, plan)
@@ -211,7 +217,9 @@ def _encode_one(
     codec, encoded = encode_storage(tensor, storage, plan, references)
     entry = _entry(codec, encoded, tensor)
     if "anchor" in codec.references and "anchor" in references:
-        entry["anchor"] = plan.anchor
+        assert anchor is not None  # it is where the reference comes from
+        assert plan.anchor is not None
+        entry["anchor"] = anchor.stored_name(plan.anchor)
     report = _report(storage, plan, codec, encoded, rounding_error)
     decoded = decoded_tensor(codec, encoded, tensor, references) if keep else None
     return _EncodedStorage(codec, encoded.payloads, entry, report), decoded

@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Storage
@@ -29,7 +30,7 @@ def read_storage(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | No
     return (rounded, error) if math.isfinite(error) else (tensor, None)
 
 
-def anchor_reference(anchor: Anchor | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
+def anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
     """Return the anchor's tensor of that name, in the tensor's dtype, as references; none where there is no such."""
     if anchor is None or name is None or name not in anchor:
         return {}

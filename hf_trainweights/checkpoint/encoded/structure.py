@@ -23,7 +23,9 @@ a flipped bit can make it look for an instruction in either. So there a full sto
 zeros are appended to a payload until its length is free of the byte 46.
 
 An anchor is an encoded file of one flat state dict that refers to no other file. It is found by its digest
-(anchor_files.py).
+(anchor_files.py). In its place may stand weights outside the run, as others wrote them: then `anchor` has one more
+key, `base` (base_identity.py), its `sha256` is that of all files of the base together, its `path` leads to a directory
+that may keep them under their own digests, and a storage's `anchor` is a name in them.
 """
 
 from __future__ import annotations
@@ -40,6 +42,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
@@ -144,6 +147,9 @@ def _check_anchor(anchor: Any) -> None:
     parts = path.replace("\\", "/").split("/")
     if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:
         raise corrupt("the anchor's path", f"one without `..` that ends in {anchor_file_name(sha256)}", path)
+    base = Base.from_dict("the anchor's base", anchor["base"]) if "base" in anchor else None
+    if base is not None and base.sha256 != sha256:
+        raise corrupt("the anchor's base", f"files of the digest {sha256}", base.sha256)
 
 
 def _check_storage(entry: Any) -> None:

@@ -1,0 +1,25 @@
+"""Where a model of Transformers was loaded from."""
+
+from __future__ import annotations
+
+from torch import nn
+
+
+def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
+    """Return what `from_pretrained` got a model's weights from.
+
+    Args:
+        model: Any module. Of a PEFT model its base model counts.
+
+    Returns:
+        Directory or name on the Hub, and the commit where it came from the Hub; None where the model does not know.
+        Transformers 5.17 keeps the commit, 5.23 does not.
+
+    Examples:
+        >>> model_origin(nn.Linear(1, 1))
+        (None, None)
+    """
+    get_base_model = getattr(model, "get_base_model", None)
+    config = getattr(get_base_model() if callable(get_base_model) else model, "config", None)
+    name, commit = (getattr(config, key, None) for key in ("_name_or_path", "_commit_hash"))
+    return (name if isinstance(name, str) and name else None), (commit if isinstance(commit, str) else None)
