@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -136,11 +136,20 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
         is_anchor_itself = weights is not None and weights.sha256 == record.sha256
         anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
         if anchor.is_file() and not anchor.is_symlink():
-            return AnchorCandidate(anchor, record, _interval_steps(others, path))
+            return AnchorCandidate(anchor, record, steps_since_last_save(path))
     return None
 
 
-def _interval_steps(newest_first: Sequence[Path], path: Path) -> int | None:
+def steps_since_last_save(path: Path) -> int | None:
+    """Return how many training steps lie between the last checkpoint before this one and it; None where unknown.
+
+    Args:
+        path: The checkpoint; the others of the run lie beside it.
+
+    Raises:
+        OSError: The directory of the run cannot be read.
+    """
+    newest_first = [each for each in checkpoint_directories(path.parent) if each.absolute() != path.absolute()]
     try:
         step = checkpoint_step(path)
     except ValueError:  # a directory that is no run's

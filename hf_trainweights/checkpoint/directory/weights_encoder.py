@@ -14,8 +14,9 @@ from hf_trainweights.checkpoint.directory.anchor_choice import (
     AnchorRecord,
     find_anchor_candidate,
     link_anchor,
+    steps_since_last_save,
 )
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, without_coarse_rounding
+from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
@@ -127,12 +128,12 @@ def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float]) -> EncodedWeights:
-    """Encode without reference; where the mode is lossy, weights that drift far enough are rounded to bfloat16."""
+    """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
     plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
-    if not drift_rms and any(each.round_to for each in plan.values()):
-        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names)
-    plan = without_coarse_rounding(plan, weights.state, drift_rms)
-    return EncodedWeights(encode_file(weights.state, plan, spool_directory=job.directory), None)
+    if plan.lossy and not drift_rms:
+        interval_steps = steps_since_last_save(job.path)
+        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
+    return EncodedWeights(encode_file(weights.state, plan.with_steps(drift_rms), spool_directory=job.directory), None)
 
 
 def _bits_per_weight(file: EncodedFile, weights: Mapping[str, Any]) -> float:

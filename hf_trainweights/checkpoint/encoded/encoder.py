@@ -22,7 +22,6 @@ from hf_trainweights.checkpoint.encoded.storage_encoder import (
     anchor_reference,
     decoded_tensor,
     encode_storage,
-    read_storage,
 )
 from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
@@ -158,7 +157,7 @@ def _encode_storages(
     decoded: dict[int, Tensor] = {}
     for index in _moments_first(len(storages), moments):
         storage, each, moment = storages[index], plans[index], moments.get(index)
-        tensor, rounding_error = read_storage(storage, each)
+        tensor = storage.read()
         references = anchor_reference(anchor, each.anchor, tensor)
         if moment in decoded:
             references["exp_avg_sq"] = decoded.pop(moment)
@@ -172,7 +171,7 @@ def _encode_storages(
             entry["exp_avg_sq"] = numbers[moment]
         numbers[index] = len(entries)
         entries.append(entry)
-        report.append(_report(storage, each, codec, encoded, rounding_error))
+        report.append(_report(storage, each, codec, encoded))
         if report[-1].bound is not None:
             entry["bound"] = report[-1].bound
     return numbers, entries, report
@@ -210,17 +209,14 @@ def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: Spool) -
     return entry
 
 
-def _report(
-    storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor, rounding_error: float | None
-) -> TensorReport:
-    bounds = [bound for bound in (encoded.bound, rounding_error) if bound is not None]
+def _report(storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor) -> TensorReport:
     return TensorReport(
         path=path_text(storage.paths[0]),
         name=plan.name,
         role=plan.role,
         codec=codec.codec_id,
         params=encoded.params,
-        bound=sum(bounds) if bounds else None,
+        bound=encoded.bound,
         bytes_in=_plain_bytes(storage),
         bytes_out=encoded.payload_bytes,
     )

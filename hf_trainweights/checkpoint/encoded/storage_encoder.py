@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -17,16 +16,6 @@ from hf_trainweights.errors import QuantizationError, UnsupportedError
 
 # With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
 _RAW_ELEMENTS = (64, 4096)
-
-
-def read_storage(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | None]:
-    """Return the tensor to encode, and the largest error of rounding it; None if it is as it was."""
-    tensor = storage.read()
-    if plan.round_to is None or not storage.exclusive:
-        return tensor, None
-    rounded = tensor.to(plan.round_to).to(tensor.dtype)
-    error = (rounded - tensor).abs().amax().item() if tensor.numel() else 0.0
-    return (rounded, error) if math.isfinite(error) else (tensor, None)
 
 
 def anchor_reference(anchor: Anchor | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
@@ -46,7 +35,7 @@ def encode_storage(
     """Encode a storage by the codec with the smallest result.
 
     Args:
-        tensor: What `read_storage` returned.
+        tensor: What `storage.read` returned.
         storage: The storage it was read from.
         plan: Which codecs to try; if none of them can be used, the exact ones decide among themselves.
         references: Decoded tensors by what they are: `anchor`, `exp_avg_sq`.

@@ -13,10 +13,20 @@ def adam(lr, *, steps=50, seed=1):
 
 
 def test_drift_is_what_adam_would_move_in_independent_steps():
-    drift = expected_drift_rms(adam(lr=1e-3, steps=400), {0: "w"})
+    drift = expected_drift_rms(adam(lr=1e-3, steps=64), {0: "w"})
     # The example's update is 0.1 everywhere, but for the correction of the moments' slow start.
-    correction = (1 - 0.999**400) ** 0.5 / (1 - 0.9**400)
-    assert drift == {"w": pytest.approx(1e-3 * 0.1 * correction * 20, rel=1e-3)}
+    correction = (1 - 0.999**64) ** 0.5 / (1 - 0.9**64)
+    assert drift == {"w": pytest.approx(1e-3 * 0.1 * correction * 8, rel=1e-3)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval_steps", "counted"),
+    [(64, None, 64), (64, 16, 16), (16, 64, 16), (400, None, 100), (400, 300, 100)],
+)
+def test_no_more_steps_count_than_lie_between_two_saves(steps, interval_steps, counted):
+    one_step = expected_drift_rms(adam(lr=1e-3, steps=steps), {0: "w"}, 1)["w"]
+    drift = expected_drift_rms(adam(lr=1e-3, steps=steps), {0: "w"}, interval_steps)
+    assert drift == {"w": pytest.approx(one_step * counted**0.5)}
 
 
 @pytest.mark.parametrize(

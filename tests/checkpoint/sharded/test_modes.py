@@ -136,16 +136,18 @@ def test_a_shard_that_has_not_moved_stays_exact(tmp_path: Path) -> None:
     assert rows(tmp_path / "1")["model.embed.weight"]["bytes_out"] < 100
 
 
-def test_weights_that_move_far_are_rounded_in_a_full_checkpoint_and_in_no_fine_tune(tmp_path: Path) -> None:
+def test_a_full_checkpoint_rounds_weights_by_how_far_they_move(tmp_path: Path) -> None:
     state = whole_state(0)
     for values in state["optim"]["state"].values():
         values["step"] = torch.tensor(1000.0)
     save(tmp_path / "far", state, "near-lossless")
-    state["optim"]["param_groups"][0]["lr"] = 1e-7
+    state["optim"]["param_groups"][0]["lr"] /= 10
     save(tmp_path / "near", state, "near-lossless")
-    bounds = [rows(tmp_path / name)["model.up.weight"]["bound"] for name in ("far", "near")]
-    assert bounds[0] is not None
-    assert bounds[1] is None
+    state["optim"]["param_groups"][0]["lr"] = 0.0
+    save(tmp_path / "nowhere", state, "near-lossless")
+    far, near, nowhere = (rows(tmp_path / name)["model.up.weight"]["bound"] for name in ("far", "near", "nowhere"))
+    assert near == pytest.approx(far / 10, rel=1e-3)
+    assert nowhere is None
 
 
 def test_rules_select_by_the_names_of_the_model(tmp_path: Path) -> None:
