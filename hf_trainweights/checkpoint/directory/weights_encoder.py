@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.anchor_choice import (
+    MOST_FILES,
     AnchorCandidate,
     AnchorRecord,
     find_anchor_candidate,
     link_anchor,
     steps_since_last_save,
+    unlink_anchor,
 )
 from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.files import disk
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
@@ -55,12 +57,15 @@ class EncodedWeights:
 
     Args:
         file: The file.
-        anchor: What the manifest records about the anchor that this file refers to, which is linked into the job's
-            directory; None if it refers to no other file.
+        links: The files that reading this one takes, linked into the job's directory; none if it refers to no other.
+        anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
+        is_next_anchor: Whether the next checkpoint's anchor is this file; its record lacks the digest of it.
     """
 
     file: EncodedFile
-    anchor: AnchorRecord | None
+    links: Sequence[Path] = ()
+    anchor: AnchorRecord | None = None
+    is_next_anchor: bool = False
 
 
 def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
@@ -71,7 +76,7 @@ def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
         weights: The weights.
 
     Returns:
-        The file, and the anchor it needs.
+        The file, and the anchors it needs.
 
     Raises:
         UnstorableError: A value cannot be stored; the error names its key.
@@ -103,9 +108,12 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
             anchor_link=job.path / anchor.path.name,
             spool_directory=job.directory,
         )
-        encoded = EncodedWeights(file, _next_record(candidate, file, weights) if file.anchor_sha256 else None)
-    if encoded is None or encoded.anchor is None:
-        disk.file_system.unlink(anchor.path)
+        encoded = EncodedWeights(file)
+        if file.anchor_sha256:
+            goes_on = not plan.is_lossless and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
+            encoded = EncodedWeights(file, anchor.files, _next_record(candidate, file, weights), goes_on)
+    if encoded is None or not encoded.links:
+        unlink_anchor(anchor.files)
     return encoded
 
 
@@ -133,7 +141,7 @@ def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float])
     if plan.lossy and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return EncodedWeights(encode_file(weights.state, plan.with_steps(drift_rms), spool_directory=job.directory), None)
+    return EncodedWeights(encode_file(weights.state, plan.with_steps(drift_rms), spool_directory=job.directory))
 
 
 def _bits_per_weight(file: EncodedFile, weights: Mapping[str, Any]) -> float:

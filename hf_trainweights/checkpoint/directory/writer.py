@@ -5,13 +5,14 @@
 | `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
 | `optimizer.pt` and other torch files | any tree; encoded |
 | `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
-| `<sha256>.anchor` | hard link to the weights that these weights are stored against, if they are |
+| `<sha256>.anchor` | hard link to the weights that these weights, or their anchor, are stored against, if they are |
 | `trainweights.json` | the manifest, written last |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -21,7 +22,6 @@ from hf_trainweights.checkpoint.directory.anchor_choice import AnchorRecord
 from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.directory.save_job import SaveJob, file_named_in_errors
 from hf_trainweights.checkpoint.directory.weights_encoder import Weights, encode_weights
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -76,7 +76,7 @@ def save_new_directory(
 
 
 def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], AnchorRecord | None]:
-    """Save the weights file of a checkpoint, and beside it a link to the anchor if it needs one.
+    """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
     Args:
         job: The checkpoint.
@@ -93,11 +93,13 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
     with file_named_in_errors(weights.file_name):
         encoded = encode_weights(job, weights)
     entry = _save_file(job, weights.file_name, encoded.file)
-    if encoded.anchor is not None:
-        link = job.directory / anchor_file_name(encoded.anchor.sha256)
-        link_entry = FileEntry(link.stat().st_size, encoded.anchor.sha256)  # verified when it was opened
-        return {weights.file_name: entry, link.name: link_entry}, encoded.anchor
-    return {weights.file_name: entry}, AnchorRecord(entry.sha256) if weights.can_be_anchor else None
+    links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}  # verified when opened
+    record = encoded.anchor
+    if record is None:
+        record = AnchorRecord(entry.sha256) if weights.can_be_anchor else None
+    elif encoded.is_next_anchor:
+        record = replace(record, sha256=entry.sha256)
+    return {weights.file_name: entry, **links}, record
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:

@@ -22,8 +22,8 @@ No byte of the text, or of the payload's length, is a full stop: pickle takes on
 a flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), and
 zeros are appended to a payload until its length is free of the byte 46.
 
-An anchor is an encoded file of one flat state dict that refers to no other file. It is found by its digest
-(anchor_files.py).
+An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
+is found by its digest (anchor_files.py).
 """
 
 from __future__ import annotations
