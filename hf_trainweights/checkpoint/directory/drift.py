@@ -52,7 +52,10 @@ def expected_drift_rms(
 ) -> dict[str, float]:
     """Estimate from Adam's moments how far each weight moves between two saves.
 
-    The estimate is |last update| * sqrt(steps): right for independent steps, too small for a steady drift.
+    Gradients count as independent. One gradient g moves a weight by lr * (1 - beta1**k) * g / sqrt(exp_avg_sq) within k
+    steps, because Adam spreads it over the following ones. The root mean square of exp_avg is that of g times
+    sqrt((1 - beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to
+    1.3 times as far: less while the learning rate falls.
 
     Args:
         optimizer: `optimizer.state_dict()`.
@@ -75,6 +78,22 @@ def expected_drift_rms(
     return drift
 
 
+def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Tensor]:
+    """Return each parameter's `exp_avg_sq` by name, as far as the optimizer is Adam.
+
+    Args:
+        optimizer: `optimizer.state_dict()`.
+        names: Its parameters' names by their index in it.
+
+    Returns:
+        The tensors of the state dict.
+    """
+    if not is_optimizer_state(optimizer):
+        return {}
+    states = {names[index]: state for index, state in optimizer["state"].items() if index in names}
+    return {name: state["exp_avg_sq"] for name, state in states.items() if _is_adams(state)}
+
+
 def _is_adams(state: Mapping[str, Any]) -> bool:
     first, second = state.get("exp_avg"), state.get("exp_avg_sq")
     if not isinstance(first, Tensor) or not isinstance(second, Tensor):
@@ -90,4 +109,10 @@ def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, flo
     squares = (first.float().square() / second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
     correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
     squares = max(squares, 0.0)  # a damaged second moment may be negative
-    return lr * math.sqrt(squares * correction * min(steps, most_steps))
+    return lr * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), betas[0]))
+
+
+def _independent_updates(steps: float, beta: float) -> float:
+    """Return how many independent updates of the same size move a weight as far as so many steps with momentum."""
+    within = steps - 2 * beta * (1 - beta**steps) / (1 - beta) + beta**2 * (1 - beta ** (2 * steps)) / (1 - beta**2)
+    return within * (1 + beta) / (1 - beta)

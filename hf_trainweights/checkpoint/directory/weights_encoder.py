@@ -19,7 +19,7 @@ from hf_trainweights.checkpoint.directory.anchor_choice import (
     steps_since_last_save,
     unlink_anchor,
 )
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms
+from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, second_moments
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
@@ -34,7 +34,7 @@ class Weights:
     Args:
         state: A flat state dict under module names.
         buffers: Names in it that are buffers; they are exact in every mode.
-        optimizer: The optimizer's state dict, from which the drift of the weights is estimated.
+        optimizer: The optimizer's state dict, which says how far the weights drift and which of them never moved.
         optimizer_names: Its parameters' names by their index in it.
         file_name: The file they go to.
     """
@@ -106,6 +106,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
             plan.with_steps(candidate.step_rms),
             anchor=anchor,
             anchor_link=job.path / anchor.path.name,
+            second_moments=second_moments(weights.optimizer, weights.optimizer_names),
             spool_directory=job.directory,
         )
         encoded = EncodedWeights(file)

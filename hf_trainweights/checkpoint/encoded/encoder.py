@@ -91,6 +91,7 @@ def encode_file(
     *,
     anchor: Anchor | None = None,
     anchor_link: Path | None = None,
+    second_moments: Mapping[str, Tensor] | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
     """Encode a tree of tensors and plain values.
@@ -103,6 +104,8 @@ def encode_file(
             tensors the first one that has a plan decides.
         anchor: What plans with an `anchor` refer to; without it those tensors are stored without reference.
         anchor_link: Where the anchor will lie beside this file, to be recorded. Default: where it lies now.
+        second_moments: By the name in a weight's plan its `exp_avg_sq` in an optimizer that lies elsewhere. It helps to
+            encode the weight; decoding does without.
         spool_directory: Where payloads beyond 96 MiB wait, in an unlinked file. Default: the system's choice.
 
     Returns:
@@ -123,7 +126,7 @@ def encode_file(
     anchor_entry = _anchor_entry(anchor, anchor_link)
     plain_bytes = sum(map(_plain_bytes, storages))
     with Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
-        numbers, entries, report = _encode_storages(storages, plan, anchor, spool)
+        numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments or {}, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
         view["storage"] = numbers[view["storage"]]
@@ -144,7 +147,11 @@ def _anchor_entry(anchor: Anchor | None, link: Path | None) -> dict[str, Json] |
 
 
 def _encode_storages(
-    storages: Sequence[Storage], plan: Plan, anchor: Anchor | None, spool: Spool
+    storages: Sequence[Storage],
+    plan: Plan,
+    anchor: Anchor | None,
+    second_moments: Mapping[str, Tensor],
+    spool: Spool,
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
     """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
@@ -161,6 +168,8 @@ def _encode_storages(
         references = anchor_reference(anchor, each.anchor, tensor)
         if moment in decoded:
             references["exp_avg_sq"] = decoded.pop(moment)
+        elif each.role == "weight" and each.name in second_moments:
+            references["exp_avg_sq"] = second_moments[each.name]
         codec, encoded = encode_storage(tensor, storage, each, references)
         if index in referred:
             decoded[index] = decoded_tensor(codec, encoded, tensor, references)
