@@ -83,7 +83,8 @@ class DeltaUniform(Codec):
     codec_id: ClassVar[str] = "delta-uniform"
     lossless: ClassVar[bool] = False
     roles: ClassVar[tuple[str, ...]] = ("weight",)
-    references: ClassVar[tuple[str, ...]] = ("anchor", "exp_avg_sq")
+    references: ClassVar[tuple[str, ...]] = ("anchor",)
+    hints: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
@@ -111,7 +112,8 @@ class DeltaUniform(Codec):
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
-        anchor, moment = (references[name].view(shape) if name in references else None for name in self.references)
+        names = "anchor", "exp_avg_sq"
+        anchor, moment = (references[name].view(shape) if name in references else None for name in names)
         shift = _shift(tensor)
         writer = LevelWriter(*shape)
         bound = 0.0
@@ -121,7 +123,7 @@ class DeltaUniform(Codec):
             levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
             np.subtract(x, a, out=levels)
             if anchor is not None and moment is not None:
-                levels[(moment[tile].numpy() == 0) & (np.abs(levels) <= step / 2)] = 0
+                levels[(moment[tile] == 0).numpy() & (np.abs(levels) <= step / 2)] = 0
             same = zeros_in(levels)
             levels *= np.float32(1 / step)
             levels += dither

@@ -86,12 +86,13 @@ def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> di
         names: Its parameters' names by their index in it.
 
     Returns:
-        The tensors of the state dict.
+        Those tensors of the state dict that a codec may take as a hint.
     """
     if not is_optimizer_state(optimizer):
         return {}
     states = {names[index]: state for index, state in optimizer["state"].items() if index in names}
-    return {name: state["exp_avg_sq"] for name, state in states.items() if _is_adams(state)}
+    moments = {name: state["exp_avg_sq"] for name, state in states.items() if _is_adams(state)}
+    return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}
 
 
 def _is_adams(state: Mapping[str, Any]) -> bool:

@@ -169,7 +169,7 @@ def _encode_storages(
         if moment in decoded:
             references["exp_avg_sq"] = decoded.pop(moment)
         elif each.role == "weight" and each.name in second_moments:
-            references["exp_avg_sq"] = second_moments[each.name]
+            references["exp_avg_sq"] = second_moments[each.name].detach().cpu()
         codec, encoded = encode_storage(tensor, storage, each, references)
         if index in referred:
             decoded[index] = decoded_tensor(codec, encoded, tensor, references)

@@ -38,7 +38,7 @@ def encode_storage(
         tensor: What `storage.read` returned.
         storage: The storage it was read from.
         plan: Which codecs to try; if none of them can be used, the exact ones decide among themselves.
-        references: Decoded tensors by what they are: `anchor`, `exp_avg_sq`.
+        references: Decoded tensors, and hints, by what they are: `anchor`, `exp_avg_sq`.
 
     Returns:
         The codec, and its result.
@@ -46,8 +46,8 @@ def encode_storage(
     Raises:
         UnsupportedError: No codec takes the dtype; the error names the key path.
     """
+    references = {name: each for name, each in references.items() if each.shape == tensor.shape}
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
-    missing |= {name for name, reference in references.items() if reference.shape != tensor.shape}
     usable = [
         codec
         for codec in plan.candidates
