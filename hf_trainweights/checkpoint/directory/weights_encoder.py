@@ -112,7 +112,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
         encoded = EncodedWeights(file)
         if file.anchor_sha256:
             goes_on = not plan.is_lossless and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
-            encoded = EncodedWeights(file, anchor.files, _next_record(candidate, file, weights), goes_on)
+            record = _next_record(candidate, file, weights, is_exact=plan.is_lossless)
+            encoded = EncodedWeights(file, anchor.files, record, goes_on)
     if encoded is None or not encoded.links:
         unlink_anchor(anchor.files)
     return encoded
@@ -129,8 +130,10 @@ def _with_steps(candidate: AnchorCandidate, weights: Weights, anchor: Anchor) ->
     return replace(candidate, record=record)
 
 
-def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights) -> AnchorRecord:
+def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights, *, is_exact: bool) -> AnchorRecord:
     record = candidate.record
+    if is_exact and record.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+        return replace(record, saves=record.saves + 1)
     bits = _bits_per_weight(file, weights.state) + math.log2(candidate.fineness)
     first_bits = bits if record.first_bits is None else record.first_bits
     return replace(record, saves=record.saves + 1, first_bits=first_bits, last_bits=bits)
