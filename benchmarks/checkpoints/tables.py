@@ -83,10 +83,10 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
     caption = (
         "Differences of losses, in nats, to the run that was not interrupted, over the 100 steps after resuming in a "
         f"new process; {seeds_of(report)}, the largest over all seeds. LM resumes at step 200 of 300, FT at 120 of "
-        f"220. Behind a late delta is a full save that is {ages[0]} and {ages[1]} steps older. Five resumes follow each "
-        "other 10 steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows off by "
-        "1 ulp are the floor: no lossy codec can do better. Early is the run's first delta, near the highest learning rate; "
-        "early, the run's first save and int8 groups have one seed."
+        f"220. Behind a late delta is a full save that is {ages[0]} and {ages[1]} steps older. Five resumes follow "
+        "each other 10 steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows "
+        "off by 1 ulp are the floor: no lossy codec can do better. Early is the run's first delta, near the highest "
+        "learning rate; early, the run's first save and int8 groups have one seed."
     )
     return header, rows, caption
 
