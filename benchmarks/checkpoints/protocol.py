@@ -2,8 +2,8 @@
 
 A plain run is the yardstick. Its checkpoints are made small in their order, as the callback would have done. From the
 one at `resume_at` new processes resume: stored without an anchor, as the first delta to one, as a late delta of the
-run, and five times in a row. They are compared with the run that was not interrupted; so is one that resumes from weights
-that are off by one unit in the last place, because what training makes of that no coder can avoid.
+run, and five times in a row. They are compared with the run that was not interrupted; so is one that resumes from
+weights that are off by one unit in the last place, because what training makes of that no coder can avoid.
 """
 
 from __future__ import annotations
