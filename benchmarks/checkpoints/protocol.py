@@ -1,8 +1,8 @@
 """How small the checkpoints of a run become, and how a run goes on from them.
 
 A plain run is the yardstick. Its checkpoints are made small in their order, as the callback would have done. From the
-one at `resume_at` new processes resume: stored as the first delta to an anchor, as a late delta to the run's first
-anchor, and five times in a row. They are compared with the run that was not interrupted; so is one that resumes from
+one at `resume_at` new processes resume: stored without an anchor, as the first delta to one, as a late delta of the
+run, and five times in a row. They are compared with the run that was not interrupted; so is one that resumes from
 weights that are off by one unit in the last place, because what training makes of that no coder can avoid.
 """
 
@@ -87,6 +87,11 @@ class Experiment:
         return self.steps[1]
 
     @property
+    def followed(self) -> tuple[int, ...]:
+        """The steps of the checkpoints that others resume from."""
+        return self.steps[0], self.first, self.resume_at
+
+    @property
     def resume_at(self) -> int:
         """The step of the checkpoint that others resume from."""
         return RUNS[self.name].resume_at
@@ -96,7 +101,7 @@ class Experiment:
         if self._course_file.exists() and all(self.checkpoint(step).exists() for step in steps):
             return
         shutil.rmtree(self.directory, ignore_errors=True)
-        evaluate_at = {step + after for step in (self.first, self.resume_at) for after in (0, STEPS_AFTER)}
+        evaluate_at = {step + after for step in self.followed for after in (0, STEPS_AFTER)}
         evaluate_at |= {self.resume_at + (CHAIN_RESUMES - 1) * CHAIN_STEPS}
         course = in_new_process(
             train, RUNS[self.name], self.seed, self.plain, save_steps=self.save_steps, evaluate_at=evaluate_at
@@ -158,14 +163,17 @@ def measure(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
     step = experiment.resume_at
     yield ("fidelity", "1 ulp", "first"), follow(experiment, perturb(experiment, step))
     for mode in LOSSY_MODES:
+        compress_alone(experiment, f"alone-{mode}", mode)
+        yield ("fidelity", mode, "alone"), follow(experiment, experiment.checkpoint(step, f"alone-{mode}"))
         yield ("fidelity", mode, "first"), follow(experiment, begin_anchor(experiment, mode))
         yield ("fidelity", mode, "late"), follow(experiment, experiment.checkpoint(step, mode))
         yield ("fidelity", mode, "chain"), follow_chain(experiment, mode)
     if experiment.seed == _ONE_SEED:
         yield ("fidelity", "int8 groups", "first"), follow(experiment, experiment.checkpoint(step, "int8"))
-        early = experiment.checkpoint(experiment.first, LOSSY_MODES[0])
-        yield ("fidelity", LOSSY_MODES[0], "early"), follow(experiment, early)
-        yield ("fidelity", "1 ulp", "early"), follow(experiment, perturb(experiment, experiment.first))
+        for point, early in (("first save", experiment.steps[0]), ("early", experiment.first)):
+            yield ("fidelity", "1 ulp", point), follow(experiment, perturb(experiment, early))
+            for mode in LOSSY_MODES:
+                yield ("fidelity", mode, point), follow(experiment, experiment.checkpoint(early, mode))
 
 
 def measure_with_base(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:

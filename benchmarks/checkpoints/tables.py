@@ -16,15 +16,21 @@ _OTHERS = ("torch.save", "zstd -3", "ZipNN")
 _SPEED_ROWS = (*_OTHERS, "int8 groups", "lossless, no anchor", *_MODES)
 _FIDELITY_ROWS = (
     ("1 ulp", "first", "weights off by 1 ulp"),
+    ("near-lossless", "alone", "near-lossless, no anchor"),
     ("near-lossless", "first", "near-lossless, first delta"),
     ("near-lossless", "late", "near-lossless, late delta"),
     ("near-lossless", "chain", "near-lossless, fifth resume"),
+    ("compact", "alone", "compact, no anchor"),
     ("compact", "first", "compact, first delta"),
     ("compact", "late", "compact, late delta"),
     ("compact", "chain", "compact, fifth resume"),
     ("int8 groups", "first", "int8 groups, no anchor"),
     ("1 ulp", "early", "weights off by 1 ulp, early"),
     ("near-lossless", "early", "near-lossless, early"),
+    ("compact", "early", "compact, early"),
+    ("1 ulp", "first save", "weights off by 1 ulp, first save"),
+    ("near-lossless", "first save", "near-lossless, first save"),
+    ("compact", "first save", "compact, first save"),
 )
 
 
@@ -85,10 +91,10 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
     caption = (
         "Differences of losses, in nats, to the run that was not interrupted, over the 100 steps after resuming in a "
         f"new process; {seeds_of(report)}, the largest over all seeds. LM resumes at step 200 of 300, FT at 120 of "
-        f"220. The anchor of a late delta is {ages[0]} and {ages[1]} steps older. Five resumes follow each other 10 "
-        "steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows off by 1 ulp "
-        "are the floor: no lossy codec can do better. Early is the run's first delta, near the highest learning rate; "
-        "early and int8 groups have one seed."
+        f"220. Behind a late delta is a full save that is {ages[0]} and {ages[1]} steps older. Five resumes follow "
+        "each other 10 steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows "
+        "off by 1 ulp are the floor: no lossy codec can do better. Early is the run's first delta, near the highest "
+        "learning rate; early, the run's first save and int8 groups have one seed."
     )
     return header, rows, caption
 

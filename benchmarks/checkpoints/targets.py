@@ -134,8 +134,10 @@ def _judge_ratios(run: str, place: int, seeds: list[dict[str, Any]]) -> Iterator
 def _judge_fidelity(run: str, seeds: list[dict[str, Any]]) -> Iterator[Target]:
     yield Target(f"{run} lossless resumes bit for bit", 1, float(all(seed["exact"] for seed in seeds)))
     for mode, (mean, bias, held_out) in FIDELITY.items():
-        for point in ("first", "late", "chain"):
-            rows = [seed["fidelity"][mode][point] for seed in seeds]
+        for point in ("alone", "first", "late", "chain"):
+            rows = [seed["fidelity"][mode][point] for seed in seeds if point in seed["fidelity"][mode]]
+            if not rows:
+                continue
             name = f"{run} {mode} {point}"
             yield _ceiling(f"{name} mean difference", mean, [row["mean_absolute_difference"] for row in rows])
             if bias:

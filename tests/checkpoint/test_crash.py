@@ -96,6 +96,26 @@ def test_a_save_leaves_the_old_or_the_new_checkpoint(run, monkeypatch, anchor_ev
     assert killed == sorted(killed)
 
 
+@pytest.mark.filterwarnings("ignore:.*is passed over")
+def test_a_save_that_needs_several_anchors_leaves_the_old_or_the_new_checkpoint(tmp_path, monkeypatch):
+    root = tmp_path / "run"
+
+    def write(step):
+        checkpoint = example(step)
+        checkpoint["optimizer"]["param_groups"][0]["lr"] = 1e-3
+        save_training_state(checkpoint, root / f"checkpoint-{step}", Policy("near-lossless"), anchor_every=8)
+
+    for step in (1, 2, 3):
+        write(step)
+    steps = []
+    for when in replay(root, lambda: write(4), monkeypatch):
+        found = load_checkpoint(latest(root))
+        steps.append(found["step"])
+        assert (found["model"]["w"] - example(found["step"])["model"]["w"]).abs().max() < 1e-3, when
+        assert len(list((root / f"checkpoint-{found['step']}").glob("*.anchor"))) == found["step"] - 1, when
+    assert set(steps) == {3, 4}
+
+
 def test_removing_a_checkpoint_leaves_it_whole_or_gone(run, monkeypatch):
     steps = []
     for when in replay(run, lambda: remove_checkpoint(run / "checkpoint-2"), monkeypatch):

@@ -72,6 +72,8 @@ class Codec(ABC):
             never buffers or others, and exp_avg_sq only if it rounds no small value to zero.
         references: Names of the tensors it needs or may use, always DECODED values: `"anchor"` (same shape
             and dtype as the tensor) and `"exp_avg_sq"` (same shape).
+        hints: Names of the tensors that help to encode and that decoding does without; same shape, any dtype of
+            `LOSSY_DTYPES`.
         dtypes: What it can encode; anything else is an `UnsupportedError`.
     """
 
@@ -79,6 +81,7 @@ class Codec(ABC):
     lossless: ClassVar[bool]
     roles: ClassVar[tuple[str, ...]]
     references: ClassVar[tuple[str, ...]] = ()
+    hints: ClassVar[tuple[str, ...]] = ()
     dtypes: ClassVar[frozenset[torch.dtype]] = ALL_DTYPES
 
     def encode(self, tensor: Tensor, references: References | None = None) -> EncodedTensor:
@@ -103,7 +106,8 @@ class Codec(ABC):
                 f"{tensor.dtype}, {tensor.layout}",
                 "Use a lossless codec for this tensor.",
             )
-        used = {name: references[name] for name in self.references if references and name in references}
+        known = (*self.references, *self.hints)
+        used = {name: references[name] for name in known if references and name in references}
         for name, reference in used.items():
             problem = _reference_problem(name, reference, tensor.shape, tensor.dtype)
             if problem:

@@ -12,9 +12,11 @@ An element that would miss the bound, is not finite or too far away is stored as
 
 Why dither: plain rounding moves every small change to the same side, towards the anchor, which undoes training and
 biases the loss upwards; with dither the error is uniform in +-step/2 and independent of the change. The table is a
-fixed permutation, so it costs nothing and decodes the same on every machine. An unchanged element is not dithered.
-Training that resumes starts on exact levels, and with the same dither small changes would round back to these: the
-next checkpoint would undo them. So each checkpoint shifts the table, by the sum of the tensor's bit patterns.
+fixed permutation, so it costs nothing and decodes the same on every machine. An unchanged element is not dithered. An
+element whose `exp_avg_sq` is 0 never had a gradient: within half a step of its anchor it differs only because the
+anchor was rounded, so it counts as equal. Training that resumes starts on exact levels, and with the same dither small
+changes would round back to these: the next checkpoint would undo them. So each checkpoint shifts the table, by the sum
+of the tensor's bit patterns.
 
 The payloads are those of `levels`.
 
@@ -82,6 +84,7 @@ class DeltaUniform(Codec):
     lossless: ClassVar[bool] = False
     roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
+    hints: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
@@ -109,7 +112,8 @@ class DeltaUniform(Codec):
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
-        anchor = references["anchor"].view(shape) if "anchor" in references else None
+        names = "anchor", "exp_avg_sq"
+        anchor, moment = (references[name].view(shape) if name in references else None for name in names)
         shift = _shift(tensor)
         writer = LevelWriter(*shape)
         bound = 0.0
@@ -118,6 +122,8 @@ class DeltaUniform(Codec):
             x, a, dither = to_float32(elements, "x"), _anchor_of(anchor, tile), _dither(tile, shape[1], shift)
             levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
             np.subtract(x, a, out=levels)
+            if anchor is not None and moment is not None:
+                levels[(moment[tile] == 0).numpy() & (np.abs(levels) <= step / 2)] = 0
             same = zeros_in(levels)
             levels *= np.float32(1 / step)
             levels += dither

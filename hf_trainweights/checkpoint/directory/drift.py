@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
-from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.optimizer_layout import is_number, is_optimizer_state
 
-# near-lossless errs by rms / (4 * sqrt(12)) = rms / 13.9 of a delta at every save; rounding an anchor errs less.
-_ROUNDING_SHARE = 1 / 16
+# Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
+_MOST_STEPS = 100
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:
@@ -52,27 +48,52 @@ def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) 
     return measured
 
 
-def expected_drift_rms(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, float]:
-    """Estimate from Adam's moments how far each weight moves between two saves: as far as since the start of the run.
+def expected_drift_rms(
+    optimizer: Mapping[str, Any], names: Mapping[Any, str], interval_steps: int | None = None
+) -> dict[str, float]:
+    """Estimate from Adam's moments how far each weight moves between two saves.
 
-    The estimate is |last update| * sqrt(steps): right for independent steps, too small for a steady drift.
+    Gradients count as independent. One gradient g moves a weight by lr * (1 - beta1**k) * g / sqrt(exp_avg_sq) within k
+    steps, because Adam spreads it over the following ones. The root mean square of exp_avg is that of g times
+    sqrt((1 - beta1) / (1 + beta1)). Measured in a language model from scratch and in a fine-tune, weights move 0.4 to
+    1.3 times as far: less while the learning rate falls.
 
     Args:
         optimizer: `optimizer.state_dict()`.
         names: Its parameters' names by their index in it.
+        interval_steps: Training steps between two saves, of which at most 100 count. Default: those since the start of
+            the run.
 
     Returns:
         Root mean square by name, without parameters that have no name or no Adam state; empty for other optimizers.
     """
     drift: dict[str, float] = {}
+    most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
     if not is_optimizer_state(optimizer):
         return drift
     for group in optimizer["param_groups"]:
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
             if index in names and "betas" in group and _is_adams(state):
-                drift[names[index]] = _adam_drift_rms(state, float(group["lr"]), group["betas"])
+                drift[names[index]] = _adam_drift_rms(state, float(group["lr"]), group["betas"], most_steps)
     return drift
+
+
+def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Tensor]:
+    """Return each parameter's `exp_avg_sq` by name, as far as the optimizer is Adam.
+
+    Args:
+        optimizer: `optimizer.state_dict()`.
+        names: Its parameters' names by their index in it.
+
+    Returns:
+        Those tensors of the state dict that a codec may take as a hint.
+    """
+    if not is_optimizer_state(optimizer):
+        return {}
+    states = {names[index]: state for index, state in optimizer["state"].items() if index in names}
+    moments = {name: state["exp_avg_sq"] for name, state in states.items() if _is_adams(state)}
+    return {name: moment for name, moment in moments.items() if moment.dtype in LOSSY_DTYPES}
 
 
 def _is_adams(state: Mapping[str, Any]) -> bool:
@@ -82,37 +103,18 @@ def _is_adams(state: Mapping[str, Any]) -> bool:
     return first.shape == second.shape and is_number(state.get("step"))
 
 
-def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, float]) -> float:
+def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, float], most_steps: int) -> float:
     steps = float(state["step"])
     first, second = state["exp_avg"], state["exp_avg_sq"]
     if steps < 1 or not first.numel():
         return 0.0
     squares = (first.float().square() / second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
     correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
-    return lr * math.sqrt(max(squares * correction * steps, 0.0))  # a damaged second moment may be negative
+    squares = max(squares, 0.0)  # a damaged second moment may be negative
+    return lr * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), betas[0]))
 
 
-def without_coarse_rounding(plan: Plan, weights: Mapping[str, Any], drift_rms: Mapping[str, float]) -> Plan:
-    """Keep the rounding of a plan only where it errs less than near-lossless errs at every save.
-
-    Training from scratch moves weights that far between two saves, a fine-tune does not.
-
-    Args:
-        plan: What `Policy.plan_full` returned.
-        weights: The flat state dict that it plans.
-        drift_rms: By name how far a weight moves between two saves; one without an entry is not rounded.
-
-    Returns:
-        A new plan.
-    """
-    kept: dict[KeyPath, TensorPlan] = {}
-    for path, each in plan.items():
-        limit = drift_rms.get(each.name, 0.0) * _ROUNDING_SHARE
-        rounds = each.round_to is not None and limit and _rounding_rms(weights[each.name], each.round_to) <= limit
-        kept[path] = each if rounds else dataclasses.replace(each, round_to=None)
-    return kept
-
-
-def _rounding_rms(weight: Tensor, dtype: torch.dtype) -> float:
-    error = weight.detach().float() - weight.detach().to(dtype).float()
-    return error.square().mean().sqrt().item()
+def _independent_updates(steps: float, beta: float) -> float:
+    """Return how many independent updates of the same size move a weight as far as so many steps with momentum."""
+    within = steps - 2 * beta * (1 - beta**steps) / (1 - beta) + beta**2 * (1 - beta ** (2 * steps)) / (1 - beta**2)
+    return within * (1 + beta) / (1 - beta)

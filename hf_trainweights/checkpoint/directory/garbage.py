@@ -80,7 +80,7 @@ def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
 
 
 def unused_anchors(directory: Path) -> list[Path]:
-    """List anchors that neither the manifest lists nor an encoded file beside them refers to.
+    """List anchors that neither the manifest lists nor reading an encoded file beside them takes.
 
     Args:
         directory: A checkpoint directory.
@@ -97,8 +97,11 @@ def unused_anchors(directory: Path) -> list[Path]:
         return []
     try:
         needed = {directory / name for name in _listed_files(directory)}
-        for path in set(directory.iterdir()) - anchors:
-            needed |= {directory / anchor_file_name(sha256) for sha256 in _anchor_digests(path)}
+        readers = set(directory.iterdir()) - anchors
+        while readers:  # an anchor may be a difference to another one
+            names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
+            readers = anchors.intersection(directory / name for name in names) - needed
+            needed |= readers
     except (CorruptFileError, OSError):
         return []
     return sorted(anchors - needed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +11,13 @@ from typing import Any
 from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.anchor_choice import (
+    MOST_FILES,
     AnchorCandidate,
     AnchorRecord,
     find_anchor_candidate,
     link_anchor,
+    steps_since_last_save,
+    unlink_anchor,
 )
 from hf_trainweights.checkpoint.directory.base_anchor import (
     base_candidate,
@@ -22,14 +25,13 @@ from hf_trainweights.checkpoint.directory.base_anchor import (
     open_base,
     with_measured_drift,
 )
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, without_coarse_rounding
+from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, measure_delta_rms, second_moments
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
-from hf_trainweights.files import disk
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
@@ -41,7 +43,7 @@ class Weights:
     Args:
         state: A flat state dict under module names.
         buffers: Names in it that are buffers; they are exact in every mode.
-        optimizer: The optimizer's state dict, from which the drift of the weights is estimated.
+        optimizer: The optimizer's state dict, which says how far the weights drift and which of them never moved.
         optimizer_names: Its parameters' names by their index in it.
         file_name: The file they go to.
     """
@@ -64,14 +66,17 @@ class EncodedWeights:
 
     Args:
         file: The file.
-        anchor: What the manifest records about the anchor that this file refers to; None if it refers to no other file.
-        links: The files that it refers to, in the job's directory: the anchor, or what is kept of the base.
+        links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no other,
+            or to a base that is not kept.
+        anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
+        is_next_anchor: Whether the next checkpoint's anchor is this file; its record lacks the digest of it.
         base: The weights outside the run that the anchor is.
     """
 
     file: EncodedFile
-    anchor: AnchorRecord | None
-    links: tuple[Path, ...] = ()
+    links: Sequence[Path] = ()
+    anchor: AnchorRecord | None = None
+    is_next_anchor: bool = False
     base: Base | None = None
 
 
@@ -83,7 +88,7 @@ def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
         weights: The weights.
 
     Returns:
-        The file, and the anchor it needs.
+        The file, and the anchors it needs.
 
     Raises:
         UnstorableError: A value cannot be stored; the error names its key.
@@ -114,19 +119,25 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
             plan.with_steps(candidate.step_rms),
             anchor=anchor,
             anchor_link=job.path / anchor_file_name(anchor.sha256),
+            second_moments=second_moments(weights.optimizer, weights.optimizer_names),
             spool_directory=job.directory,
         )
-        encoded = EncodedWeights(file, _next_record(candidate, file, weights) if file.anchor_sha256 else None)
-    if isinstance(anchor, BaseWeights):
-        if encoded is None or encoded.anchor is None:
-            return encoded
-        keeps = candidate.keep_base or (job.base is not None and job.base.keep)
-        kept = keep_files(anchor, job.directory) if keeps else ()
-        return replace(encoded, links=kept, base=anchor.base)
-    if encoded is None or encoded.anchor is None:
-        disk.file_system.unlink(anchor.path)
-        return encoded
-    return replace(encoded, links=(anchor.path,))
+        encoded = EncodedWeights(file)
+        if file.anchor_sha256:
+            record = _next_record(candidate, file, weights, is_exact=plan.is_lossless)
+            if isinstance(anchor, BaseWeights):
+                encoded = EncodedWeights(file, _kept_files(job, candidate, anchor), record, base=anchor.base)
+            else:
+                goes_on = not plan.is_lossless and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
+                encoded = EncodedWeights(file, anchor.files, record, goes_on)
+    if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
+        unlink_anchor(anchor.files)
+    return encoded
+
+
+def _kept_files(job: SaveJob, candidate: AnchorCandidate, base: BaseWeights) -> Sequence[Path]:
+    keeps = candidate.keep_base or (job.base is not None and job.base.keep)
+    return keep_files(base, job.directory) if keeps else ()
 
 
 def _with_steps(
@@ -144,20 +155,22 @@ def _with_steps(
     return replace(candidate, record=record)
 
 
-def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights) -> AnchorRecord:
+def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights, *, is_exact: bool) -> AnchorRecord:
     record = candidate.record
+    if is_exact and record.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+        return replace(record, saves=record.saves + 1)
     bits = _bits_per_weight(file, weights.state) + math.log2(candidate.fineness)
     first_bits = bits if record.first_bits is None else record.first_bits
     return replace(record, saves=record.saves + 1, first_bits=first_bits, last_bits=bits)
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float]) -> EncodedWeights:
-    """Encode without reference; where the mode is lossy, weights that drift far enough are rounded to bfloat16."""
+    """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
     plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
-    if not drift_rms and any(each.round_to for each in plan.values()):
-        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names)
-    plan = without_coarse_rounding(plan, weights.state, drift_rms)
-    return EncodedWeights(encode_file(weights.state, plan, spool_directory=job.directory), None)
+    if plan.lossy and not drift_rms:
+        interval_steps = steps_since_last_save(job.path)
+        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
+    return EncodedWeights(encode_file(weights.state, plan.with_steps(drift_rms), spool_directory=job.directory))
 
 
 def _bits_per_weight(file: EncodedFile, weights: Mapping[str, Any]) -> float:

@@ -5,14 +5,14 @@
 | `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
 | `optimizer.pt` and other torch files | any tree; encoded |
 | `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
-| `<sha256>.anchor` | hard link to the weights that these weights are stored against, or what is kept of a base |
+| `<sha256>.anchor` | hard link to weights that these weights, or their anchor, are stored against, or what is kept of a base |
 | `trainweights.json` | the manifest, written last |
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -96,7 +96,7 @@ class SavedWeights:
 
 
 def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
-    """Save the weights file of a checkpoint, and beside it a link to the anchor if it needs one.
+    """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
     Args:
         job: The checkpoint.
@@ -113,11 +113,13 @@ def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
     with file_named_in_errors(weights.file_name):
         encoded = encode_weights(job, weights)
     entry = _save_file(job, weights.file_name, encoded.file)
-    if encoded.anchor is not None:
-        # Their names are their digests, verified when they were opened.
-        links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}
-        return SavedWeights({weights.file_name: entry, **links}, encoded.anchor, encoded.base)
-    return SavedWeights({weights.file_name: entry}, AnchorRecord(entry.sha256) if weights.can_be_anchor else None)
+    links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}  # verified when opened
+    record = encoded.anchor
+    if record is None:
+        record = AnchorRecord(entry.sha256) if weights.can_be_anchor else None
+    elif encoded.is_next_anchor:
+        record = replace(record, sha256=entry.sha256)
+    return SavedWeights({weights.file_name: entry, **links}, record, encoded.base)
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:

@@ -9,37 +9,47 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor_files import verify_anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, verify_anchor
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
 from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
-from hf_trainweights.checkpoint.encoded.storages import default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import cut_payload
 from hf_trainweights.checkpoint.encoded.tree import unflatten
+
+MOST_ANCHORS = 8
+"""How many files reading one anchor may take, itself among them; writers are content with fewer."""
 
 
 class Anchor:
     """The weights that files are stored against, decoded one at a time.
 
+    An anchor may be a difference to another one, which lies beside it.
+
     Args:
         path: A regular file called `anchor_file_name(sha256)`; it stays memory-mapped as long as this object lives.
+        most_files: How many files reading it may take.
 
     Attributes:
         path: Its absolute path.
         sha256: Its digest.
+        files: The files that reading it takes: itself, then the one it is a difference to, and so on.
 
     Raises:
-        CorruptFileError: Its digest or its content is wrong, or it refers to another anchor.
+        CorruptFileError: Its digest or its content is wrong, or it takes more than `most_files`.
+        MissingAnchorError: The anchor that it is a difference to is not beside it, nor in a registered directory.
         OSError: It cannot be read.
     """
 
-    def __init__(self, path: str | Path):
+    def __init__(self, path: str | Path, *, most_files: int = MOST_ANCHORS):
         self.path = Path(path).absolute()
         self.sha256 = verify_anchor(self.path)
         loaded = load_undecoded(self.path)
         self._structure = loaded.structure
         self._pieces = cut_payload(loaded.structure, loaded.payload)
         self._views = _views_by_name(loaded.structure, str(self.path))
+        self._next = self._open_next(most_files)
+        self.files: tuple[Path, ...] = (self.path, *(self._next.files if self._next else ()))
 
     def __contains__(self, name: object) -> bool:
         return name in self._views
@@ -68,16 +78,32 @@ class Anchor:
         view = self._views[name]
         index = view["storage"]
         with torch.no_grad(), default_device_cpu():
-            storage = decode_storage(self._structure, index, self._pieces[index], {})
+            storage = decode_storage(self._structure, index, self._pieces[index], self._references(index))
             structure = {"tree": {"tensor": 0}, "tensors": [{**view, "storage": 0}]}
             return unflatten(structure, [storage]).detach()
+
+    def _open_next(self, most_files: int) -> Anchor | None:
+        """Open the anchor that this one is a difference to: each directory with a link to this one has a link to it."""
+        if "anchor" not in self._structure:
+            return None
+        if most_files <= 1:
+            raise corrupt(str(self.path), f"an anchor that takes at most {MOST_ANCHORS} files", "one that takes more")
+        sha256 = self._structure["anchor"]["sha256"]
+        beside = self.path.with_name(anchor_file_name(sha256))
+        return Anchor(find_anchor(sha256, str(beside)), most_files=most_files - 1)
+
+    def _references(self, index: int) -> dict[str, Tensor]:
+        entry = self._structure["storages"][index]
+        if self._next is None or "anchor" not in entry:
+            return {}
+        return {"anchor": self._next.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
 
 
 def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:
     """Return the views of a flat state dict, every one of them checked by building it on "meta"."""
     tree = unflatten(structure, empty_storages(structure))
     is_flat = isinstance(tree, dict) and all(isinstance(value, Tensor) for value in tree.values())
-    if not is_flat or "anchor" in structure or any("exp_avg_sq" in each for each in structure["storages"]):
-        raise corrupt(where, "an anchor: one flat state dict that refers to no other file", "another file")
+    if not is_flat or any("exp_avg_sq" in each for each in structure["storages"]):
+        raise corrupt(where, "an anchor: one flat state dict of weights", "another file")
     items = next(iter(structure["tree"].values()))
     return {name: structure["tensors"][node["tensor"]] for name, node in items}

@@ -23,7 +23,6 @@ from hf_trainweights.checkpoint.encoded.storage_encoder import (
     anchor_reference,
     decoded_tensor,
     encode_storage,
-    read_storage,
 )
 from hf_trainweights.checkpoint.encoded.storages import Storage
 from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
@@ -93,6 +92,7 @@ def encode_file(
     *,
     anchor: Anchor | BaseWeights | None = None,
     anchor_link: Path | None = None,
+    second_moments: Mapping[str, Tensor] | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
     """Encode a tree of tensors and plain values.
@@ -107,6 +107,8 @@ def encode_file(
         anchor: What plans with an `anchor` refer to; without it those tensors are stored without reference.
         anchor_link: Where the anchor will lie beside this file, to be recorded. Default: where it lies now. Of a
             base only the directory counts, which may keep its files; without it none does.
+        second_moments: By the name in a weight's plan its `exp_avg_sq` in an optimizer that lies elsewhere. It helps to
+            encode the weight; decoding does without.
         spool_directory: Where payloads beyond 96 MiB wait, in an unlinked file. Default: the system's choice.
 
     Returns:
@@ -127,7 +129,7 @@ def encode_file(
     anchor_entry = _anchor_entry(anchor, anchor_link)
     plain_bytes = sum(map(_plain_bytes, storages))
     with Spool(spool_directory, plain_bytes) as spool:
-        numbers, entries, report = _encode_storages(storages, plan, anchor, spool)
+        numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments or {}, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
         view["storage"] = numbers[view["storage"]]
@@ -162,7 +164,11 @@ class _EncodedStorage:
 
 
 def _encode_storages(
-    storages: Sequence[Storage], plan: Plan, anchor: Anchor | BaseWeights | None, spool: Spool
+    storages: Sequence[Storage],
+    plan: Plan,
+    anchor: Anchor | BaseWeights | None,
+    second_moments: Mapping[str, Tensor],
+    spool: Spool,
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
     """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
@@ -175,6 +181,8 @@ def _encode_storages(
         encoded = {}
         for index in unit:
             moment = decoded.pop(moments.get(index), None)
+            if moment is None and plans[index].role == "weight" and plans[index].name in second_moments:
+                moment = second_moments[plans[index].name].detach().cpu()
             encoded[index], second_moment = _encode_one(
                 storages[index], plans[index], anchor, moment, keep=index in referred
             )
@@ -210,7 +218,7 @@ def _encode_one(
     storage: Storage, plan: TensorPlan, anchor: Anchor | BaseWeights | None, moment: Tensor | None, *, keep: bool
 ) -> tuple[_EncodedStorage, Tensor | None]:
     """Encode a storage; if it is to be kept, return also what it decodes to."""
-    tensor, rounding_error = read_storage(storage, plan)
+    tensor = storage.read()
     references = anchor_reference(anchor, plan.anchor, tensor)
     if moment is not None:
         references["exp_avg_sq"] = moment
@@ -220,7 +228,7 @@ def _encode_one(
         assert anchor is not None  # it is where the reference comes from
         assert plan.anchor is not None
         entry["anchor"] = anchor.stored_name(plan.anchor)
-    report = _report(storage, plan, codec, encoded, rounding_error)
+    report = _report(storage, plan, codec, encoded)
     decoded = decoded_tensor(codec, encoded, tensor, references) if keep else None
     return _EncodedStorage(codec, encoded.payloads, entry, report), decoded
 
@@ -255,17 +263,14 @@ def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor) -> dict[str, Js
     return entry
 
 
-def _report(
-    storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor, rounding_error: float | None
-) -> TensorReport:
-    bounds = [bound for bound in (encoded.bound, rounding_error) if bound is not None]
+def _report(storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor) -> TensorReport:
     return TensorReport(
         path=path_text(storage.paths[0]),
         name=plan.name,
         role=plan.role,
         codec=codec.codec_id,
         params=encoded.params,
-        bound=sum(bounds) if bounds else None,
+        bound=encoded.bound,
         bytes_in=_plain_bytes(storage),
         bytes_out=encoded.payload_bytes,
     )

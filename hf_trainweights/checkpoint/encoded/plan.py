@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import torch
-
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 
@@ -23,7 +21,6 @@ class TensorPlan:
             contiguous or shares its memory. If none is left the tensor is stored exactly.
         anchor: Name of its reference in the anchor.
         exp_avg_sq: Path of its second moment in the same tree.
-        round_to: Round the values to this dtype first and keep them in their own; not where one overflows.
     """
 
     role: str
@@ -31,7 +28,6 @@ class TensorPlan:
     candidates: tuple[Codec, ...]
     anchor: str | None = None
     exp_avg_sq: KeyPath | None = None
-    round_to: torch.dtype | None = None
 
 
 Plan = Mapping[KeyPath, TensorPlan]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 from torch import Tensor
@@ -18,16 +17,6 @@ from hf_trainweights.errors import QuantizationError, UnsupportedError
 
 # With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
 _RAW_ELEMENTS = (64, 4096)
-
-
-def read_storage(storage: Storage, plan: TensorPlan) -> tuple[Tensor, float | None]:
-    """Return the tensor to encode, and the largest error of rounding it; None if it is as it was."""
-    tensor = storage.read()
-    if plan.round_to is None or not storage.exclusive:
-        return tensor, None
-    rounded = tensor.to(plan.round_to).to(tensor.dtype)
-    error = (rounded - tensor).abs().amax().item() if tensor.numel() else 0.0
-    return (rounded, error) if math.isfinite(error) else (tensor, None)
 
 
 def anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
@@ -47,10 +36,10 @@ def encode_storage(
     """Encode a storage by the codec with the smallest result.
 
     Args:
-        tensor: What `read_storage` returned.
+        tensor: What `storage.read` returned.
         storage: The storage it was read from.
         plan: Which codecs to try; if none of them can be used, the exact ones decide among themselves.
-        references: Decoded tensors by what they are: `anchor`, `exp_avg_sq`.
+        references: Decoded tensors, and hints, by what they are: `anchor`, `exp_avg_sq`.
 
     Returns:
         The codec, and its result.
@@ -58,8 +47,8 @@ def encode_storage(
     Raises:
         UnsupportedError: No codec takes the dtype; the error names the key path.
     """
+    references = {name: each for name, each in references.items() if each.shape == tensor.shape}
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
-    missing |= {name for name, reference in references.items() if reference.shape != tensor.shape}
     usable = [
         codec
         for codec in plan.candidates

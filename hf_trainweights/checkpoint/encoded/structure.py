@@ -22,10 +22,10 @@ No byte of the text, or of the payload's length, is a full stop: pickle takes on
 a flipped bit can make it look for an instruction in either. So there a full stop is a middle dot (U+00B7), and
 zeros are appended to a payload until its length is free of the byte 46.
 
-An anchor is an encoded file of one flat state dict that refers to no other file. It is found by its digest
-(anchor_files.py). In its place may stand weights outside the run, as others wrote them: then `anchor` has one more
-key, `base` (base_identity.py), its `sha256` is that of all files of the base together, its `path` leads to a directory
-that may keep them under their own digests, and a storage's `anchor` is a name in them.
+An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
+is found by its digest (anchor_files.py). In its place may stand weights outside the run, as others wrote them: then
+`anchor` has one more key, `base` (base_identity.py), its `sha256` is that of all files of the base together, its `path`
+leads to a directory that may keep them under their own digests, and a storage's `anchor` is a name in them.
 """
 
 from __future__ import annotations

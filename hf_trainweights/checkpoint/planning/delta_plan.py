@@ -1,4 +1,4 @@
-"""`DeltaPlan`: how weights are stored against an anchor, planned once; measured steps are filled in later."""
+"""`DeltaPlan`: how weights are stored, against an anchor or as one, planned once; steps are filled in later."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class LossyDelta:
 
     Args:
         steps_per_rms: Into how many steps the root mean square of its first difference is divided.
-        or_exact: Whether an exact difference is tried as well. Most bits of a half-precision weight do not change
-            between saves, so that exact can be smaller.
+        or_exact: Whether exact is tried as well. Most bits of a half-precision weight do not change between saves, and
+            an anchor may move so little that steps take more bits than floats.
     """
 
     steps_per_rms: int
@@ -29,7 +29,7 @@ class LossyDelta:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """The plan of a weights file against an anchor, without the steps of the lossy modes.
+    """The plan of a weights file, without the steps of the lossy modes.
 
     Args:
         exact: How each weight is stored where it is not rounded, or by the codec that a rule names.
@@ -53,11 +53,12 @@ class DeltaPlan:
         """Fill in the steps.
 
         Args:
-            delta_rms: What `measure_delta_rms` returned at the first difference to the anchor: the steps stay fixed
-                from then on. A weight without an entry, or one that did not move, is exact.
+            delta_rms: By name how far a weight moves between two saves. Against an anchor it is what
+                `measure_delta_rms` returned at the first difference: the steps stay fixed from then on. A weight
+                without an entry, or one that did not move, is exact.
 
         Returns:
-            A plan for `encode_file(weights, plan, anchor=anchor)`.
+            A plan for `encode_file(weights, plan)`.
         """
         plan = dict(self.exact)
         for path, lossy in self.lossy.items():

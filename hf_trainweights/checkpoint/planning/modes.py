@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
@@ -71,11 +70,6 @@ def lossy_mode_of(choice: str | Codec, role: str, tensor: Tensor) -> LossyMode |
     if isinstance(choice, Codec) or role == "buffer" or is_small or tensor.dtype not in LOSSY_DTYPES:
         return None
     return LOSSY_MODES.get(choice)
-
-
-def rounding_of(choice: str | Codec, role: str, tensor: Tensor) -> torch.dtype | None:
-    """Return the dtype to which a full weight may be rounded, or None."""
-    return torch.bfloat16 if lossy_mode_of(choice, role, tensor) and tensor.dtype == torch.float32 else None
 
 
 def state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec, ...]:

@@ -8,8 +8,9 @@
 | buffer | buffers of the module | exact | exact |
 | other | step counters, states of optimizers that are not Adam | exact | exact |
 
-In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor; a weight
-without an anchor, or one that did not change, is exact. A tensor of fewer than 4096 elements is exact in every mode and
+In `lossless` everything is exact. `rms` is the root mean square of the first difference to the anchor. A weight
+without an anchor has the steps that the last update of Adam, or an earlier anchor, lets expect; where neither is there,
+or the weight did not change, it is exact. A tensor of fewer than 4096 elements is exact in every mode and
 under every rule: norms and biases take little space and steer much.
 """
 
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
+from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
@@ -36,7 +38,6 @@ from hf_trainweights.checkpoint.planning.modes import (
     allowed_codecs,
     exact_delta_codecs,
     lossy_mode_of,
-    rounding_of,
     state_codecs,
 )
 from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
@@ -113,21 +114,26 @@ class Policy:
             for name, tensor, role, choice in self._choices(weights, buffers)
         }
 
-    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
-        """Plan a weights file that stands alone, becomes an anchor and may be rounded where the mode is lossy.
+    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> DeltaPlan:
+        """Plan a weights file that stands alone, becomes an anchor and is rounded where the mode is lossy.
+
+        A lossy mode rounds float32 only: weights of half precision are small as they are.
 
         Args:
             weights: A flat state dict under module names.
             buffers: Which of them are buffers.
 
         Returns:
-            A plan for `encode_file(weights, plan)`. Whether a weight that has a `round_to` moves enough to be rounded
-            is not known here.
+            The plan, which lacks the steps of the lossy modes: how far a weight moves between saves.
         """
-        return {
-            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor), round_to=rounding_of(choice, role, tensor))
-            for name, tensor, role, choice in self._choices(weights, buffers)
-        }
+        exact: dict[KeyPath, TensorPlan] = {}
+        lossy: dict[KeyPath, LossyDelta] = {}
+        for name, tensor, role, choice in self._choices(weights, buffers):
+            mode = lossy_mode_of(choice, role, tensor) if tensor.dtype == torch.float32 else None
+            exact[name,] = TensorPlan(role, name, (Planes(),) if mode else allowed_codecs(choice, tensor))
+            if mode:
+                lossy[name,] = LossyDelta(mode.steps_per_rms, or_exact=True)
+        return DeltaPlan(exact, lossy)
 
     def plan_delta(
         self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()

@@ -31,7 +31,7 @@ class Order:
 
     Args:
         plan: The plan of the whole tensor; its references have to be those of the shard.
-        lossy: What a lossy mode does instead where the shard has moved from its anchor.
+        lossy: What a lossy mode does instead where the shard moves between saves.
         state: Which state of an optimizer it is; None for a weight or buffer.
     """
 
@@ -44,7 +44,8 @@ class Order:
 
         Args:
             name: The shard's name in the anchor.
-            rms: How far it had moved at the first difference to the anchor; 0 if it stays exact.
+            rms: How far it had moved at the first difference to the anchor, or is expected to move from this one; 0 if
+                it stays exact.
         """
         exact = replace(self.plan, anchor=None if self.plan.anchor is None else name)
         return DeltaPlan({(): exact}, {(): self.lossy} if self.lossy else {}).with_steps({exact.name: rms})[()]
@@ -121,7 +122,7 @@ def _plan_model(
     exact = buffers_of({name: weight.dim() for name, weight in weights.items()}, parameters, buffers)
     if not is_delta:
         full = policy.plan_full(weights, buffers=exact)
-        return {names[name]: Order(full[name,]) for name in weights}
+        return {names[name]: Order(full.exact[name,], full.lossy.get((name,))) for name in weights}
     delta = policy.plan_delta(weights, weights, buffers=exact)
     return {names[name]: Order(delta.exact[name,], delta.lossy.get((name,))) for name in weights}
 

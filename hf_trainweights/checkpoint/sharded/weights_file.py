@@ -12,7 +12,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
-from hf_trainweights.checkpoint.directory.drift import without_coarse_rounding
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
@@ -87,10 +86,11 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
 
 def _encode_full(rank: RankItems, item: WriteItem) -> EncodedFile:
     tensor, order, name = rank.tensor(item), rank.orders.orders[item.index.fqn], name_of(item)
-    plan = replace(order.plan, anchor=None)
-    if plan.round_to is not None:
+    drift: float | None = None
+    # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
+    if order.lossy is not None and rank.orders.anchor is None:
         drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else expected_shard_drift_rms(rank, item)
-        plan = without_coarse_rounding({(): plan}, {plan.name: tensor}, {plan.name: drift or 0.0})[()]
+    plan = replace(order.shard_plan(name, drift or 0.0), anchor=None)
     return _encode(rank, tensor, plan, None)
 
 

@@ -153,3 +153,28 @@ def test_zeros_keep_the_sign_that_files_have_always_decoded_to():
     assert isinstance(shift, int)
     dither = delta_uniform._dither_table()[shift : shift + 4093]
     assert torch.equal(decoded.signbit().view(-1), torch.from_numpy(dither >= 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_what_never_had_a_gradient_stays_at_a_rounded_anchor(dtype):
+    torch.manual_seed(0)
+    step, start = 2**-10, torch.randn(80, 64)
+    first = DeltaUniform(step).encode(start)
+    anchor = DeltaUniform.decode(first.payloads, first.params, start.shape, start.dtype)
+    moment = torch.rand(80, 64).add(0.1).to(dtype)
+    moment[:60] = 0
+    weight = torch.where(moment == 0, start, start + 1e-3 * torch.randn(80, 64))
+    plain, hinted = (
+        DeltaUniform(step).encode(weight, {"anchor": anchor, **hint}) for hint in ({}, {"exp_avg_sq": moment})
+    )
+    decoded = DeltaUniform.decode(hinted.payloads, hinted.params, weight.shape, weight.dtype, {"anchor": anchor})
+    assert torch.equal(decoded[:60], anchor[:60])
+    assert (decoded - weight).abs().max() <= hinted.bound <= 0.5001 * step
+    assert hinted.payload_bytes < 0.6 * plain.payload_bytes
+
+
+def test_what_moved_without_a_gradient_by_more_than_half_a_step_is_no_anchor():
+    anchor, moment = torch.ones(80, 64), torch.zeros(80, 64)
+    weight = anchor * (1 - 2**-8)  # weight decay
+    encoded = DeltaUniform(2**-9).encode(weight, {"anchor": anchor, "exp_avg_sq": moment})
+    assert encoded.bound <= 0.5001 * 2**-9

@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from trees import write_anchor
+from trees import write_anchor, write_encoded
 
+from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.errors import CorruptFileError
 
 
@@ -24,10 +26,49 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
         anchor.tensor("b")
 
 
-def test_anchor_that_needs_an_anchor_is_refused(delta, tmp_path):
-    path, _, _ = delta
-    path = path.rename(tmp_path / anchors.anchor_file_name(anchors.file_sha256(path)))
-    with pytest.raises(CorruptFileError, match="expected an anchor: one flat state dict that refers to no other file"):
+def as_anchor(path):
+    return path.rename(path.with_name(anchors.anchor_file_name(anchors.file_sha256(path))))
+
+
+def chain(directory, length):
+    """Anchors each of which is a difference to the one before: the last one's path, and its weights."""
+    directory.mkdir(exist_ok=True)
+    weights = {"w": torch.randn(80, 64)}
+    path = write_anchor(directory, weights)
+    for _ in range(length - 1):
+        weights = {"w": weights["w"] + 1e-3}
+        plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+        path = as_anchor(write_encoded(directory / "w.bin", weights, plan, anchor=Anchor(path)))
+    return path, weights
+
+
+def test_anchor_may_be_a_difference_to_another_one_beside_it(tmp_path):
+    path, weights = chain(tmp_path / "a", 4)
+    (tmp_path / "a").rename(tmp_path / "moved")
+    anchor = Anchor(tmp_path / "moved" / path.name)
+    assert torch.equal(anchor.tensor("w"), weights["w"])
+    assert len(set(anchor.files)) == 4
+    assert set(anchor.files) == set((tmp_path / "moved").iterdir())
+
+
+def test_anchor_that_takes_too_many_files_is_refused(tmp_path):
+    path, _ = chain(tmp_path, 8)
+    assert len(Anchor(path).files) == 8
+    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    ninth = as_anchor(write_encoded(tmp_path / "w.bin", {"w": torch.zeros(80, 64)}, plan, anchor=Anchor(path)))
+    with pytest.raises(CorruptFileError, match="expected an anchor that takes at most 8 files"):
+        Anchor(ninth)
+
+
+def test_anchor_whose_own_anchor_is_gone_or_damaged_is_refused(tmp_path):
+    path, _ = chain(tmp_path, 3)
+    first = Anchor(path).files[-1]
+    content = first.read_bytes()
+    first.write_bytes(content[:-100] + bytes(100))
+    with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
+        Anchor(path)
+    first.unlink()
+    with pytest.raises(anchors.MissingAnchorError, match=first.name):
         Anchor(path)
 
 

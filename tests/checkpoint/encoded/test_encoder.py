@@ -221,19 +221,18 @@ def test_recorded_link_must_carry_the_anchors_name(tmp_path, weight):
         encode_file({"w": weight}, plan, anchor=anchor, anchor_link=tmp_path / "anchor.bin")
 
 
-def test_rounding_keeps_the_dtype_and_says_its_error(weight):
-    tree, plan = {"w": weight}, {("w",): planned(PLANES, round_to=torch.bfloat16)}
+def test_weight_without_an_anchor_keeps_the_bound_it_states(weight):
+    tree, plan = {"w": weight}, {("w",): planned(PLANES, LOSSY)}
     back, (entry,) = stored(tree, plan), encode_file(tree, plan).report
-    assert torch.equal(back["w"], weight.bfloat16().float())
-    assert entry.bound == (back["w"] - weight).abs().max()
-    assert entry.bytes_in == weight.nbytes
+    assert 0 < (back["w"] - weight).abs().max() <= entry.bound <= 1e-2
+    assert (entry.codec, entry.params["anchor"]) == ("delta-uniform", False)
     assert entry.bytes_out < 0.45 * weight.nbytes
 
 
-@pytest.mark.parametrize("change", [lambda w: w.fill_(3.4e38), lambda w: w.fill_(torch.nan)], ids=["overflow", "nan"])
-def test_rounding_leaves_alone_what_would_not_survive_it(change, weight):
+@pytest.mark.parametrize("change", [lambda w: w.fill_(3.4e38), lambda w: w.fill_(torch.nan)], ids=["large", "nan"])
+def test_weight_that_no_step_suits_stays_exact(change, weight):
     tree = {"w": change(weight)}
-    plan = {("w",): planned(PLANES, round_to=torch.bfloat16)}
+    plan = {("w",): planned(PLANES, LOSSY)}
     assert fingerprint(stored(tree, plan)) == fingerprint(tree)
     assert encode_file(tree, plan).report[0].bound is None
 
@@ -252,7 +251,7 @@ def test_large_payloads_wait_in_an_unlinked_file(tmp_path, monkeypatch):
 def test_inputs_are_only_read(weight):
     tree = {"w": weight, "state": {0: torch.ones(3)}}
     before = fingerprint(tree)
-    encode_file(tree, {("w",): planned(LOSSY, round_to=torch.bfloat16)})
+    encode_file(tree, {("w",): planned(LOSSY)})
     assert fingerprint(tree) == before
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import warnings
 
@@ -10,7 +11,9 @@ import torch
 from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import padded_length
@@ -102,3 +105,26 @@ def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_pat
     positions = range(0, len(anchor_data) * 8, 13)
     errors, different = outcomes_of_flips(anchor_data, fingerprint(weights), positions, load_with_anchor)
     assert (errors, different) == (len(positions), [])
+
+
+def test_flipped_bits_of_any_anchor_of_a_chain_are_errors(tmp_path):
+    torch.manual_seed(0)
+    weights, links = {"w": torch.randn(16, 8)}, []
+    for codec in (DeltaUniform(1e-2), DeltaUniform(1e-3), DeltaUniform(1e-3)):
+        weights = {"w": weights["w"] + 1e-3 * torch.randn(16, 8)}
+        plan = {("w",): TensorPlan("weight", "w", (codec,), anchor="w" if links else None)}
+        data = encoded_bytes(encode_file(weights, plan, anchor=Anchor(links[-1]) if links else None))
+        links.append(tmp_path / anchor_file_name(hashlib.sha256(data).hexdigest()))
+        links[-1].write_bytes(data)
+    expected = fingerprint(load_bytes(data))
+    for link in links[:-1]:
+        content = link.read_bytes()
+
+        def load_with_anchor(damaged, link=link):
+            link.write_bytes(damaged)
+            return load_bytes(data)
+
+        positions = range(0, len(content) * 8, 101)
+        errors, different = outcomes_of_flips(content, expected, positions, load_with_anchor)
+        assert (errors, different) == (len(positions), [])
+        link.write_bytes(content)

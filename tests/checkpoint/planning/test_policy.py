@@ -47,9 +47,11 @@ def test_lossless_plans_nothing_but_exact_codecs(anchored):
     weights, anchor, delta_rms = anchored
     state = trained("AdamW")[1].state_dict()
     policy = Policy()
-    plans = [policy.plan_delta(weights, anchor).with_steps(delta_rms), policy.plan_optimizer(state)]
+    weight_plans = [
+        plan.with_steps(delta_rms) for plan in (policy.plan_delta(weights, anchor), policy.plan_full(weights))
+    ]
+    plans = [*weight_plans, policy.plan_optimizer(state)]
     assert all(codec.lossless for plan in plans for each in plan.values() for codec in each.candidates)
-    assert all(each.round_to is None for each in policy.plan_full(weights).values())
 
 
 @pytest.mark.parametrize(("mode", "steps_per_rms"), [("near-lossless", 4), ("compact", 1)])
@@ -123,15 +125,24 @@ def test_buffers_are_exact_in_every_mode_and_size(mode, anchored):
     plan = Policy(mode).plan_delta(weights, anchor, buffers={"w"}).with_steps(delta_rms)
     assert (plan["w",].role, plan["w",].candidates) == ("buffer", (PlanesDelta(),))
     assert Policy(mode).plan_weights(weights, buffers={"w"})["w",].candidates == ()
-    assert Policy(mode).plan_full(weights, buffers={"w"})["w",].round_to is None
+    assert Policy(mode).plan_full(weights, buffers={"w"}).with_steps(delta_rms)["w",].candidates == ()
 
 
 @pytest.mark.parametrize("mode", LOSSY_MODES)
-def test_anchor_is_rounded_where_the_policy_is_lossy(mode, anchored):
+def test_anchor_is_rounded_where_the_policy_is_lossy_and_the_weight_moves(mode, anchored):
     weights, _, _ = anchored
     plan = Policy(mode, {"re:frozen": "lossless", "re:added": "int8"}).plan_full(weights)
-    rounded = {path[0] for path, each in plan.items() if each.round_to is torch.bfloat16}
-    assert rounded == {"w", "reshaped"}
+    steps = plan.with_steps(dict.fromkeys(weights, 1e-3) | {"reshaped": 0.0})
+    assert set(plan.lossy) == {("w",), ("reshaped",)}
+    assert codecs(steps) == {
+        ("w",): ["planes", "delta-uniform"],
+        ("half",): [],
+        ("small",): [],
+        ("frozen",): [],
+        ("reshaped",): ["planes"],
+        ("added",): ["grouped"],
+        ("table",): [],
+    }
 
 
 @pytest.mark.parametrize(("mode", "exp_avg", "exp_avg_sq"), [("near-lossless", 0.25, 1), ("compact", 0.5, 2)])

@@ -95,7 +95,8 @@ def test_anchors_are_hard_links(run: tuple[str, Path]) -> None:
 def test_the_weights_of_a_full_checkpoint_are_one_state_dict(run: tuple[str, Path]) -> None:
     _, directory = run
     weights = torch.load(directory / "0" / "__0_0.distcp", weights_only=True)
-    assert torch.equal(weights["model.up.weight[0:96,0:128]"], whole_state(0)["model"]["up.weight"])
+    error = (weights["model.up.weight[0:96,0:128]"] - whole_state(0)["model"]["up.weight"]).abs().max()
+    assert error <= (rows(directory / "0")["model.up.weight"]["bound"] or 0)
 
 
 def test_a_new_anchor_begins_after_as_many_saves_as_asked_for(tmp_path: Path) -> None:
@@ -129,23 +130,25 @@ def test_steps_become_finer_if_saves_follow_each_other_more_closely(tmp_path: Pa
 def test_a_shard_that_has_not_moved_stays_exact(tmp_path: Path) -> None:
     state = whole_state(1)
     state["model"]["embed.weight"] = whole_state(0)["model"]["embed.weight"]
-    save(tmp_path / "0", whole_state(0), "compact")
+    save(tmp_path / "0", whole_state(0), "compact", rules={"weight": "lossless"})
     save(tmp_path / "1", state, "compact", anchor=tmp_path / "0")
     found = load(tmp_path / "1", state=whole_state(9))
     assert torch.equal(found["model"]["embed.weight"], state["model"]["embed.weight"])
     assert rows(tmp_path / "1")["model.embed.weight"]["bytes_out"] < 100
 
 
-def test_weights_that_move_far_are_rounded_in_a_full_checkpoint_and_in_no_fine_tune(tmp_path: Path) -> None:
+def test_a_full_checkpoint_rounds_weights_by_how_far_they_move(tmp_path: Path) -> None:
     state = whole_state(0)
     for values in state["optim"]["state"].values():
         values["step"] = torch.tensor(1000.0)
     save(tmp_path / "far", state, "near-lossless")
-    state["optim"]["param_groups"][0]["lr"] = 1e-7
+    state["optim"]["param_groups"][0]["lr"] /= 10
     save(tmp_path / "near", state, "near-lossless")
-    bounds = [rows(tmp_path / name)["model.up.weight"]["bound"] for name in ("far", "near")]
-    assert bounds[0] is not None
-    assert bounds[1] is None
+    state["optim"]["param_groups"][0]["lr"] = 0.0
+    save(tmp_path / "nowhere", state, "near-lossless")
+    far, near, nowhere = (rows(tmp_path / name)["model.up.weight"]["bound"] for name in ("far", "near", "nowhere"))
+    assert near == pytest.approx(far / 10, rel=1e-2)
+    assert nowhere is None
 
 
 def test_rules_select_by_the_names_of_the_model(tmp_path: Path) -> None:
@@ -216,7 +219,8 @@ def test_a_part_of_a_checkpoint_is_loaded_without_reading_the_rest(run: tuple[st
         file.write(b"damage")
     wanted: dict[str, Any] = {"model": {"up.weight": torch.zeros(96, 128)}, "progress": {"save": None}}
     found = load(copy, state=wanted)
-    assert torch.equal(found["model"]["up.weight"], whole_state(0)["model"]["up.weight"])
+    error = (found["model"]["up.weight"] - whole_state(0)["model"]["up.weight"]).abs().max()
+    assert error <= (rows(copy)["model.up.weight"]["bound"] or 0)
     assert found["progress"] == {"save": 0}
 
 
