@@ -66,8 +66,8 @@ class EncodedWeights:
 
     Args:
         file: The file.
-        links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no other,
-            or to a base that is not kept.
+        links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no
+            other, or to a base that is not kept.
         anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
         is_next_anchor: Whether the next checkpoint's anchor is this file; its record lacks the digest of it.
         base: The weights outside the run that the anchor is.

@@ -5,7 +5,7 @@
 | `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
 | `optimizer.pt` and other torch files | any tree; encoded |
 | `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
-| `<sha256>.anchor` | hard link to weights that these weights, or their anchor, are stored against, or what is kept of a base |
+| `<sha256>.anchor` | hard link to weights that reading these weights takes, or what is kept of a base |
 | `trainweights.json` | the manifest, written last |
 """
 
