@@ -112,7 +112,7 @@ def _exchange(first: Tensor, second: Tensor, bits: int, mask: int, scratch: Tens
 
 
 def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype) -> Int4Tiles | None:
-    """Return the tiles that this CPU has an op for, or None.
+    """Return the tiles that this CPU has an op for, or None: also where compiled products read the stored tensors.
 
     Args:
         form: The format of the weight; every group size fits.
@@ -120,10 +120,19 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype) -> Int
         dtype: Dtype of its scales and of the activations.
     """
     del form
+    # With AMX, PyTorch's products of many rows are faster.
+    return None if compiled.is_available() and not has_amx() else find_tiles(shape, dtype)
+
+
+def find_tiles(shape: Sequence[int], dtype: torch.dtype) -> Int4Tiles | None:
+    """Return the tiles in which PyTorch's op multiplies a weight of four bits, or None where it is none of its.
+
+    Args:
+        shape: Shape of the weight on the CPU, as stored.
+        dtype: Dtype of its scales and of the activations.
+    """
     # For float16 and float32 the op is scalar: at M = 4 it takes 25 times as long as F.linear.
-    # Without AMX compiled products read the stored codes, for every number of rows.
-    is_best = dtype == torch.bfloat16 and (has_amx() or not compiled.is_available())
-    rows = tile_rows() if is_best else None
+    rows = tile_rows() if dtype == torch.bfloat16 else None
     tiles = None if rows is None else Int4Tiles(rows)
     return tiles if tiles is not None and tiles.fits(shape) else None
 

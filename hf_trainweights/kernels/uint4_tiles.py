@@ -23,8 +23,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.packing import pack_int4, unpack_int4
 from hf_trainweights.formats.planes import pack_planes, unpack_planes
 from hf_trainweights.formats.uint import UInt4, unpack_pairs
-from hf_trainweights.kernels.int4_tiles import Int4Tiles
-from hf_trainweights.kernels.int4_tiles import choose_layout as choose_int4_layout
+from hf_trainweights.kernels.int4_tiles import Int4Tiles, find_tiles
 from hf_trainweights.kernels.layouts import Layout
 
 # The smallest groups that PyTorch's op takes.
@@ -90,7 +89,7 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype) -> UIn
         shape: Its shape on the CPU, as stored.
         dtype: Dtype of its scales and of the activations.
     """
-    tiles = choose_int4_layout(form, shape, dtype) if form == UInt4(GROUP_SIZE) else None
+    tiles = find_tiles(shape, dtype) if form == UInt4(GROUP_SIZE) else None
     return None if tiles is None else UInt4Tiles(tiles.tile_rows)
 
 

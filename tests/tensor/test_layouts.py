@@ -21,6 +21,9 @@ from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
 from hf_trainweights.tensor.layouts import canonical_layouts, choose_layouts_
 from hf_trainweights.tensor.modules import as_parameter
 
+# Compiled products would read the stored tensors instead.
+pytestmark = pytest.mark.usefixtures("without_compiled")
+
 has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
 CONFIG = TrainWeightsConfig("int4", group_size=32, include_embeddings=True)
 # One row for PyTorch's op, some, and more than it takes.

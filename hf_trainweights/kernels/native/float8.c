@@ -1,4 +1,5 @@
-// float8_e4m3 weights: products of one to four rows of x, and the float32 weight for more.
+// float8_e4m3 weights: products of one to four rows of x, and the float weight for more. Sums are scaled when they are
+// complete, so x beyond 1e33 overflows.
 #include "product.h"
 
 // Write 32 codes / 256 as float32: as float16 the exponent has one bit more and a larger bias. NaN, which no weight
