@@ -53,6 +53,7 @@ def test_each_method_is_timed_beside_the_float_model_and_compared_with_it() -> N
     assert cosines["int8"] >= cosines["int8, 8-bit activations"]
 
 
+@pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx.export itself
 @pytest.mark.slow  # exporting imports for seconds
 def test_onnx_runtime_computes_what_the_float_model_does() -> None:
     rows, failures = measure(

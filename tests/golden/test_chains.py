@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_files import save_training_state
@@ -68,6 +69,7 @@ def test_every_checkpoint_verifies_and_keeps_its_bound(mode: str) -> None:
     for step in STEPS:
         path = golden(mode) / f"checkpoint-{step}"
         assert verify_checkpoint(path).ok
+        register_anchor_directory(path)  # the recorded one is gone
         (report,) = read_manifest(path).files[WEIGHTS].report["tensors"]
         assert (load_file(path / WEIGHTS)["w"] - weight(step)).abs().max() <= report["bound"]
 

@@ -65,7 +65,9 @@ def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(anchor_files, "_directories", {})
     path = Path(shutil.copytree(sound, tmp_path / "checkpoint"))
     monkeypatch.setattr(
-        anchor_files, "_candidates", lambda name, _: [each / name for each in anchor_files._directories]
+        anchor_files,
+        "anchor_paths",
+        lambda sha256, _: [each / anchor_files.anchor_file_name(sha256) for each in anchor_files._directories],
     )
     return path
 

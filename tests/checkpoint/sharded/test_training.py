@@ -145,7 +145,7 @@ def hybrid(rank: int, directory: Path) -> list[str]:
 
 def test_states_that_several_ranks_hold_are_stored_once_and_both_moments_by_one_rank(tmp_path: Path) -> None:
     for rounded in run_ranks(4, hybrid, tmp_path):
-        assert {name.rsplit(".", 1)[1] for name in rounded} == {"exp_avg", "exp_avg_sq"}
+        assert {name.rsplit(".", 1)[1] for name in rounded} == {"weight", "exp_avg", "exp_avg_sq"}
     rows = [row for entry in read_manifest(tmp_path / "0").files.values() for row in entry.report.get("tensors", ())]
     items = [(row["path"], row.get("shard")) for row in rows]
     assert len(items) == len(set(items))
@@ -167,8 +167,10 @@ def test_a_save_is_full_where_the_sharding_changed(tmp_path: Path) -> None:
     run_ranks(2, saves_with, tmp_path / "0", None, 0)
     run_ranks(3, saves_with, tmp_path / "1", tmp_path / "0", 1)
     assert list((tmp_path / "1").glob("*.anchor")) == []
+    rows = [row for entry in read_manifest(tmp_path / "1").files.values() for row in entry.report.get("tensors", ())]
+    assert {row["codec"] for row in rows if row.get("bound")} >= {"update-space", "delta-uniform"}
     for rounded in run_ranks(4, loads, tmp_path / "1"):
-        assert all(name.startswith("optim.state.") for name in rounded)
+        assert all(name.startswith("optim.state.") or name.endswith(".weight") for name in rounded)
     run_ranks(3, saves_with, tmp_path / "2", tmp_path / "1", 2)
     assert len(list((tmp_path / "2").glob("*.anchor"))) == 3
 
