@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from bases import forget_directories
 from checkpoint.trainers import trainer_of
 from hub.server import LocalHub
 from huggingface_hub import constants, snapshot_download
@@ -22,7 +23,10 @@ REPOSITORY = "tester/base"
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot enable progress bars:UserWarning")
 
 
-def test_a_base_that_the_hub_has_moved_on_from_is_found_by_its_commit(local_hub: LocalHub, tmp_path: Path) -> None:
+def test_a_base_that_the_hub_has_moved_on_from_is_found_by_its_commit(
+    local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forget_directories(monkeypatch)
     first = ARCHITECTURES["llama"].build()
     first.push_to_hub(REPOSITORY)
     model = AutoModelForCausalLM.from_pretrained(REPOSITORY)
