@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from imports.writers import awq, gptq, gptq, write_model
+from imports.writers import gptq, write_model
 from typer.testing import CliRunner
 
 from hf_trainweights_cli.main import app
