@@ -25,7 +25,6 @@ from benchmarks.checkpoints.runs import RUNS
 from benchmarks.checkpoints.speeds import measure_memory, measure_speeds
 from benchmarks.checkpoints.stall import measure_stall
 from benchmarks.checkpoints.targets import judge
-from benchmarks.checkpoints.threads import measure_threads
 
 ROOT = Path(__file__).parent.parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "checkpoints.json"
@@ -98,7 +97,6 @@ PARTS: dict[str, Callable[[Sequence[int]], Found]] = {
     "base": measure_base,
     "ft": lambda seeds: measure_run("ft", seeds),
     "speeds": lambda _: measure_speeds(WORK),
-    "threads": lambda _: measure_threads(WORK),
     "memory": lambda _: measure_memory(WORK),
     "stall": lambda _: measure_stall(WORK),
 }

@@ -130,22 +130,9 @@ def checkpoint_speeds(report: dict[str, Any]) -> CheckpointTable:
         "decoding checks the checksums. zstd and ZipNN work in memory and check nothing; SHA-256 alone reaches "
         f"{speeds['sha256_gb_per_second']:.2f} GB/s on this machine. How long a save stops the training, "
         f"relative to a plain Trainer: {'; '.join(standstill)}. Making a checkpoint small takes at most "
-        f"{', and '.join(peaks)}.{_two_threads(report)}"
+        f"{', and '.join(peaks)}."
     )
     return header, rows, caption
-
-
-def _two_threads(report: dict[str, Any]) -> str:
-    """Return what a second thread gains, by the clock on the wall; nothing before it was measured."""
-    if "threads" not in report:
-        return ""
-    gains = [
-        f"{found['seconds']['1'] / found['seconds']['2']:.2f}x to {verb} {row} for {label}"
-        for label, run in zip(("LM", "FT"), RUN_NAMES, strict=True)
-        for row, verbs in report["threads"][run].items()
-        for verb, found in verbs.items()
-    ]
-    return f" By the clock, two threads are faster than one: {'; '.join(gains)}."
 
 
 def checkpoints(report: dict[str, Any]) -> CheckpointTable:

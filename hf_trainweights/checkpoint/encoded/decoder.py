@@ -5,8 +5,7 @@ The layout is described in structure.py; encoder.py writes it.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from hf_trainweights.checkpoint.encoded.anchor_files import find_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
-from hf_trainweights.checkpoint.encoded.parallel import map_in_order, units_of
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
 from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
@@ -57,34 +55,18 @@ def decode_file(payload: Tensor, structure: str) -> Any:
 
 
 def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tensor]:
-    entries, pieces = structure["storages"], cut_payload(structure, payload)
+    pieces = cut_payload(structure, payload)
     anchor = None
-    if any("anchor" in entry for entry in entries):
-        anchor = _open_anchor(structure["anchor"])
-
-    def decode_unit(unit: Sequence[int]) -> dict[int, Tensor]:
-        decoded: dict[int, Tensor] = {}
-        for index in unit:
-            entry = entries[index]
-            references = {}
-            if anchor is not None and "anchor" in entry:
-                references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
-            if "exp_avg_sq" in entry:
-                references["exp_avg_sq"] = decoded[entry["exp_avg_sq"]]
-            decoded[index] = decode_storage(structure, index, pieces[index], references)
-        return decoded
-
-    # A second moment comes before what refers to it.
-    moments = {index: entry["exp_avg_sq"] for index, entry in enumerate(entries) if "exp_avg_sq" in entry}
-    units = units_of(range(len(entries)), moments)
-    storages: dict[int, Tensor] = {}
-    for decoded in map_in_order(decode_unit, units, [_plain_bytes(entries, unit) for unit in units]):
-        storages |= decoded
-    return [storages[index] for index in range(len(entries))]
-
-
-def _plain_bytes(entries: Sequence[Mapping[str, Any]], unit: Iterable[int]) -> int:
-    return sum(math.prod(entries[index]["shape"]) * DTYPES[entries[index]["dtype"]].itemsize for index in unit)
+    storages: list[Tensor] = []
+    for index, entry in enumerate(structure["storages"]):
+        references = {}
+        if "anchor" in entry:
+            anchor = anchor or _open_anchor(structure["anchor"])
+            references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
+        if "exp_avg_sq" in entry:
+            references["exp_avg_sq"] = storages[entry["exp_avg_sq"]]
+        storages.append(decode_storage(structure, index, pieces[index], references))
+    return storages
 
 
 def _open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
@@ -16,7 +17,6 @@ from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
-from hf_trainweights.checkpoint.encoded.parallel import map_in_order, units_of
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.spool import Spool
 from hf_trainweights.checkpoint.encoded.storage_encoder import (
@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.storage_encoder import (
     decoded_tensor,
     encode_storage,
 )
-from hf_trainweights.checkpoint.encoded.storages import Storage
+from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.errors import ConfigError
@@ -97,8 +97,7 @@ def encode_file(
 ) -> EncodedFile:
     """Encode a tree of tensors and plain values.
 
-    In the main thread several tensors are encoded at once (see parallel.py), elsewhere one: memory beyond the tree is a
-    few times the largest one for each thread. The bytes are the same.
+    Tensors are read one at a time, so memory beyond the tree is a few times the largest one.
 
     Args:
         tree: What `torch.load` of the file is to return; only read. See tree.py for what it may hold.
@@ -128,7 +127,7 @@ def encode_file(
     header: dict[str, Json] = {"version": VERSION}
     anchor_entry = _anchor_entry(anchor, anchor_link)
     plain_bytes = sum(map(_plain_bytes, storages))
-    with Spool(spool_directory, plain_bytes) as spool:
+    with Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
         numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments or {}, spool)
         payload = spool.finish()
     for view in structure["tensors"]:
@@ -153,16 +152,6 @@ def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dic
     return {"sha256": anchor.sha256, "path": str(link.absolute())}
 
 
-@dataclass(frozen=True)
-class _EncodedStorage:
-    """What became of one storage; `entry` does not yet name its second moment, whose number is settled later."""
-
-    codec: Codec
-    payloads: list[Tensor]
-    entry: dict[str, Json]
-    report: TensorReport
-
-
 def _encode_storages(
     storages: Sequence[Storage],
     plan: Plan,
@@ -175,62 +164,34 @@ def _encode_storages(
     owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
     moments = {i: owners.get(each.exp_avg_sq) for i, each in enumerate(plans) if each.exp_avg_sq is not None}
     referred = set(moments.values())
-
-    def encode_unit(unit: Sequence[int]) -> dict[int, _EncodedStorage]:
-        decoded: dict[int | None, Tensor] = {}
-        encoded = {}
-        for index in unit:
-            moment = decoded.pop(moments.get(index), None)
-            if moment is None and plans[index].role == "weight" and plans[index].name in second_moments:
-                moment = second_moments[plans[index].name].detach().cpu()
-            encoded[index], second_moment = _encode_one(
-                storages[index], plans[index], anchor, moment, keep=index in referred
-            )
-            if second_moment is not None:
-                decoded[index] = second_moment
-        return encoded
-
-    order = list(_moments_first(len(storages), moments))
-    units = units_of(order, moments)
-    sizes_bytes = [sum(_plain_bytes(storages[index]) for index in unit) for unit in units]
     numbers: dict[int, int] = {}
     entries: list[dict[str, Json]] = []
     report: list[TensorReport] = []
-    done: dict[int, _EncodedStorage] = {}
-    for encoded_unit in map_in_order(encode_unit, units, sizes_bytes):
-        done |= encoded_unit
-        while len(numbers) < len(order) and order[len(numbers)] in done:
-            index = order[len(numbers)]
-            encoded, moment = done.pop(index), moments.get(index)
-            for payload in encoded.payloads:
-                spool.append(payload)
-            if "exp_avg_sq" in encoded.codec.references and moment is not None:
-                encoded.entry["exp_avg_sq"] = numbers[moment]
-            if encoded.report.bound is not None:
-                encoded.entry["bound"] = encoded.report.bound
-            numbers[index] = len(entries)
-            entries.append(encoded.entry)
-            report.append(encoded.report)
+    decoded: dict[int, Tensor] = {}
+    for index in _moments_first(len(storages), moments):
+        storage, each, moment = storages[index], plans[index], moments.get(index)
+        tensor = storage.read()
+        references = anchor_reference(anchor, each.anchor, tensor)
+        if moment in decoded:
+            references["exp_avg_sq"] = decoded.pop(moment)
+        elif each.role == "weight" and each.name in second_moments:
+            references["exp_avg_sq"] = second_moments[each.name].detach().cpu()
+        codec, encoded = encode_storage(tensor, storage, each, references)
+        if index in referred:
+            decoded[index] = decoded_tensor(codec, encoded, tensor, references)
+        entry = _entry(codec, encoded, tensor, spool)
+        if "anchor" in codec.references and "anchor" in references:
+            assert anchor is not None  # it is where the reference comes from
+            assert each.anchor is not None
+            entry["anchor"] = anchor.stored_name(each.anchor)
+        if "exp_avg_sq" in codec.references and moment is not None:
+            entry["exp_avg_sq"] = numbers[moment]
+        numbers[index] = len(entries)
+        entries.append(entry)
+        report.append(_report(storage, each, codec, encoded))
+        if report[-1].bound is not None:
+            entry["bound"] = report[-1].bound
     return numbers, entries, report
-
-
-def _encode_one(
-    storage: Storage, plan: TensorPlan, anchor: Anchor | BaseWeights | None, moment: Tensor | None, *, keep: bool
-) -> tuple[_EncodedStorage, Tensor | None]:
-    """Encode a storage; if it is to be kept, return also what it decodes to."""
-    tensor = storage.read()
-    references = anchor_reference(anchor, plan.anchor, tensor)
-    if moment is not None:
-        references["exp_avg_sq"] = moment
-    codec, encoded = encode_storage(tensor, storage, plan, references)
-    entry = _entry(codec, encoded, tensor)
-    if "anchor" in codec.references and "anchor" in references:
-        assert anchor is not None  # it is where the reference comes from
-        assert plan.anchor is not None
-        entry["anchor"] = anchor.stored_name(plan.anchor)
-    report = _report(storage, plan, codec, encoded)
-    decoded = decoded_tensor(codec, encoded, tensor, references) if keep else None
-    return _EncodedStorage(codec, encoded.payloads, entry, report), decoded
 
 
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
@@ -250,7 +211,9 @@ def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[in
                 yield each
 
 
-def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor) -> dict[str, Json]:
+def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: Spool) -> dict[str, Json]:
+    for payload in encoded.payloads:
+        spool.append(payload)
     entry: dict[str, Json] = {
         "codec": codec.codec_id,
         "dtype": str(tensor.dtype).removeprefix("torch."),
