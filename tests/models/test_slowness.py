@@ -38,6 +38,7 @@ def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).to(dtype)
 
 
+@pytest.mark.usefixtures("without_compiled")
 @pytest.mark.parametrize("training", [False, True])
 def test_int4_without_bfloat16_is_told_to_be_slow_when_it_is_quantized(
     training: bool, caplog: pytest.LogCaptureFixture
