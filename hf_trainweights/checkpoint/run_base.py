@@ -81,8 +81,8 @@ class RunBase:
             raise ConfigError("anchor", "a model with a base", found, "Pass the path of weights, or leave it out.")
         path = Path(name)
         if not path.exists():
-            path = snapshot_path(name, commit or "main")
-            path = path if path.is_dir() else _snapshot_of(name, module)
+            snapshot = snapshot_path(name, commit) if commit else None
+            path = snapshot if snapshot is not None and snapshot.is_dir() else _snapshot_of(name, module)
         require_weights(path)
         self.path = path.absolute()
 

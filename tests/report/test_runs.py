@@ -33,14 +33,21 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+def anchors_bytes(directory: Path) -> int:
+    return sum(file.stat().st_size for file in directory.glob("*.anchor"))
+
+
 def test_parts_of_a_checkpoint_add_up_to_its_bytes_and_an_anchor_counts_once(run: Path) -> None:
     checkpoints = read_run(run)
     assert [each.step for each in checkpoints] == [2, 4, 6]
     inodes = {file.stat().st_ino: file.stat().st_size for file in run.rglob("*") if file.is_file()}
     assert sum(sum(each.part_bytes) for each in checkpoints) == sum(inodes.values())
-    assert [each.part_bytes[PARTS.index("anchor")] > 0 for each in checkpoints] == [True, False, False]
-    (anchor,) = {file.stat().st_size for file in run.rglob("*.anchor")}
-    assert [each.linked_bytes for each in checkpoints] == [0, anchor, anchor]
+    # Each of them is the anchor of the next one.
+    assert [each.part_bytes[PARTS.index("anchor")] > 0 for each in checkpoints] == [True, True, False]
+    assert [each.linked_bytes for each in checkpoints] == [
+        anchors_bytes(run / f"checkpoint-{step}") for step in (2, 4, 6)
+    ]
+    assert checkpoints[1].linked_bytes < checkpoints[2].linked_bytes
     for each in checkpoints:
         weights, moments, anchored, _ = each.part_bytes
         assert 0 < weights + anchored < each.plain_bytes
@@ -55,9 +62,11 @@ def test_an_anchor_whose_checkpoint_was_deleted_counts_for_the_next_one(run: Pat
     shutil.copytree(run, kept, copy_function=os.link)
     shutil.rmtree(kept / "checkpoint-2")
     first, second = read_run(kept)
-    (anchor,) = {file.stat().st_size for file in run.rglob("*.anchor")}
-    assert (first.part_bytes[PARTS.index("anchor")], first.linked_bytes) == (anchor, 0)
-    assert (second.part_bytes[PARTS.index("anchor")], second.linked_bytes) == (0, anchor)
+    linked = [anchors_bytes(kept / f"checkpoint-{step}") for step in (4, 6)]
+    weights = (kept / "checkpoint-4" / "pytorch_model.bin").stat().st_size  # the anchor of the next one
+    assert linked[0] < first.part_bytes[PARTS.index("anchor")] <= linked[0] + weights
+    assert first.linked_bytes == 0
+    assert (second.part_bytes[PARTS.index("anchor")], second.linked_bytes) == (0, linked[1])
 
 
 def test_losses_come_from_the_manifests(run: Path) -> None:
