@@ -165,6 +165,21 @@ class Product:
         return size
 
 
+def serves(group_size: int | None, dtype: torch.dtype, scale_dtype: torch.dtype) -> bool:
+    """Return whether there are products with weights of one kind, of every size but the largest.
+
+    A compiler that traces with sizes it does not know may ask this, and not `find`.
+
+    Args:
+        group_size: Columns that share a scale; None where a row shares one.
+        dtype: Dtype of the activations.
+        scale_dtype: Dtype of the scales.
+    """
+    size = group_size or 0
+    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
+    return is_available() and fits and dtype in _DTYPES and scale_dtype in _DTYPES
+
+
 @functools.lru_cache(maxsize=4096)
 def find(
     N: int, K: int, group_size: int | None, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype, quantize_x: bool
@@ -181,10 +196,7 @@ def find(
         quantize_x: Whether activations are rounded to one digit.
     """
     library, size = _load(), group_size or 0
-    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
-    if library is None or not fits or not 0 < K <= _MOST_COLUMNS or N == 0:
-        return None
-    if dtype not in _DTYPES or scale_dtype not in _DTYPES:
+    if library is None or not serves(group_size, dtype, scale_dtype) or not 0 < K <= _MOST_COLUMNS or N == 0:
         return None
     digits = 1 if quantize_x else 3 if dtype == torch.float32 else 2
     return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits))

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.cpu_features import product_dtype
@@ -31,7 +30,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None
     """
     del form, layout
     qdata, scale = held["qdata"], held["scale"]
-    if x.device.type != "cpu" or x.dtype not in FLOAT_DTYPES or _find_compiled(qdata, scale, x.dtype) is None:
+    if x.device.type != "cpu" or not compiled.serves(None, x.dtype, scale.dtype):
         return None
     return LINEAR(x, qdata, scale, bias)
 

@@ -81,7 +81,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Int8, layout: None, bias
     if qdata.device.type != "cpu":
         served = cuda.serves(x, qdata, form.group_size)
     else:
-        served = form.group_size is None or _find_compiled(qdata, scale, dtype, quantize_x) is not None
+        served = form.group_size is None or compiled.serves(form.group_size, dtype, scale.dtype)
     return LINEAR(x, qdata, scale, bias, quantize_x) if served else None
 
 
