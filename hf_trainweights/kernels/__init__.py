@@ -18,10 +18,8 @@ from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.uint import UInt, UInt4
 from hf_trainweights.kernels import float8, int4, int4_tiles, int8, uint4, uint4_tiles
 from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
+from hf_trainweights.kernels.compiled import MultiplyFew
 from hf_trainweights.kernels.layouts import Layout
-
-# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `linear`.
-MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
 class Kernel(NamedTuple):

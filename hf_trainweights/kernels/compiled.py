@@ -38,8 +38,8 @@ _THREADED = 1 << 19
 # Numbers of rows and threads for which the size of scratch memory is remembered.
 _SIZES = 256
 
-# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`, or None for what is left to other ways.
-Multiply = Callable[[Tensor, Tensor | None], Tensor | None]
+# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `kernels.linear`.
+MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
 # Bits of a float8 weight in `Weight`: it has no integer codes.
 FLOAT8 = 0
@@ -144,6 +144,18 @@ class Product:
         self._library.product(self._address, *pointers, M, threads, scratch.data_ptr())
         return out
 
+    def of_any_strides(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the same for tensors of any strides, and a bias of any dtype.
+
+        Args:
+            x: As above.
+            qdata: As above.
+            scale: As above.
+            bias: `[N]` or None.
+        """
+        bias = None if bias is None else bias.to(x.dtype).contiguous()
+        return self(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+
     def dequantize(self, qdata: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """Fill and return `out` `[N, K]`, of the dtype that `find` was asked for, with a float8 weight.
 
@@ -202,7 +214,7 @@ def find(
     return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits))
 
 
-def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int) -> Multiply:
+def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int) -> MultiplyFew:
     """Return a function that multiplies with one weight.
 
     Args:

@@ -37,7 +37,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None
 
 def prepare_few_rows(
     held: Mapping[str, Tensor], form: Float8E4M3, layout: None, dtype: torch.dtype
-) -> compiled.Multiply | None:
+) -> compiled.MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`.
 
     Args:
@@ -83,8 +83,7 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
     product = _find_compiled(qdata, scale, x.dtype)
     M = x.numel() // max(1, qdata.shape[1])
     if product is not None and 0 < M <= compiled.FEW_ROWS:
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+        return product.of_any_strides(x, qdata, scale, bias)
     dtype = product_dtype(x.dtype, M)
     given, rows = x.to(dtype), max(1, _BLOCK_ELEMENTS // max(1, qdata.shape[1]))
     blocks = zip(qdata.split(rows), scale.split(rows), strict=True)
@@ -93,12 +92,12 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
 
 
 def _dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return rows of the weight, in scratch memory."""
-    out = SCRATCH.take("weight", tuple(qdata.shape), dtype)
+    """Return rows of the weight, perhaps in scratch memory."""
     product = _find_compiled(qdata, scale, dtype)
     # A program that was exported where there are compiled products may run where there are none.
     if product is None:
-        return torch.mul(qdata.to(dtype), scale.to(dtype), out=out)
+        return Float8E4M3().dequantize_rows({"qdata": qdata, "scale": scale}, qdata.shape[1], dtype)
+    out = SCRATCH.take("weight", tuple(qdata.shape), dtype)
     return product.dequantize(qdata.contiguous(), scale.contiguous(), out)
 
 

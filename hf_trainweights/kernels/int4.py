@@ -7,7 +7,7 @@ and float32, as it is on disk. A block of either is dequantized in whole words: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -60,7 +60,7 @@ def linear(
 
 def prepare_few_rows(
     held: Mapping[str, Tensor], form: Int4, layout: Int4Tiles | None, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+) -> compiled.MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles, compiled on the stored tensors.
 
     Args:
@@ -123,8 +123,7 @@ def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> compiled
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     product = _find_compiled(qdata, scale, x.dtype)
     if product is not None and 0 < x.numel() // x.shape[-1] <= compiled.most_rows(x.dtype):
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+        return product.of_any_strides(x, qdata, scale, bias)
     (N, K), G = (qdata.shape[0], x.shape[-1]), scale.shape[1]
     # Even columns, then odd ones, as the nibbles of a block are laid out.
     rows = x.reshape(-1, K // 2, 2).transpose(1, 2).reshape(-1, K)

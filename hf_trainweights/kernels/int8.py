@@ -15,7 +15,7 @@ A row of x can therefore give a result that differs in its rounding when it come
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -87,7 +87,7 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Int8, layout: None, bias
 
 def prepare_few_rows(
     held: Mapping[str, Tensor], form: Int8, layout: None, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+) -> compiled.MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`: by the op that reads the codes as they are, in float32 by digits.
 
     Args:
@@ -155,8 +155,7 @@ def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
         return torch.nn.functional.linear(x, qdata.to(x.dtype), bias)
     product = _find_compiled(qdata, scale, x.dtype, quantize_x)
     if product is not None and x.numel() // qdata.shape[1] <= compiled.most_rows(x.dtype, quantize_x):
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        return product(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+        return product.of_any_strides(x, qdata, scale, bias)
     if scale.shape[1] > 1:
         return _multiply_groups(x, qdata, scale, bias)
     rows, dtype, is_matrix = x, x.dtype, x.dim() == 2
@@ -182,12 +181,11 @@ def _find_compiled(qdata: Tensor, scale: Tensor, dtype: torch.dtype, quantize_x:
 
 def _multiply_groups(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Multiply with blocks of rows that are dequantized first."""
-    rows = max(1, _CAST_ELEMENTS // qdata.shape[1])
-    parts = []
-    for codes, factors in zip(qdata.split(rows), scale.split(rows), strict=True):
-        weight = codes.to(x.dtype).view(*factors.shape, -1) * factors.to(x.dtype).unsqueeze(-1)
-        parts.append(torch.nn.functional.linear(x, weight.view(codes.shape)))
-    out = torch.cat(parts, dim=-1)
+    K = qdata.shape[1]
+    form, rows = Int8(K // scale.shape[1]), max(1, _CAST_ELEMENTS // K)
+    blocks = zip(qdata.split(rows), scale.split(rows), strict=True)
+    weights = (form.dequantize_rows({"qdata": codes, "scale": each}, K, x.dtype) for codes, each in blocks)
+    out = torch.cat([torch.nn.functional.linear(x, weight) for weight in weights], dim=-1)
     return out if bias is None else out.add_(bias)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.kernels import int4
+from hf_trainweights.kernels.compiled import MultiplyFew
 from hf_trainweights.kernels.uint4_tiles import UInt4Tiles, for_int4
 
 
@@ -32,7 +33,7 @@ def linear(
 
 def prepare_few_rows(
     held: Mapping[str, Tensor], form: UInt4, layout: UInt4Tiles | None, dtype: torch.dtype
-) -> Callable[[Tensor, Tensor | None], Tensor | None] | None:
+) -> MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`: by PyTorch's op on tiles.
 
     Args:

@@ -13,7 +13,7 @@ from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.kernels import MultiplyFew
+from hf_trainweights.kernels.compiled import MultiplyFew
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.tensor.dispatch import compute_dequantized
 from hf_trainweights.tensor.handlers import implements, replaces

@@ -53,7 +53,7 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | 
     return out
 
 
-def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> compiled.Multiply:
+def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> compiled.MultiplyFew:
     multiply = prepare_few_rows(tensors, form, None, dtype)
     assert multiply is not None
     return multiply
