@@ -194,6 +194,19 @@ def test_shapes_that_the_functions_do_not_serve_are_multiplied_in_another_way(K:
         torch.testing.assert_close(layer(x).double(), exact, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.usefixtures("without_compiled")
+@every_dtype
+@pytest.mark.parametrize(("op", "form"), [("int8_linear", Int8(32)), ("float8_linear", Float8E4M3())], ids=str)
+def test_a_program_from_elsewhere_runs_without_the_library(op: str, form: Format, dtype: torch.dtype) -> None:
+    tensors, bias = form.quantize(random_weight(20, 64, dtype=dtype)), torch.randn(20).to(dtype)
+    weight = form.dequantize(tensors, (20, 64), dtype)
+    options = (False,) if op == "int8_linear" else ()
+    for M in (1, 9):
+        x = random_weight(M, 64, dtype=dtype, seed=M)
+        out = getattr(torch.ops.hf_trainweights, op)(x, tensors["qdata"], tensors["scale"], bias, *options)
+        assert_close_product(out, F.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
+
+
 @pytest.mark.parametrize("missing", ["avx512_vnni", "avx512_bw"])
 def test_a_cpu_without_the_instructions_does_without(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = dict.fromkeys(compiled._NEEDED, True) | {missing: False}
