@@ -19,6 +19,10 @@ from hf_trainweights.demo.training import Recipe, Report, train_model
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.report.machine import describe_machine
 
+# One of each kind, so that a newcomer sees the choice in little over a minute: whole bytes as integers and as floats,
+# half bytes, and codes that are small in files alone.
+USUAL_FORMATS = ("int8", "float8_e4m3", "int4", "coded")
+
 # The user's own model may be a thousand times larger.
 _MAX_WINDOWS, _MAX_WINDOWS_OF_OTHERS = 48, 16
 

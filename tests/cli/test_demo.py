@@ -21,6 +21,7 @@ from hf_trainweights.demo.measurement import Row
 from hf_trainweights.demo.run import Result
 from hf_trainweights.demo.speed import Speed
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats import FORMATS
 from hf_trainweights.report.runs import SavedCheckpoint
 from hf_trainweights_cli.main import app
 
@@ -109,6 +110,16 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").touch()
     with pytest.raises(ConfigError, match="new or empty directory"):
         CliRunner().invoke(app, ["demo", "--debug", "--out", str(tmp_path)], catch_exceptions=False)
+
+
+def test_without_format_the_usual_ones_are_measured_and_the_help_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[list[str]] = []
+    monkeypatch.setattr(demo, "run_demo", lambda out, formats, *args, **kwargs: measured.append(formats) or RESULT)
+    run("demo")
+    run("demo", "--format", "uint3", "--format", "int8", "--format", "uint3")
+    assert measured == [list(demo.USUAL_FORMATS), ["uint3", "int8"]]
+    words = re.findall(r"\w+", run("demo", "--help").stdout)
+    assert set(demo.USUAL_FORMATS) <= set(words) & set(FORMATS)
 
 
 @pytest.mark.usefixtures("fixed_result")
