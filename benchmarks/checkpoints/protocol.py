@@ -184,7 +184,10 @@ def measure_with_base(experiment: Experiment) -> Iterator[tuple[tuple[str, ...],
         yield ("checkpoints", mode), compress_run(experiment, mode, f"base-{mode}", anchor=MINILM)
     for mode in LOSSY_MODES:
         for name, step in (("first", experiment.steps[0]), ("late", experiment.resume_at)):
-            yield ("fidelity", mode, name), follow(experiment, experiment.checkpoint(step, f"base-{mode}"))
+            # It finds the base for a process that resumes.
+            callback = TrainWeightsCheckpointCallback(mode=mode, anchor=MINILM)
+            checkpoint = experiment.checkpoint(step, f"base-{mode}")
+            yield ("fidelity", mode, name), follow(experiment, checkpoint, callback)
 
 
 def compress_run(
@@ -284,7 +287,7 @@ def equal(left: Any, right: Any) -> bool:
     return left == right
 
 
-def follow(experiment: Experiment, checkpoint: Path) -> dict[str, Any]:
+def follow(experiment: Experiment, checkpoint: Path, *callbacks: TrainWeightsCheckpointCallback) -> dict[str, Any]:
     """Resume from a small checkpoint and compare with the uninterrupted run."""
     step = int(checkpoint.name.rpartition("-")[2])
     course = in_new_process(
@@ -295,6 +298,7 @@ def follow(experiment: Experiment, checkpoint: Path) -> dict[str, Any]:
         resume_from=checkpoint,
         stop=step + STEPS_AFTER,
         evaluate_at=[step + STEPS_AFTER],
+        callbacks=callbacks,
     )
     return compare(course, experiment.course, step, step + STEPS_AFTER)
 

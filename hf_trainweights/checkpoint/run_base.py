@@ -14,6 +14,7 @@ from hf_trainweights.checkpoint.directory.save_job import BaseChoice
 from hf_trainweights.checkpoint.encoded.base_files import (
     cached_snapshots,
     identify_base,
+    register_base,
     require_weights,
     snapshot_path,
 )
@@ -66,13 +67,18 @@ class RunBase:
     def find(self, model: nn.Module | None) -> None:
         """Find the weights that a model was loaded from, if they are wanted and not found yet.
 
+        A base that is known already is registered once more: whoever was pickled for this process left that behind.
+
         Args:
             model: The model, which may be wrapped; of an adapter, its base model counts. None finds nothing.
 
         Raises:
             ConfigError: It was not loaded by `from_pretrained`, or its weights are no longer there.
         """
-        if model is None or not self._is_sought or self.path is not None:
+        if self.path is not None:
+            register_base(self.path)
+            return
+        if model is None or not self._is_sought:
             return
         module = extract_model_from_parallel(model)
         name, commit = model_origin(module)

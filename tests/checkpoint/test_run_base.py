@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import CheckpointManager, find_checkpoints
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.encoded import base_files
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.run_base import RunBase
 from hf_trainweights.errors import ConfigError, UnsupportedError
 
@@ -64,6 +66,22 @@ def test_a_model_of_the_hub_that_is_no_longer_in_the_cache_has_no_base(pretraine
     shutil.rmtree(pretrained.parent)
     with pytest.raises(ConfigError, match=f"{REPOSITORY} in the Hub's cache"):
         RunBase("base", keep=False).find(model)
+
+
+def test_a_callback_that_another_process_unpickles_finds_its_base(
+    pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = shutil.copytree(pretrained, tmp_path / "model")
+    callback = TrainWeightsCheckpointCallback(anchor=model)
+    trainer, _ = trainer_of(tmp_path / "run", callback, model=load(model))
+    trainer.train()
+    sent = pickle.dumps(TrainWeightsCheckpointCallback(anchor=model))
+    checkpoint = Path(latest(tmp_path / "run") or "")
+    forget_directories(monkeypatch)  # as in a new process
+    with pytest.raises(MissingAnchorError, match="register_base"):
+        torch.load(checkpoint / "pytorch_model.bin")
+    trainer_of(tmp_path / "run", pickle.loads(sent), model=load(model))
+    torch.load(checkpoint / "pytorch_model.bin")
 
 
 def test_a_trainer_saves_against_the_base_and_an_unmodified_one_resumes_exactly(
