@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
@@ -29,6 +30,8 @@ ROOMS = (
     "demo",
 )
 MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.callback"}
+# `.ci/run` does not repeat these tests on the oldest Transformers.
+TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
 PUBLIC_TRANSFORMERS = {
     *("transformers", "transformers.pytorch_utils", "transformers.quantizers.auto", "transformers.quantizers.base"),
@@ -128,6 +131,15 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 def test_transformers_is_imported_only_where_the_table_says(module: str) -> None:
     imports_it = any(room(name) == "transformers" for name, _ in imports(module))
     assert not imports_it or {room(module), module} & MAY_IMPORT_TRANSFORMERS
+
+
+@pytest.mark.parametrize("folder", TESTS_WITHOUT_TRANSFORMERS)
+def test_tests_that_no_version_of_transformers_changes_import_nothing_of_it(folder: str) -> None:
+    files = list((ROOT / "tests" / folder).rglob("*.py"))
+    assert files
+    for path in files:
+        source = path.read_text(encoding="utf-8")
+        assert re.findall(r"^\s*(?:from|import) (?:transformers|accelerate|architectures)", source, re.MULTILINE) == []
 
 
 @pytest.mark.parametrize("module", [name for name in SOURCES if not name.startswith("models.host.")])

@@ -87,7 +87,7 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
         try:
             find_base(manifest.base, directory.absolute())
         except (CorruptFileError, MissingAnchorError) as error:
-            problems[BASE_PROBLEM] = str(error)
+            problems[BASE_PROBLEM] = f"cannot be read: {error}"
     for name in _PREFERRED_BY_LOADERS.intersection(foreign):
         problems[name] = "is not part of the checkpoint, but would be loaded instead of it"
     return CheckpointReport(directory, manifest, problems, tuple(foreign))
