@@ -76,7 +76,10 @@ def demo() -> str:
         for row in report["rows"]
     ]
     header = ["format", "on disk", "bits per weight", "perplexity", "reload"]
-    caption = f"What the demo printed: {report['model']}, perplexity on held-out files of the {report['held_out']}."
+    caption = (
+        f"What the demo printed: {report['model']}, perplexity on held-out files of the {report['held_out']}. Bits are "
+        "those in memory, where coded weights are int8."
+    )
     return f"{table(header, rows)}\n\n{caption}"
 
 

@@ -155,7 +155,7 @@ def _quality_table(result: Result) -> Table:
     numbers = ("on disk", "bits", "perplexity", "x smaller" if result.speeds else "tokens/s")
     table = _table(
         result.model,
-        f"bits: of a weight, scales included; perplexity: held-out files of the {result.held_out}",
+        f"bits: of a weight in memory, scales included; perplexity: held-out files of the {result.held_out}",
         numbers,
     )
     table.add_column("reload", no_wrap=True)

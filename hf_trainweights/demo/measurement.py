@@ -42,7 +42,7 @@ class Row:
     Args:
         format: The format's name; for the baseline, its dtype.
         disk_bytes: Size of the safetensors files.
-        bits_per_weight: Bits of a quantized weight, scales included; of any weight for the baseline.
+        bits_per_weight: Bits of a quantized weight in memory, scales included; of any weight for the baseline.
         perplexity: Perplexity of the held-out text.
         tokens_per_second: Speed of `generate` for one sequence, greedy, the best within half a second.
         sample: How the model continues the prompt.
