@@ -51,7 +51,7 @@ def prepare_few_rows(
     if qdata.dim() != 2 or qdata.device.type != "cpu" or scale.dtype != dtype:
         return None
     product = _find_compiled(qdata, scale, dtype)
-    return product and compiled.settle(product, qdata, scale, dtype, compiled.FEW_ROWS)
+    return product and compiled.settle(product, qdata, scale, dtype, compiled.most_float8_rows())
 
 
 def slowness(form: Float8E4M3, dtype: torch.dtype) -> str | None:
@@ -62,7 +62,7 @@ def slowness(form: Float8E4M3, dtype: torch.dtype) -> str | None:
         dtype: Dtype that they show.
     """
     del form
-    if compiled.is_available() and product_dtype(dtype, compiled.FEW_ROWS + 1) != dtype:
+    if compiled.is_available() and product_dtype(dtype, compiled.most_float8_rows() + 1) != dtype:
         return None
     return (
         "float8 weights: on this CPU a product of many tokens dequantizes them first and takes longer than one with "
@@ -82,7 +82,7 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     product = _find_compiled(qdata, scale, x.dtype)
     M = x.numel() // max(1, qdata.shape[1])
-    if product is not None and 0 < M <= compiled.FEW_ROWS:
+    if product is not None and 0 < M <= compiled.most_float8_rows():
         return product.of_any_strides(x, qdata, scale, bias)
     dtype = product_dtype(x.dtype, M)
     given, rows = x.to(dtype), max(1, _BLOCK_ELEMENTS // max(1, qdata.shape[1]))

@@ -97,6 +97,11 @@ def slowness(form: Int4, dtype: torch.dtype) -> str | None:
         dtype: Dtype that they show.
     """
     del form
+    if compiled.leaves_many_rows(dtype):
+        return (
+            "int4 weights in float32: on this CPU a product of many tokens takes longer than one with float weights. "
+            'int8 with activations="int8" is fast.'
+        )
     if dtype == torch.bfloat16 or compiled.is_available():
         return None
     return (

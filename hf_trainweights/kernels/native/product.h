@@ -1,6 +1,8 @@
-// A product of activations with a quantized weight, and the functions that compute it.
+// A product of activations with a quantized weight. Each instruction set has a folder with functions that compute it.
 #pragma once
-#include "vectors.h"
+#include <stdint.h>
+
+enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // What does not change from call to call; `hf_trainweights/kernels/compiled.py` fills it in this order.
 typedef struct {
@@ -22,33 +24,34 @@ typedef struct {
     void *out;             // [M][N]
 } Product;
 
+// Bytes that scratch memory is aligned to.
+#define ALIGNMENT 64
 // Tokens whose sums stay in registers while a row of the weight passes.
 #define FEW_ROWS 4
+// A smaller largest magnitude of a row of x counts as this one: its last digit would be worth a subnormal number.
+#define SMALLEST_TOP 0x1p-103f
 
-static inline int64_t padded_columns(const Product *p) { return round_up(p->weight.K, BYTES); }
+static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
+static inline int64_t itemsize(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 static inline int64_t groups_of(const Product *p) {
     return p->weight.group_size ? p->weight.K / p->weight.group_size : 1;
 }
 
-// What codes are stored with, or made unsigned by.
-static inline int offset_of(const Product *p) { return p->weight.bits == 8 ? 128 : 8; }
-
-// 64 codes of row n from column k on, each plus the offset; behind K, which meets digits of 0, any codes.
-static inline __m512i load_codes(const Product *p, int bits, int64_t n, int64_t k) {
-    int64_t K = p->weight.K, left = K - k;
-    if (bits == 8) {
-        __mmask64 mask = left >= BYTES ? ~0ull : (1ull << left) - 1;
-        return _mm512_xor_si512(_mm512_maskz_loadu_epi8(mask, p->qdata + n * K + k), _mm512_set1_epi8((char)0x80));
-    }
-    __mmask32 mask = left >= BYTES ? ~0u : (1u << (left / 2)) - 1;
-    __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(mask, p->qdata + (n * K + k) / 2));
-    return _mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
+// Return what the integer 1 stands for where activations are integers of so many bytes: `top` is 127 with zeros behind.
+static inline float unit_of(float top, int digits) {
+    return top / 127 * (digits == 3 ? 0x1p-16f : digits == 2 ? 0x1p-8f : 1.0f);
 }
 
+#ifdef _OPENMP
+int omp_get_thread_num(void);
+static inline int thread_index(void) { return omp_get_thread_num(); }
+#else
+static inline int thread_index(void) { return 0; }
+#endif
+
+int64_t integers_bytes(const Product *p, int threads);
 int64_t float8_bytes(const Product *p);
-int64_t few_rows_bytes(const Product *p);
-int64_t many_rows_bytes(const Product *p, int threads);
-void dequantize_float8(const Product *p, int threads);
+void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
-void multiply_few_rows(const Product *p, int threads, int8_t *memory);
-void multiply_many_rows(const Product *p, int threads, int8_t *memory);
+void dequantize_float8(const Product *p, int threads);

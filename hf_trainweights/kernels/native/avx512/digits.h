@@ -3,9 +3,6 @@
 #pragma once
 #include "vectors.h"
 
-// A smaller largest magnitude counts as this one: the last digit would be worth a subnormal number.
-#define SMALLEST_TOP 0x1p-103f
-
 // Return the largest magnitude of a row; NaN where the row holds NaN or infinity.
 static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
     __m512 tops[4], faults[4];
@@ -20,11 +17,6 @@ static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
     __m512 fault = _mm512_add_ps(_mm512_add_ps(faults[0], faults[1]), _mm512_add_ps(faults[2], faults[3]));
     float found = _mm512_reduce_add_ps(fault), largest = _mm512_reduce_max_ps(top);
     return found != found ? found : largest < SMALLEST_TOP ? SMALLEST_TOP : largest;
-}
-
-// Return what the integer 1 stands for.
-static inline float unit_of(float top, int digits) {
-    return top / 127 * (digits == 3 ? 0x1p-16f : digits == 2 ? 0x1p-8f : 1.0f);
 }
 
 // Pack four vectors of numbers that fit a signed byte, in their order.

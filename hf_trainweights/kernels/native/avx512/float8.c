@@ -1,6 +1,6 @@
-// float8_e4m3 weights: products of one to four rows of x, and the float weight for more. Sums are scaled when they are
+// float8_e4m3 weights: products of few rows of x, and the float weight for many. Sums are scaled when they are
 // complete, so x beyond 1e33 overflows.
-#include "product.h"
+#include "vectors.h"
 
 // Write 32 codes / 256 as float32: as float16 the exponent has one bit more and a larger bias. NaN, which no weight
 // holds, is not kept.
@@ -28,35 +28,39 @@ static inline __attribute__((always_inline)) void multiply_row(const float *x, i
 }
 
 // The number of tokens is a constant in each case, so that the sums stay in registers.
-static void multiply_row_of(const Product *p, const float *x, int64_t n, float *sums) {
-    int64_t K = p->weight.K, stride = padded_columns(p);
+static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t M, float *sums) {
+    int64_t K = p->weight.K, stride = round_up(K, BYTES);
     const uint8_t *codes = p->qdata + n * K;
-    if (p->M == 1) multiply_row(x, stride, codes, K, 1, sums);
-    if (p->M == 2) multiply_row(x, stride, codes, K, 2, sums);
-    if (p->M == 3) multiply_row(x, stride, codes, K, 3, sums);
-    if (p->M == 4) multiply_row(x, stride, codes, K, 4, sums);
+    if (M == 1) multiply_row(x, stride, codes, K, 1, sums);
+    if (M == 2) multiply_row(x, stride, codes, K, 2, sums);
+    if (M == 3) multiply_row(x, stride, codes, K, 3, sums);
+    if (M == 4) multiply_row(x, stride, codes, K, 4, sums);
 }
 
+// Multiply `count` rows of the weight, which stay in a cache meanwhile, with all tokens.
 static void multiply_rows(const Product *p, const float *x, int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    float results[FEW_ROWS][LANES], sums[FEW_ROWS];
-    for (int64_t n = 0; n < count; n++) {
-        multiply_row_of(p, x, first + n, sums);
-        for (int64_t m = 0; m < p->M; m++) results[m][n] = sums[m];
-    }
     __mmask16 mask = first_lanes(count);
     __m512 bias = p->bias ? load_floats(p->bias, w->dtype, first, mask) : _mm512_setzero_ps();
     __m512 scale = _mm512_mul_ps(load_floats(p->scale, w->scale_dtype, first, mask), _mm512_set1_ps(256));
-    for (int64_t m = 0; m < p->M; m++) {
-        __m512 values = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, results[m]), scale, bias);
-        store_floats(p->out, w->dtype, m * w->N + first, mask, values);
+    for (int64_t token = 0; token < p->M; token += FEW_ROWS) {
+        int64_t tokens = least(FEW_ROWS, p->M - token);
+        float results[FEW_ROWS][LANES], sums[FEW_ROWS];
+        for (int64_t n = 0; n < count; n++) {
+            multiply_row_of(p, x + token * round_up(w->K, BYTES), first + n, tokens, sums);
+            for (int64_t m = 0; m < tokens; m++) results[m][n] = sums[m];
+        }
+        for (int64_t m = 0; m < tokens; m++) {
+            __m512 values = _mm512_fmadd_ps(_mm512_maskz_loadu_ps(mask, results[m]), scale, bias);
+            store_floats(p->out, w->dtype, (token + m) * w->N + first, mask, values);
+        }
     }
 }
 
-int64_t float8_bytes(const Product *p) { return p->M * padded_columns(p) * 4; }
+int64_t float8_bytes(const Product *p) { return p->M * round_up(p->weight.K, BYTES) * 4; }
 
 void multiply_float8(const Product *p, int threads, int8_t *memory) {
-    int64_t stride = padded_columns(p), K = p->weight.K;
+    int64_t stride = round_up(p->weight.K, BYTES), K = p->weight.K;
     float *x = (float *)memory;
     for (int64_t m = 0; m < p->M; m++) {
         copy_as_float32(p->x, p->weight.dtype, m * K, K, x + m * stride);

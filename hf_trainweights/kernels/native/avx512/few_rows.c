@@ -1,7 +1,7 @@
 // Products of one to four rows of x with integer codes: each row of the weight is read once, in one stream, and a vector
 // of 64 codes is multiplied with the digits of every token while it is in a register.
 #include "digits.h"
-#include "product.h"
+#include "integers.h"
 
 typedef struct {
     float *worth;      // [M]

@@ -2,7 +2,7 @@
 // four digits of each with four codes of one row of the weight. No reordered copy of the weight is kept: a block of its
 // rows is made unsigned once for all tokens.
 #include "digits.h"
-#include "product.h"
+#include "integers.h"
 #include "transpose.h"
 
 // Rows of the weight in a block; the numbers of rows in `ACCUMULATE` divide it.

@@ -1,17 +1,11 @@
 // Vectors of AVX-512, and the dtypes that they are loaded from and stored to.
 #pragma once
 #include <immintrin.h>
-#include <stdint.h>
+#include "../product.h"
 
 // 32-bit numbers in a vector, and bytes in it.
 #define LANES 16
 #define BYTES 64
-
-enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-static inline int64_t round_up(int64_t value, int64_t step) { return (value + step - 1) / step * step; }
-static inline int64_t itemsize(int dtype) { return dtype == FLOAT32 ? 4 : 2; }
 
 // A mask of the first `count` lanes, which may be negative or more than there are.
 static inline __mmask16 first_lanes(int64_t count) {
@@ -51,10 +45,3 @@ static inline void copy_as_float32(const void *from, int dtype, int64_t index, i
         _mm512_mask_storeu_ps(to + i, mask, load_floats(from, dtype, index + i, mask));
     }
 }
-
-#ifdef _OPENMP
-int omp_get_thread_num(void);
-static inline int thread_index(void) { return omp_get_thread_num(); }
-#else
-static inline int thread_index(void) { return 0; }
-#endif
