@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,10 @@ CHAIN_STEPS_AFTER = 20
 _BF16_STEPS = 20
 # Measured with the first seed only.
 _ONE_SEED = 0
+
+
+# The keys that lead to a finding, and what finds it once the uninterrupted run is there.
+Piece = tuple[tuple[str, ...], Callable[[], Any]]
 
 
 @dataclass(frozen=True)
@@ -119,6 +123,10 @@ class Experiment:
         losses, held_out = json.loads(self._course_file.read_text(encoding="utf-8"))
         return Course(dict(losses), dict(held_out))
 
+    def held_out(self) -> dict[int, float]:
+        """Return the held-out loss after some steps."""
+        return {step: self.course.held_out[step] for step in sorted(self.course.held_out)}
+
     def checkpoint(self, step: int, directory: str = "plain") -> Path:
         """Return where a checkpoint is."""
         return self.directory / directory / f"checkpoint-{step}"
@@ -149,45 +157,41 @@ def in_new_process(function: Callable[..., Any], *args: Any, **kwargs: Any) -> A
         return pool.submit(function, *args, **kwargs).result()
 
 
-def measure(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield ratios and fidelity of one run with one seed, each piece as JSON and with the keys that lead to it."""
-    torch.set_num_threads(1)
-    experiment.require(experiment.steps)
-    yield ("held_out",), {step: experiment.course.held_out[step] for step in sorted(experiment.course.held_out)}
-    yield ("checkpoints",), {mode: compress_run(experiment, mode) for mode in MODES}
-    yield ("lossless_alone",), compress_alone(experiment, "alone", "lossless")
-    yield ("int8_groups",), compress_alone(experiment, "int8", "lossless", INT8_RULES)
-    if experiment.name == "lm":
-        yield ("bf16",), measure_bf16(experiment)
-    yield ("exact",), is_exact_after_lossless(experiment)
+def measure(experiment: Experiment) -> Iterator[Piece]:
+    """Yield what finds ratios and fidelity of one run with one seed."""
     step = experiment.resume_at
-    yield ("fidelity", "1 ulp", "first"), follow(experiment, perturb(experiment, step))
+    follow_it = partial(follow, experiment)
+    yield ("held_out",), experiment.held_out
+    yield ("checkpoints",), lambda: {mode: compress_run(experiment, mode) for mode in MODES}
+    yield ("lossless_alone",), partial(compress_alone, experiment, "alone", "lossless")
+    yield ("int8_groups",), partial(compress_alone, experiment, "int8", "lossless", INT8_RULES)
+    if experiment.name == "lm":
+        yield ("bf16",), partial(measure_bf16, experiment)
+    yield ("exact",), partial(is_exact_after_lossless, experiment)
+    yield ("fidelity", "1 ulp", "first"), partial(follow_neighbours, experiment, step)
     for mode in LOSSY_MODES:
-        compress_alone(experiment, f"alone-{mode}", mode)
-        yield ("fidelity", mode, "alone"), follow(experiment, experiment.checkpoint(step, f"alone-{mode}"))
-        yield ("fidelity", mode, "first"), follow(experiment, begin_anchor(experiment, mode))
-        yield ("fidelity", mode, "late"), follow(experiment, experiment.checkpoint(step, mode))
-        yield ("fidelity", mode, "chain"), follow_chain(experiment, mode)
+        yield ("fidelity", mode, "alone"), partial(follow_alone, experiment, mode)
+        yield ("fidelity", mode, "first"), partial(follow_first, experiment, mode)
+        yield ("fidelity", mode, "late"), partial(follow_it, experiment.checkpoint(step, mode))
+        yield ("fidelity", mode, "chain"), partial(follow_chain, experiment, mode)
     if experiment.seed == _ONE_SEED:
-        yield ("fidelity", "int8 groups", "first"), follow(experiment, experiment.checkpoint(step, "int8"))
+        yield ("fidelity", "int8 groups", "first"), partial(follow_it, experiment.checkpoint(step, "int8"))
         for point, early in (("first save", experiment.steps[0]), ("early", experiment.first)):
-            yield ("fidelity", "1 ulp", point), follow(experiment, perturb(experiment, early))
+            yield ("fidelity", "1 ulp", point), partial(follow_neighbours, experiment, early)
             for mode in LOSSY_MODES:
-                yield ("fidelity", mode, point), follow(experiment, experiment.checkpoint(early, mode))
+                yield ("fidelity", mode, point), partial(follow_it, experiment.checkpoint(early, mode))
 
 
-def measure_with_base(experiment: Experiment) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield ratios and fidelity of a fine-tune whose checkpoints are stored against the model that it began with."""
-    torch.set_num_threads(1)
-    experiment.require(experiment.steps)
+def measure_with_base(experiment: Experiment) -> Iterator[Piece]:
+    """Yield what finds the same of a fine-tune whose checkpoints are stored against the model that it began with."""
     for mode in MODES:
-        yield ("checkpoints", mode), compress_run(experiment, mode, f"base-{mode}", anchor=MINILM)
+        yield ("checkpoints", mode), partial(compress_run, experiment, mode, f"base-{mode}", anchor=MINILM)
     for mode in LOSSY_MODES:
         for name, step in (("first", experiment.steps[0]), ("late", experiment.resume_at)):
             # It finds the base for a process that resumes.
             callback = TrainWeightsCheckpointCallback(mode=mode, anchor=MINILM)
             checkpoint = experiment.checkpoint(step, f"base-{mode}")
-            yield ("fidelity", mode, name), follow(experiment, checkpoint, callback)
+            yield ("fidelity", mode, name), partial(follow, experiment, checkpoint, callback)
 
 
 def compress_run(
@@ -242,6 +246,22 @@ def begin_anchor(experiment: Experiment, mode: str) -> Path:
     for step in (experiment.resume_at - experiment.save_steps, experiment.resume_at):
         experiment.compress(experiment.copy(step, directory), mode=mode)
     return experiment.checkpoint(experiment.resume_at, directory)
+
+
+def follow_alone(experiment: Experiment, mode: str) -> dict[str, Any]:
+    """Resume from the checkpoint at `resume_at`, stored without an anchor."""
+    compress_alone(experiment, f"alone-{mode}", mode)
+    return follow(experiment, experiment.checkpoint(experiment.resume_at, f"alone-{mode}"))
+
+
+def follow_first(experiment: Experiment, mode: str) -> dict[str, Any]:
+    """Resume from the checkpoint at `resume_at`, stored as the first delta."""
+    return follow(experiment, begin_anchor(experiment, mode))
+
+
+def follow_neighbours(experiment: Experiment, step: int) -> dict[str, Any]:
+    """Resume from weights that are off by one unit in the last place."""
+    return follow(experiment, perturb(experiment, step))
 
 
 def perturb(experiment: Experiment, step: int) -> Path:
@@ -373,7 +393,7 @@ def measure_bf16(experiment: Experiment) -> dict[str, Any]:
 def discard(experiment: Experiment) -> None:
     """Remove what an experiment wrote; of the first seed stays what the other parts need."""
     kept = experiment.steps[:2] if experiment.seed == 0 else []
-    for path in experiment.directory.iterdir():
+    for path in experiment.directory.glob("*"):
         if path.is_dir() and path != experiment.plain:
             shutil.rmtree(path)
     for path in experiment.plain.glob("checkpoint-*"):
