@@ -304,7 +304,7 @@ def test_experts_are_multiplied_as_if_alone(rows: int, experts: QuantizedTensor)
 def test_experts_of_a_model_are_tiled() -> None:
     holder = nn.Module()
     holder.experts = nn.Module()
-    for name, N in (("gate_up_proj", 128), ("down_proj", 96)):
+    for name, N in (("gate_up_proj", 128), ("down_proj", 80)):
         weight = QuantizedTensor.quantize(torch.ones(3, N, 64, dtype=torch.bfloat16), Int4(32))
         setattr(holder.experts, name, nn.Parameter(weight, requires_grad=False))
     choose_layouts_(holder)
