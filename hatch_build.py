@@ -61,7 +61,8 @@ def _compile(root: Path) -> bool:
 
 def _compile_one(root: Path, compiler: str, name: str, folder: Path) -> Path | None:
     objects = []
-    for source in [root / _SOURCES / "interface.c", *sorted((root / _SOURCES / name).glob("*.c"))]:
+    shared = [root / _SOURCES / "interface.c", root / _SOURCES / "avx2" / "uint.c"]
+    for source in sorted({*shared, *(root / _SOURCES / name).glob("*.c")}):
         objects.append(str(folder / f"{name}-{source.stem}.o"))
         command = [compiler, *_FLAGS, *_INSTRUCTIONS[name], "-fopenmp", "-c", str(source), "-o", objects[-1]]
         if subprocess.run(command, capture_output=True).returncode:

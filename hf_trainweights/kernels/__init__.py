@@ -15,8 +15,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.column_scale import ColumnScaled
-from hf_trainweights.formats.uint import UInt, UInt4
-from hf_trainweights.kernels import float8, int4, int4_tiles, int8, uint4, uint4_tiles
+from hf_trainweights.kernels import float8, int4, int4_tiles, int8, uint, uint4_tiles
 from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
 from hf_trainweights.kernels.compiled import MultiplyFew
 from hf_trainweights.kernels.layouts import Layout
@@ -46,7 +45,8 @@ KERNELS = {
     "coded": Kernel(int8.linear, int8.prepare_few_rows),
     "float8_e4m3": Kernel(float8.linear, float8.prepare_few_rows, slowness=float8.slowness),
     "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
-    "uint4": Kernel(uint4.linear, uint4.prepare_few_rows, uint4_tiles.choose_layout),
+    "uint4": Kernel(uint.linear, uint.prepare_few_rows, uint4_tiles.choose_layout, uint.slowness),
+    **{f"uint{bits}": Kernel(uint.linear, uint.prepare_few_rows, slowness=uint.slowness) for bits in (2, 3, 5, 6)},
 }
 
 
@@ -135,12 +135,5 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     """
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
-    if isinstance(form, UInt):
-        if form == UInt4(uint4_tiles.GROUP_SIZE) and dtype == torch.bfloat16:
-            return None
-        return (
-            f"{form.name} weights: on the CPU each product dequantizes them first and takes longer than one with "
-            "float weights. int8, or int4 or uint4 in groups of 32 with dtype=torch.bfloat16, is fast."
-        )
     kernel = KERNELS.get(form.name)
     return None if kernel is None or kernel.slowness is None else kernel.slowness(form, dtype)

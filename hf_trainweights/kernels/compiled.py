@@ -48,6 +48,9 @@ _SIZES = 256
 # From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `kernels.linear`.
 MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
+# Group scales and zero points of a uint weight; nothing for other weights.
+Groups = tuple[Tensor, ...]
+
 # Bits of a float8 weight in `Weight`: it has no integer codes.
 FLOAT8 = 0
 
@@ -57,7 +60,7 @@ class Weight(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("N", "K", "group_size")),
-        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", "bits")),
+        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", "bits", "code_units", "zero_units")),
     )
 
 
@@ -81,7 +84,7 @@ def _load() -> ctypes.CDLL | None:
     pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
     library.product_bytes.argtypes = (pointer, count, number)
     library.product_bytes.restype = count
-    library.product.argtypes = (*[pointer] * 6, count, number, pointer)
+    library.product.argtypes = (*[pointer] * 6, count, number, *[pointer] * 3)
     library.product.restype = None
     library.dequantize.argtypes = (*[pointer] * 4, number)
     library.dequantize.restype = None
@@ -119,9 +122,13 @@ def leaves_many_rows(dtype: torch.dtype) -> bool:
     return is_available() and dtype == torch.float32 and instructions() == "avx2"
 
 
-def most_float8_rows() -> int:
-    """Return the same for float8 codes."""
-    return FEW_ROWS if has_amx() else _WIDENED_ROWS
+def most_widened_rows(dtype: torch.dtype) -> int:
+    """Return the same for codes that are widened before they are multiplied: those of float8 and uint.
+
+    Args:
+        dtype: Dtype of x.
+    """
+    return FEW_ROWS if dtype == torch.bfloat16 and has_amx() else _WIDENED_ROWS
 
 
 class Product:
@@ -138,8 +145,9 @@ class Product:
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
         dtypes = {number: dtype for dtype, number in _DTYPES.items()}
-        codes = self.columns * weight.bits // 32 if weight.bits == 4 else self.columns
-        G = self.columns // weight.group_size if weight.group_size else 1
+        is_uint = weight.code_units > 0
+        codes = self.columns * weight.bits // 32 if weight.bits == 4 or is_uint else self.columns
+        G = self.columns // weight.group_size if weight.group_size and not is_uint else 1
         self._needs = (
             Needs("x", ("*", self.columns), (dtypes[weight.dtype],)),
             Needs("qdata", (self._N, codes), (torch.int8, torch.int32, torch.float8_e4m3fn)),
@@ -147,7 +155,7 @@ class Product:
             Needs("bias", (self._N,), (dtypes[weight.dtype],)),
         )
 
-    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups = ()) -> Tensor:
         """Return `F.linear(x, weight, bias)`; all tensors are on the CPU and contiguous.
 
         Args:
@@ -155,6 +163,7 @@ class Product:
             qdata: The codes, as `find` was told.
             scale: `[N, G]`, likewise.
             bias: `[N]` of the dtype of x, or None.
+            groups: Of uint weights.
 
         Returns:
             A new tensor `[*, N]` of the dtype of x.
@@ -170,10 +179,13 @@ class Product:
         out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
         shift = None if bias is None else bias.data_ptr()
         pointers = (x.data_ptr(), qdata.data_ptr(), scale.data_ptr(), shift, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr())
+        numbers = [tensor.data_ptr() for tensor in groups] or (None, None)
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers)
         return out
 
-    def of_any_strides(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    def of_any_strides(
+        self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups = ()
+    ) -> Tensor:
         """Return the same for tensors of any strides, and a bias of any dtype.
 
         Args:
@@ -181,9 +193,11 @@ class Product:
             qdata: As above.
             scale: As above.
             bias: `[N]` or None.
+            groups: As above.
         """
         bias = None if bias is None else bias.to(x.dtype).contiguous()
-        return self(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias)
+        whole = tuple(tensor.contiguous() for tensor in groups)
+        return self(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias, whole)
 
     def dequantize(self, qdata: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """Fill and return `out` `[N, K]`, of the dtype that `find` was asked for, with a float8 weight.
@@ -223,7 +237,14 @@ def serves(group_size: int | None, dtype: torch.dtype, scale_dtype: torch.dtype)
 
 @functools.lru_cache(maxsize=4096)
 def find(
-    N: int, K: int, group_size: int | None, bits: int, dtype: torch.dtype, scale_dtype: torch.dtype, quantize_x: bool
+    N: int,
+    K: int,
+    group_size: int | None,
+    bits: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    quantize_x: bool,
+    units: tuple[int, int] = (0, 0),
 ) -> Product | None:
     """Return the products with weights `[N, K]` of one kind; None where the compiled functions do not serve them.
 
@@ -231,19 +252,22 @@ def find(
         N: Rows of the weight.
         K: Its columns.
         group_size: Columns that share a scale; None where a row shares one.
-        bits: 8 or 4 of an integer code, or `FLOAT8`.
+        bits: 8 or 4 of an integer code, 2 to 6 of uint, or `FLOAT8`.
         dtype: Dtype of the activations.
         scale_dtype: Dtype of the scales.
         quantize_x: Whether activations are rounded to one digit.
+        units: Of uint, the units of its codes and of its zero points.
     """
     library, size = _load(), group_size or 0
     if library is None or not serves(group_size, dtype, scale_dtype) or not 0 < K <= _MOST_COLUMNS or N == 0:
         return None
     digits = 1 if quantize_x else 3 if dtype == torch.float32 else 2
-    return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits))
+    return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits, *units))
 
 
-def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int) -> MultiplyFew:
+def settle(
+    product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int, groups: Groups = ()
+) -> MultiplyFew:
     """Return a function that multiplies with one weight.
 
     Args:
@@ -252,6 +276,7 @@ def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, r
         scale: Its scales, contiguous.
         dtype: Dtype of the activations.
         rows: The most rows of x that it takes.
+        groups: Of a uint weight.
     """
     most_elements = min(sys.maxsize, rows * product.columns)
 
@@ -260,6 +285,6 @@ def settle(product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, r
             return None
         if bias is not None and not (bias.is_cpu and bias.dtype == dtype and bias.is_contiguous()):
             return None
-        return product(x, qdata, scale, bias)
+        return product(x, qdata, scale, bias, groups)
 
     return multiply

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -10,12 +10,10 @@ from torch import Tensor
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.kernels.dequantized import multiply_dequantized
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.registration import define
 from hf_trainweights.kernels.scratch import SCRATCH
-
-# Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache.
-_BLOCK_ELEMENTS = 1 << 20
 
 
 def linear(x: Tensor, held: Mapping[str, Tensor], form: Float8E4M3, layout: None, bias: Tensor | None) -> Tensor | None:
@@ -51,7 +49,7 @@ def prepare_few_rows(
     if qdata.dim() != 2 or qdata.device.type != "cpu" or scale.dtype != dtype:
         return None
     product = _find_compiled(qdata, scale, dtype)
-    return product and compiled.settle(product, qdata, scale, dtype, compiled.most_float8_rows())
+    return product and compiled.settle(product, qdata, scale, dtype, compiled.most_widened_rows(dtype))
 
 
 def slowness(form: Float8E4M3, dtype: torch.dtype) -> str | None:
@@ -62,7 +60,7 @@ def slowness(form: Float8E4M3, dtype: torch.dtype) -> str | None:
         dtype: Dtype that they show.
     """
     del form
-    if compiled.is_available() and product_dtype(dtype, compiled.most_float8_rows() + 1) != dtype:
+    if compiled.is_available() and product_dtype(dtype, compiled.most_widened_rows(dtype) + 1) != dtype:
         return None
     return (
         "float8 weights: on this CPU a product of many tokens dequantizes them first and takes longer than one with "
@@ -82,17 +80,14 @@ def _empty_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) 
 def _linear_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     product = _find_compiled(qdata, scale, x.dtype)
     M = x.numel() // max(1, qdata.shape[1])
-    if product is not None and 0 < M <= compiled.most_float8_rows():
+    if product is not None and 0 < M <= compiled.most_widened_rows(x.dtype):
         return product.of_any_strides(x, qdata, scale, bias)
-    dtype = product_dtype(x.dtype, M)
-    given, rows = x.to(dtype), max(1, _BLOCK_ELEMENTS // max(1, qdata.shape[1]))
-    blocks = zip(qdata.split(rows), scale.split(rows), strict=True)
-    out = torch.cat([torch.nn.functional.linear(given, _dequantize(*block, dtype)) for block in blocks], dim=-1)
-    return (out if bias is None else out.add_(bias)).to(x.dtype)
+    return multiply_dequantized(x, (qdata, scale), _dequantize, bias)
 
 
-def _dequantize(qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+def _dequantize(tensors: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return rows of the weight, perhaps in scratch memory."""
+    qdata, scale = tensors
     product = _find_compiled(qdata, scale, dtype)
     # A program that was exported where there are compiled products may run where there are none.
     if product is None:

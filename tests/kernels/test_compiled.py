@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,34 +30,6 @@ every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Float8E4M3()]
 # On both sides of every threshold, of a vector of tokens and of a tile of three, and more than one panel of digits.
 ROWS = (1, 2, 3, 4, 5, 16, 17, 33, 49, 700)
-
-
-def forget() -> None:
-    for cached in (compiled._load, compiled.find, compiled.most_rows):
-        cached.cache_clear()
-
-
-@pytest.fixture(params=compiled._LIBRARIES)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Take the products of each library that this CPU runs."""
-    if not all(map(compiled.capabilities().get, compiled._LIBRARIES[request.param])):
-        pytest.skip(f"this CPU does not run the library for {request.param}")
-    monkeypatch.setattr(compiled, "instructions", lambda: request.param)
-    forget()
-    if not compiled.is_available():
-        pytest.skip("there was no C compiler when the package was installed")
-    yield request.param
-    monkeypatch.undo()
-    forget()
-
-
-@pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
-def threads(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(compiled, "_THREADED", 0)
-    before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield request.param
-    torch.set_num_threads(before)
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | None = None) -> Tensor:

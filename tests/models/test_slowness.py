@@ -56,6 +56,7 @@ def test_int4_without_bfloat16_is_told_to_be_slow_when_it_is_quantized(
     assert told == [[], [True]]
 
 
+@pytest.mark.usefixtures("without_compiled")
 def test_codes_of_a_few_bits_are_told_to_be_slow_once(caplog: pytest.LogCaptureFixture) -> None:
     for _ in range(2):
         quantize_(layers(), "uint3")

@@ -4,15 +4,21 @@
 // Return the scratch memory that a product of M rows needs, at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
-    return (weight->bits ? integers_bytes(&product, threads) : float8_bytes(&product)) + ALIGNMENT;
+    int64_t bytes = weight->code_units ? uint_bytes(&product, threads)
+                    : weight->bits     ? integers_bytes(&product, threads)
+                                       : float8_bytes(&product);
+    return bytes + ALIGNMENT;
 }
 
 // Fill out [M][N] with x [M][K] times the transpose of the weight, plus the bias.
 void product(const Weight *weight, const void *x, const uint8_t *qdata, const void *scale, const void *bias, void *out,
-             int64_t M, int threads, int8_t *memory) {
+             int64_t M, int threads, int8_t *memory, const uint8_t *group_scale, const uint8_t *zero_point) {
     Product product = {.weight = *weight, .M = M, .x = x, .qdata = qdata, .scale = scale, .bias = bias, .out = out};
+    product.group_scale = group_scale;
+    product.zero_point = zero_point;
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
-    if (weight->bits) multiply_integers(&product, threads, memory);
+    if (weight->code_units) multiply_uint(&product, threads, memory);
+    else if (weight->bits) multiply_integers(&product, threads, memory);
     else multiply_float8(&product, threads, memory);
 }
 

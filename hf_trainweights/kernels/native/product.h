@@ -11,17 +11,21 @@ typedef struct {
     int32_t dtype;        // of x, the bias and the result
     int32_t scale_dtype;
     int32_t digits;       // bytes that hold an activation: 1, 2, or 3 for float32
-    int32_t bits;         // of an integer code: 8 or 4; 0 for float8, which has no digits
+    int32_t bits;         // of an integer code: 8 or 4, of uint 2 to 6; 0 for float8, which has no digits
+    int32_t code_units;   // of uint, else 0
+    int32_t zero_units;   // likewise
 } Weight;
 
 typedef struct {
     Weight weight;
     int64_t M;
     const void *x;         // [M][K]
-    const uint8_t *qdata;  // [N][K] codes: int8, or float8, or nibbles of code + 8 with the even column in the low one
-    const void *scale;     // [N][G]
+    const uint8_t *qdata;  // [N][K] codes: int8, or float8, or nibbles of code + 8 with the even column in the low one;
+                           // of uint as formats/planes.py packs them
+    const void *scale;     // [N][G]; of uint [N]
     const void *bias;      // [N] or NULL
     void *out;             // [M][N]
+    const uint8_t *group_scale, *zero_point;  // of uint [N][G / 2], the first of two groups in the low bits
 } Product;
 
 // Bytes that scratch memory is aligned to.
@@ -52,6 +56,8 @@ static inline int thread_index(void) { return 0; }
 
 int64_t integers_bytes(const Product *p, int threads);
 int64_t float8_bytes(const Product *p);
+int64_t uint_bytes(const Product *p, int threads);
 void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
+void multiply_uint(const Product *p, int threads, int8_t *memory);
 void dequantize_float8(const Product *p, int threads);

@@ -1,91 +1,17 @@
 // Products with integer codes. AVX2 adds products of bytes with a sum that is cut off at 16 bits, but those of 16-bit
-// numbers with 32 bits: an activation is one such number, or two for float32, and codes are widened in registers.
-#include "vectors.h"
+// numbers with 32 bits: so activations are such numbers, and codes are widened in registers.
+#include "numbers.h"
 
 // Rows of the weight that pass all tokens while they are in the first-level cache.
 #define BLOCK_ROWS 8
-// Columns that x is padded to, with zeros.
-#define STEP 64
 // Sums of products of so many columns fit 32 bits.
 #define MOST_COLUMNS 2048
-// 16-bit numbers that are held at a time: half of a second-level cache of 1 MB.
-#define PANEL_BYTES (1 << 19)
-
-typedef struct {
-    float *worth;      // [tokens]
-    float *row;        // [padded K], of the token that is being written
-    int16_t *numbers;  // [tokens][words][padded K], in the order of the codes that `load_codes` returns
-    float *scale;      // [threads][scale_length]
-} Memory;
-
-static int64_t padded_columns(const Product *p) { return round_up(p->weight.K, STEP); }
-static int words_of(const Product *p) { return p->weight.digits == 3 ? 2 : 1; }
-
-static int64_t tokens_at_once(const Product *p) {
-    int64_t fit = PANEL_BYTES / (2 * words_of(p) * padded_columns(p)) / FEW_ROWS * FEW_ROWS;
-    return least(fit < FEW_ROWS ? FEW_ROWS : fit, p->M);
-}
 
 // Scales of one row, and room to load a vector of them behind the last.
 static int64_t scale_length(const Product *p) { return round_up(groups_of(p), LANES) + LANES; }
 
-static Memory memory_at(const Product *p, int8_t *memory) {
-    int64_t tokens = tokens_at_once(p), padded = padded_columns(p);
-    Memory m = {.worth = (float *)memory};
-    m.row = m.worth + round_up(tokens, 16);
-    m.numbers = (int16_t *)(m.row + padded);
-    m.scale = (float *)(m.numbers + tokens * words_of(p) * padded);
-    return m;
-}
-
 int64_t integers_bytes(const Product *p, int threads) {
-    Memory m = memory_at(p, 0);
-    return (int8_t *)(m.scale + threads * scale_length(p)) - (int8_t *)0;
-}
-
-static float largest_magnitude(const float *row, int64_t count) {
-    __m256 top = _mm256_setzero_ps(), fault = _mm256_setzero_ps(), sign = _mm256_set1_ps(-0.0f);
-    for (int64_t k = 0; k < count; k += LANES) {
-        __m256 values = _mm256_loadu_ps(row + k);
-        top = _mm256_max_ps(top, _mm256_andnot_ps(sign, values));
-        fault = _mm256_fmadd_ps(values, _mm256_setzero_ps(), fault);  // NaN after NaN or infinity
-    }
-    float tops[LANES], found = sum_of(fault), largest = SMALLEST_TOP;
-    _mm256_storeu_ps(tops, top);
-    for (int i = 0; i < LANES; i++) largest = tops[i] > largest ? tops[i] : largest;
-    return found != found ? found : largest;
-}
-
-// Write the numbers of a step in the order of their codes: `vectors` of 16 hold every second or every fourth column.
-static inline __attribute__((always_inline)) void write_step(const int32_t *step, int vectors, int words,
-                                                             int64_t padded, int16_t *numbers) {
-    for (int i = 0; i < STEP; i++) {
-        int32_t number = step[i / (16 * vectors) * (16 * vectors) + i % 16 * vectors + i / 16 % vectors];
-        // Of a number of 24 bits the highest 8, rounded, and the signed rest.
-        if (words == 2) numbers[i] = (int16_t)((number + 0x8000) >> 16);
-        numbers[i + (words - 1) * padded] = (int16_t)number;
-    }
-}
-
-static void write_token(const Product *p, const Memory *memory, int64_t token, int64_t m) {
-    const Weight *w = &p->weight;
-    int64_t padded = padded_columns(p);
-    int words = words_of(p);
-    copy_as_float32(p->x, w->dtype, (token + m) * w->K, w->K, padded, memory->row);
-    float top = largest_magnitude(memory->row, padded), unit = unit_of(top, w->digits);
-    memory->worth[m] = words == 2 ? top / 127 : unit;
-    for (int64_t k = 0; k < padded; k += STEP) {
-        int16_t *numbers = memory->numbers + m * words * padded + k;
-        int32_t step[STEP];
-        for (int i = 0; i < STEP; i += LANES) {
-            __m256 scaled = _mm256_mul_ps(_mm256_loadu_ps(memory->row + k + i), _mm256_set1_ps(1 / unit));
-            _mm256_storeu_si256((__m256i *)(step + i), _mm256_cvtps_epi32(scaled));
-        }
-        if (w->bits == 8 && words == 2) write_step(step, 2, 2, padded, numbers);
-        else if (w->bits == 8) write_step(step, 2, 1, padded, numbers);
-        else if (words == 2) write_step(step, 4, 2, padded, numbers);
-        else write_step(step, 4, 1, padded, numbers);
-    }
+    return numbers_at(p, 0).end - (int8_t *)0 + threads * scale_length(p) * 4;
 }
 
 // 32 codes of 8 bits as 16-bit numbers, those of even columns first; or 64 of 4 bits, by the remainder of column / 4.
@@ -128,16 +54,12 @@ static inline __attribute__((always_inline)) void multiply_row(const Product *p,
                 for (int i = 0; i < M * words; i++)
                     for (int v = 0; v < 16 / bits; v++) {
                         __m256i x = _mm256_loadu_si256((const __m256i *)(numbers + i * padded + k + 16 * v));
-                        products[i] = _mm256_add_epi32(products[i], _mm256_madd_epi16(codes[v], x));
+                        products[i] = add_products(products[i], codes[v], x);
                     }
             }
             __m256 factors = part_scale(scale, size, block);
-            for (int m = 0; m < M; m++) {
-                __m256 sum = _mm256_cvtepi32_ps(products[m * words]);
-                if (words == 2)
-                    sum = _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[m * 2 + 1]), _mm256_set1_ps(0x1p-16f), sum);
-                total[m] = _mm256_fmadd_ps(sum, factors, total[m]);
-            }
+            for (int m = 0; m < M; m++)
+                total[m] = _mm256_fmadd_ps(join_words(products + m * words, words), factors, total[m]);
         }
     for (int m = 0; m < M; m++) sums[m] = sum_of(total[m]);
 }
@@ -153,7 +75,7 @@ static void multiply_row_of(const Product *p, const int16_t *numbers, int64_t n,
     CASES(1, 8) CASES(2, 8) CASES(1, 4) CASES(2, 4)
 }
 
-static void multiply_block(const Product *p, const Memory *memory, float *scale, int64_t token, int64_t tokens,
+static void multiply_block(const Product *p, const Numbers *numbers, float *scale, int64_t token, int64_t tokens,
                            int64_t first) {
     const Weight *w = &p->weight;
     int64_t G = groups_of(p), last = least(first + BLOCK_ROWS, w->N), stride = words_of(p) * padded_columns(p);
@@ -161,19 +83,23 @@ static void multiply_block(const Product *p, const Memory *memory, float *scale,
         for (int64_t n = first; n < last; n++) {
             float sums[FEW_ROWS], bias = p->bias ? load_float(p->bias, w->dtype, n) : 0;
             copy_as_float32(p->scale, w->scale_dtype, n * G, G, scale_length(p), scale);
-            multiply_row_of(p, memory->numbers + m * stride, n, scale, least(FEW_ROWS, tokens - m), sums);
+            multiply_row_of(p, numbers->values + m * stride, n, scale, least(FEW_ROWS, tokens - m), sums);
             for (int64_t i = 0; i < least(FEW_ROWS, tokens - m); i++)
-                store_float(p->out, w->dtype, (token + m + i) * w->N + n, sums[i] * memory->worth[m + i] + bias);
+                store_float(p->out, w->dtype, (token + m + i) * w->N + n, sums[i] * numbers->worth[m + i] + bias);
         }
 }
 
-void multiply_integers(const Product *p, int threads, int8_t *scratch) {
-    Memory memory = memory_at(p, scratch);
+void multiply_integers(const Product *p, int threads, int8_t *memory) {
+    Numbers numbers = numbers_at(p, memory);
+    float *scale = (float *)numbers.end;
     for (int64_t token = 0; token < p->M; token += tokens_at_once(p)) {
         int64_t tokens = least(tokens_at_once(p), p->M - token);
-        for (int64_t m = 0; m < tokens; m++) write_token(p, &memory, token, m);
+        for (int64_t m = 0; m < tokens; m++) {
+            if (p->weight.bits == 8) write_token(p, &numbers, token, m, 2);
+            else write_token(p, &numbers, token, m, 4);
+        }
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
         for (int64_t n = 0; n < p->weight.N; n += BLOCK_ROWS)
-            multiply_block(p, &memory, memory.scale + thread_index() * scale_length(p), token, tokens, n);
+            multiply_block(p, &numbers, scale + thread_index() * scale_length(p), token, tokens, n);
     }
 }
