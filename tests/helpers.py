@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from weights import random_weight
 
 
 def snr_db(reference: Tensor, approximation: Tensor) -> float:
@@ -33,6 +36,26 @@ def assert_close_product(result: Tensor, dense: Tensor, exact: Tensor, terms: Te
         floor = math.hypot(floor, torch.finfo(result.dtype).eps / 2 * terms.norm().item())
     bound = max(1.5 * floor, 1e-6 * size)
     assert (result.double() - exact).norm().item() <= bound
+
+
+def assert_close_products(
+    multiply: Callable[[Tensor, Tensor | None], Tensor], weight: Tensor, dtype: torch.dtype, rows: Iterable[int]
+) -> None:
+    """Check the same bound of random products with several numbers of rows, with a bias and without.
+
+    Args:
+        multiply: From x and a bias or None, in `dtype`, to what a quantized weight gives.
+        weight: The dequantized weight, float32 `[N, K]`.
+        dtype: Dtype of x, the bias and the result.
+        rows: Each number of rows of x.
+    """
+    bias = random_weight(1, len(weight), dtype=dtype)[0]
+    for M in rows:
+        x = random_weight(M, weight.shape[1], dtype=dtype, seed=M)
+        for added in (None, bias):
+            exact = F.linear(x.double(), weight.double(), None if added is None else added.double())
+            dense = F.linear(x.float(), weight, None if added is None else added.float()).to(dtype)
+            assert_close_product(multiply(x, added), dense, exact)
 
 
 def round_once(exact: Tensor, dtype: torch.dtype) -> Tensor:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import assert_close_product
+from helpers import assert_close_product, assert_close_products
 from torch import Tensor, nn
 from torch.nn import functional as F
 from weights import random_weight
@@ -54,13 +54,8 @@ def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> co
 def test_products_are_as_exact_as_dequantizing(form: Format, N: int, K: int, dtype: torch.dtype, threads: int) -> None:
     form = form.fallback((N, K))
     tensors = form.quantize(random_weight(N, K, dtype=dtype))
-    exact_weight, bias = form.dequantize(tensors, (N, K), torch.float32), torch.randn(N).to(dtype)
-    for M in ROWS:
-        x = random_weight(M, K, dtype=dtype, seed=M)
-        for added in (None, bias):
-            exact = F.linear(x.double(), exact_weight.double(), None if added is None else added.double())
-            dense = F.linear(x.float(), exact_weight, None if added is None else added.float()).to(dtype)
-            assert_close_product(product(x, tensors, form, added), dense, exact)
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
 @on_every_library
