@@ -6,7 +6,16 @@ from collections.abc import Callable
 from statistics import mean
 from typing import Any
 
-from benchmarks.checkpoints.targets import BF16, RUN_NAMES, RUN_SAVES, finished_seeds, ratio, ratios
+from benchmarks.checkpoints.targets import (
+    BF16,
+    RUN_NAMES,
+    RUN_SAVES,
+    SHORT_RUN_SAVES,
+    ratio,
+    ratios,
+    run_ratio,
+    seeds_with_sizes,
+)
 
 # Header, rows, and what stands below.
 CheckpointTable = tuple[list[str], list[list[str]], str]
@@ -39,17 +48,18 @@ def checkpoint_sizes(report: dict[str, Any]) -> CheckpointTable:
     rows = []
     for name in _OTHERS:
         rows.append(
-            [name, *(cell for run in RUN_NAMES for cell in (f"{report['speeds'][run][name]['ratio']:.2f}", "", ""))]
+            [name, *(cell for run in RUN_NAMES for cell in (f"{report['speeds'][run][name]['ratio']:.2f}", "", "", ""))]
         )
     for name, key in (("int8 groups", "int8_groups"), ("lossless, no anchor", "lossless_alone")):
         found = [over_seeds(report, run, lambda seed, key=key: ratio(seed[key])) for run in RUN_NAMES]
-        rows.append([name, *(cell for value in found for cell in (f"{value:.2f}", "", ""))])
+        rows.append([name, *(cell for value in found for cell in (f"{value:.2f}", "", "", ""))])
     for mode in _MODES:
         rows.append([mode, *(f"{value:.2f}" for run in RUN_NAMES for value in mode_ratios(report, run, mode))])
     with_base, base_seeds = base_ratios(report)
     for mode, values in with_base.items():
-        rows.append([f"{mode}, with the base", "", "", "", *(f"{value:.2f}" for value in values)])
-    header = ["", *(f"{run}, {point}" for run in ("LM", "FT") for point in ("first delta", "last delta", "whole run"))]
+        rows.append([f"{mode}, with the base", "", "", "", "", *(f"{value:.2f}" for value in values)])
+    points = ("first delta", "last delta", "three saves", "whole run")
+    header = ["", *(f"{run}, {point}" for run in ("LM", "FT") for point in points)]
     bf16 = {key: over_seeds(report, "lm", lambda seed, key=key: ratio(seed["bf16"][key])) for key in BF16}
     of_base = (
         "With the base, MiniLM-L6-v2 itself, the first delta is the first save and the last delta the sixth "
@@ -71,8 +81,9 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
     """Return how far resumed training strays from training that was not interrupted."""
     rows = []
     for run, label in zip(RUN_NAMES, ("LM", "FT"), strict=True):
-        exact = all(seed["exact"] for seed in finished_seeds(report, run))
-        rows.append([f"{label}, lossless", *(["0"] * 5 if exact else ["not exact"] * 5)])
+        exact = all(seed["exact"] for seed in seeds_with_sizes(report, run) if "exact" in seed)
+        exact_count = sum("exact" in seed for seed in seeds_with_sizes(report, run))
+        rows.append([f"{label}, lossless", *(["0"] * 5 if exact else ["not exact"] * 5), str(exact_count)])
         for mode, point, text in _FIDELITY_ROWS:
             found = fidelity(report, run, mode, point)
             if not found:
@@ -84,17 +95,18 @@ def checkpoint_fidelity(report: dict[str, Any]) -> CheckpointTable:
                 f"{mean(row['bias'] for row in found):+.4f}",
                 f"{mean(row['held_out_at_restore'] for row in found):+.4f}",
                 f"{mean(after):+.4f}" if after else "",
+                str(len(found)),
             ]
             rows.append([f"{label}, {text}", *cells])
     ages = [anchor_age_steps(report, run) for run in RUN_NAMES]
-    header = ["resumed from", "mean", "largest", "bias", "held out, at restore", "held out, after 100 steps"]
+    header = ["resumed from", "mean", "largest", "bias", "held out, at restore", "held out, after 100 steps", "seeds"]
     caption = (
         "Differences of losses, in nats, to the run that was not interrupted, over the 100 steps after resuming in a "
-        f"new process; {seeds_of(report)}, the largest over all seeds. LM resumes at step 200 of 300, FT at 120 of "
-        f"220. Behind a late delta is a full save that is {ages[0]} and {ages[1]} steps older. Five resumes follow "
+        "new process; the mean of some seeds, the largest over all of them. LM resumes at step 200 of 300, FT at 120 "
+        f"of 220. Behind a late delta is a full save that is {ages[0]} and {ages[1]} steps older. Five resumes follow "
         "each other 10 steps apart, each from what the one before saved; the fifth is measured for 20 steps. The rows "
         "off by 1 ulp are the floor: no lossy codec can do better. Early is the run's first delta, near the highest "
-        "learning rate; early, the run's first save and int8 groups have one seed."
+        "learning rate."
     )
     return header, rows, caption
 
@@ -139,10 +151,11 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
     """Return what a reader of README wants to know of the modes."""
     rows = []
     for mode in _MODES:
-        cells = [f"{mode_ratios(report, run, mode)[place]:.1f}x" for run in RUN_NAMES for place in (0, 2)]
+        cells = [f"{mode_ratios(report, run, mode)[place]:.1f}x" for run in RUN_NAMES for place in (0, 3)]
         for run in RUN_NAMES:
             found = [] if mode == "lossless" else fidelity(report, run, mode, "first")
-            cells.append(f"{mean(row['mean_absolute_difference'] for row in found):.4f}" if found else "0")
+            unknown = "0" if mode == "lossless" else ""
+            cells.append(f"{mean(row['mean_absolute_difference'] for row in found):.4f}" if found else unknown)
         rows.append([mode, *cells])
     header = [
         "mode",
@@ -153,43 +166,52 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
         "LM, loss differs by",
         "FT, loss differs by",
     ]
+    lm, ft = (len(fidelity(report, run, "near-lossless", "first")) for run in RUN_NAMES)
     caption = (
         "How many times smaller weights and optimizer are than a Trainer's, and how much the loss differs on average "
-        f"over the 100 steps after resuming; {seeds_of(report)}. LM: {report['lm']['title']}. FT: "
-        f"{report['ft']['title']}. [docs/checkpoint.md](docs/checkpoint.md#measured) has more."
+        f"over the 100 steps after resuming; {seeds_of(report)}, of the losses {lm} for LM and {ft} for FT. LM: "
+        f"{report['lm']['title']}. FT: {report['ft']['title']}. [docs/checkpoint.md](docs/checkpoint.md#measured) has "
+        "more."
     )
     return header, rows, caption
 
 
 def mode_ratios(report: dict[str, Any], run: str, mode: str) -> list[float]:
-    """Return the mode's ratio at the first delta, the last one and over the run."""
-    found = [ratios(seed["checkpoints"][mode]) for seed in finished_seeds(report, run)]
+    """Return the mode's ratio at the first delta, the last one, over three saves and over the run."""
+    found = [_all_ratios(seed["checkpoints"][mode]) for seed in seeds_with_sizes(report, run)]
     return [mean(values) for values in zip(*found, strict=True)]
 
 
+def _all_ratios(rows: list[dict[str, Any]]) -> tuple[float, float, float, float]:
+    first, last, whole = ratios(rows)
+    return first, last, run_ratio(rows, SHORT_RUN_SAVES), whole
+
+
 def base_ratios(report: dict[str, Any]) -> tuple[dict[str, list[float]], int]:
-    """Return by mode the ratio at the first save, the last and over the run with its base; and how many seeds."""
+    """Return by mode the ratio at the first save, the last, over three and a run with the base; and how many seeds."""
     seeds = [seed["checkpoints"] for seed in report.get("base", {}).get("seeds", {}).values()]
     seeds = [seed for seed in seeds if seed.keys() >= set(_MODES)]
     found = {}
     for mode in _MODES if seeds else ():
-        runs = [[ratio(seed[mode][0]), *ratios(seed[mode])[1:]] for seed in seeds]
+        runs = [[ratio(seed[mode][0]), *_all_ratios(seed[mode])[1:]] for seed in seeds]
         found[mode] = [mean(values) for values in zip(*runs, strict=True)]
     return found, len(seeds)
 
 
 def fidelity(report: dict[str, Any], run: str, mode: str, point: str) -> list[dict[str, Any]]:
     """Return a row of each seed."""
-    found = (seed["fidelity"].get(mode, {}).get(point) for seed in finished_seeds(report, run))
+    found = (seed.get("fidelity", {}).get(mode, {}).get(point) for seed in seeds_with_sizes(report, run))
     return [row for row in found if row]
 
 
 def anchor_age_steps(report: dict[str, Any], run: str) -> int:
     """Return how much older the anchor of the late delta is; the same for every seed and mode, or it raises."""
     ages = set()
-    for seed in finished_seeds(report, run):
-        for mode in _MODES[1:]:
-            step = seed["fidelity"][mode]["late"]["step"]
+    for seed in seeds_with_sizes(report, run):
+        for mode in seed.get("fidelity", {}).keys() & set(_MODES[1:]):
+            step = seed["fidelity"][mode].get("late", {}).get("step")
+            if step is None:
+                continue
             rows = [row for row in seed["checkpoints"][mode] if row["step"] <= step and row["is_anchor"]]
             ages.add(step - rows[-1]["step"])
     (age,) = ages
@@ -198,12 +220,12 @@ def anchor_age_steps(report: dict[str, Any], run: str) -> int:
 
 def over_seeds(report: dict[str, Any], run: str, value: Callable[[dict[str, Any]], float]) -> float:
     """Return the mean of something over a run's seeds."""
-    return mean(value(seed) for seed in finished_seeds(report, run))
+    return mean(value(seed) for seed in seeds_with_sizes(report, run))
 
 
 def seeds_of(report: dict[str, Any]) -> str:
     """Return how many seeds stand behind a figure."""
-    count = min(len(finished_seeds(report, run)) for run in RUN_NAMES)
+    count = min(len(seeds_with_sizes(report, run)) for run in RUN_NAMES)
     return f"mean of {count} seeds" if count > 1 else "one seed"
 
 
