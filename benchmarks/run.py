@@ -7,7 +7,9 @@ PART...` measures parts again; the others keep what was measured on the same day
 encoders were interrupted, the same command goes on.
 
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.run --only llama` shows what is left without AMX, and
-`AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`.
+`AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`. For a
+CPU without AVX512 limit the other libraries as well: `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
+ONEDNN_MAX_CPU_ISA=AVX2`.
 """
 
 from __future__ import annotations
