@@ -85,8 +85,8 @@ def slowness(form: UInt, dtype: torch.dtype) -> str | None:
     if most_rows(dtype) > _MOST_ROWS:
         return None
     return (
-        f"{form.name} weights: on this CPU a product takes longer than one with float weights, of many tokens twice as "
-        "long and more. int8 is fast."
+        f"{form.name} weights: on this CPU a product of many tokens takes twice as long as one with float weights, and "
+        "more. int8 is fast."
     )
 
 
