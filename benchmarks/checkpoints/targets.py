@@ -9,7 +9,7 @@ from typing import Any
 
 # So many saves, the anchor among them, are a run.
 RUN_SAVES = 6
-# What `save_total_limit=3` keeps.
+# So many are its first saves.
 SHORT_RUN_SAVES = 3
 RUN_NAMES = ("lm", "ft")
 MEMORY_FACTOR = 4
@@ -141,9 +141,9 @@ def _judge_ratios(run: str, place: int, seeds: list[dict[str, Any]]) -> Iterator
 
 
 def _judge_fidelity(run: str, seeds: list[dict[str, Any]]) -> Iterator[Target]:
-    yield Target(
-        f"{run} lossless resumes bit for bit", 1, float(all(seed["exact"] for seed in seeds if "exact" in seed))
-    )
+    exact = [seed["exact"] for seed in seeds if "exact" in seed]
+    if exact:
+        yield Target(f"{run} lossless resumes bit for bit", 1, float(all(exact)))
     for mode, (mean, bias, held_out) in FIDELITY.items():
         for point in ("alone", "first", "late", "chain"):
             found = (seed.get("fidelity", {}).get(mode, {}).get(point) for seed in seeds)

@@ -123,7 +123,7 @@ def leaves_many_rows(dtype: torch.dtype) -> bool:
 
 
 def most_widened_rows(dtype: torch.dtype) -> int:
-    """Return the same for codes that are widened before they are multiplied: those of float8 and uint.
+    """Return the same as `most_rows` for the codes of float8.
 
     Args:
         dtype: Dtype of x.
