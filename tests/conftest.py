@@ -37,13 +37,16 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def without_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Take the ways of an installation without a C compiler."""
+    from hf_trainweights.checkpoint.codecs import compiled as codecs
+    from hf_trainweights.files import byte_planes
     from hf_trainweights.kernels import compiled
 
     def forget() -> None:
         compiled.find.cache_clear()
         compiled.most_rows.cache_clear()
 
-    monkeypatch.setattr(compiled, "_load", lambda: None)
+    for module, load in ((compiled, "_load"), (codecs, "_load"), (byte_planes, "compiled")):
+        monkeypatch.setattr(module, load, lambda: None)
     forget()
     yield
     monkeypatch.undo()

@@ -6,13 +6,27 @@ the lowest bit: mantissas are noise, but exponents repeat.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.files.native_library import load_library
+
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+_LIBRARY = Path(__file__).parent / "native" / "planes.so"
+_FUNCTIONS = {"split_2": "-plpl", "split_4": "-plpl", "split_8": "-plpl", "join_2": "-plp", "join_4": "-plp"}
+
+
+@functools.cache
+def compiled() -> ctypes.CDLL | None:
+    """Return the C functions of `native/`, several times as fast as numpy; None where they are not compiled."""
+    return load_library(_LIBRARY, _FUNCTIONS)
 
 
 def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:
@@ -46,7 +60,12 @@ def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
 
 
 def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
-    """Fill `planes`, [itemsize, len(words)], with the bytes of unsigned words, which are overwritten."""
+    """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous unsigned words, which are overwritten."""
+    library = compiled()
+    if library and words.itemsize > 1:
+        split = getattr(library, f"split_{words.itemsize}")
+        split(_at(words), len(words), _at(planes), planes.strides[0])
+        return
     if words.itemsize == 1:
         planes[0] = words
         return
@@ -58,7 +77,12 @@ def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
 
 
 def join_planes(planes: Sequence[np.ndarray], words: np.ndarray) -> None:
-    """Fill words, 1-D, with their bytes of each significance, lowest first."""
+    """Fill contiguous words, 1-D, with their bytes of each significance, lowest first."""
+    library = compiled()
+    if library and words.itemsize in (2, 4):
+        pointers = (ctypes.c_void_p * len(planes))(*map(_at, planes))
+        getattr(library, f"join_{words.itemsize}")(pointers, len(words), _at(words))
+        return
     if words.itemsize == 1:
         words.view(np.uint8)[:] = planes[0]
         return
@@ -80,3 +104,7 @@ def _joined(planes: Sequence[np.ndarray]) -> np.ndarray:
 
 def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
     return words.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
+
+
+def _at(array: np.ndarray) -> int:
+    return array.__array_interface__["data"][0]

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from hf_trainweights.files.native_library import load_library
 from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype
 from hf_trainweights.kernels.guards import ENABLED, Needs, check
 from hf_trainweights.kernels.scratch import SCRATCH
 
 _NATIVE = Path(__file__).parent / "native"
+_FUNCTIONS = {"product_bytes": "lpli", "product": "-pppppplippp", "dequantize": "-ppppi"}
 # As in native/product.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The instructions that each library needs, the faster library first.
@@ -74,21 +75,7 @@ def instructions() -> str | None:
 def _load() -> ctypes.CDLL | None:
     """Return the library, or None where there is none for this CPU."""
     name = instructions()
-    if name is None:
-        return None
-    try:
-        # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.
-        library = ctypes.CDLL(str(_NATIVE / f"{name}.so"), mode=os.RTLD_NOW)
-    except OSError:
-        return None
-    pointer, count, number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
-    library.product_bytes.argtypes = (pointer, count, number)
-    library.product_bytes.restype = count
-    library.product.argtypes = (*[pointer] * 6, count, number, *[pointer] * 3)
-    library.product.restype = None
-    library.dequantize.argtypes = (*[pointer] * 4, number)
-    library.dequantize.restype = None
-    return library
+    return None if name is None else load_library(_NATIVE / f"{name}.so", _FUNCTIONS)
 
 
 def is_available() -> bool:

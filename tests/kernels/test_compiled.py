@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import shutil
 from pathlib import Path
 
 import pytest
@@ -21,8 +20,6 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import compiled, linear, prepare_few_rows, slowness
 from hf_trainweights.tensor.dispatch import FALLBACKS
-
-ROOT = Path(__file__).parents[2]
 
 on_every_library = pytest.mark.usefixtures("library")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -228,19 +225,3 @@ def test_an_installation_without_the_library_does_without(monkeypatch: pytest.Mo
     assert compiled._load.__wrapped__() is None
     (tmp_path / "avx512.so").write_bytes(b"no library")
     assert compiled._load.__wrapped__() is None
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_the_installed_libraries_are_what_the_sources_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hatchling = pytest.importorskip("hatchling", reason="builds the package; pip removes it after an installation")
-    assert hatchling is not None
-    monkeypatch.syspath_prepend(str(ROOT))
-    import hatch_build
-
-    sources = tmp_path / "hf_trainweights" / "kernels" / "native"
-    shutil.copytree(ROOT / "hf_trainweights" / "kernels" / "native", sources, ignore=shutil.ignore_patterns("*.so*"))
-    assert hatch_build._compile(tmp_path)
-    for name in compiled._LIBRARIES:
-        installed = compiled._NATIVE / f"{name}.so"
-        found = installed.read_bytes() if installed.exists() else b""
-        assert (sources / installed.name).read_bytes() == found, "pip install -e . compiles it again"

@@ -39,6 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
 from hf_trainweights.checkpoint.codecs.float_tiles import (
@@ -49,8 +50,8 @@ from hf_trainweights.checkpoint.codecs.float_tiles import (
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
-from hf_trainweights.checkpoint.codecs.matrix import TILE, Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.matrix import TILE, Tile, matrix_shape
 from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.errors import ConfigError
 
@@ -117,23 +118,12 @@ class DeltaUniform(Codec):
         shift = _shift(tensor)
         writer = LevelWriter(*shape)
         bound = 0.0
-        for tile in tiles(*shape):
-            elements = original[tile]
-            x, a, dither = to_float32(elements, "x"), _anchor_of(anchor, tile), _dither(tile, shape[1], shift)
-            levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
-            np.subtract(x, a, out=levels)
-            if anchor is not None and moment is not None:
-                levels[(moment[tile] == 0).numpy() & (np.abs(levels) <= step / 2)] = 0
-            same = zeros_in(levels)
-            levels *= np.float32(1 / step)
-            levels += dither
-            clip_(np.rint(levels, out=levels))
-            _reconstruct(levels, same, a, dither, step, decoded)
-            round_to_(decoded, tensor.dtype)
-            decoded -= x
-            misfit, worst = split_misfits(decoded, limit)
-            bound = max(bound, worst)
-            writer.write(tile, levels, elements, misfit, same)
+        for tile in work_tiles(*shape):
+            elements, near, squares = original[tile], _tile_of(anchor, tile, "anchor"), None
+            if anchor is not None:
+                squares = _tile_of(moment, tile, "moment")
+            numbers = near, squares, _dither_start(tile, shape[1], shift), step, limit
+            bound = max(bound, _write_levels(writer, tile, elements, *numbers))
         params: dict[str, Json] = {"step": step, "anchor": anchor is not None, "shift": shift}
         return EncodedTensor(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
 
@@ -160,10 +150,13 @@ class DeltaUniform(Codec):
         tile_levels = read_levels(cls, payloads, shape, dtype)
         out = empty(matrix, dtype)
         for tile, levels in tile_levels:
-            a, dither = _anchor_of(anchor, tile), _dither(tile, matrix[1], shift)
+            near, start = _tile_of(anchor, tile, "anchor"), _dither_start(tile, matrix[1], shift)
             decoded = work_in(out[tile], "decoded")
-            levels.write_to(decoded)
-            _reconstruct(decoded, levels.same, a, dither, step, decoded)
+            if compiled.is_available():
+                compiled.delta_decode(levels.stored, near, (_dither_table(), start), step, decoded)
+            else:
+                levels.write_to(decoded)
+                _reconstruct(decoded, levels.same, near, _dither(start, decoded.shape), step, decoded)
             put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
 
@@ -197,14 +190,49 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     return math.sqrt(total / len(flat)) if total else 0.0
 
 
-def _anchor_of(anchor: Tensor | None, tile: Tile) -> np.ndarray | np.float32:
-    return np.float32(0) if anchor is None else to_float32(anchor[tile], "anchor")
+def _tile_of(tensor: Tensor | None, tile: Tile, use: str) -> np.ndarray | None:
+    return None if tensor is None else to_float32(tensor[tile], use)
+
+
+def _write_levels(
+    writer: LevelWriter,
+    tile: Tile,
+    elements: Tensor,
+    anchor: np.ndarray | None,
+    moment: np.ndarray | None,
+    dither_start: int,
+    step: float,
+    limit: float,
+) -> float:
+    """Encode a tile, and return the largest error of an element that has a level."""
+    x = to_float32(elements, "x")
+    if compiled.is_available():
+        numbers = (_dither_table(), dither_start), step, limit, elements.dtype
+        missed, worst = compiled.delta_levels(x, anchor, moment, *numbers, writer.place(tile))
+        if missed:
+            writer.keep_exact(tile, elements)
+        return worst
+    dither = _dither(dither_start, x.shape)
+    levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
+    np.subtract(x, np.float32(0) if anchor is None else anchor, out=levels)
+    if moment is not None:
+        levels[(moment == 0) & (np.abs(levels) <= step / 2)] = 0
+    same = zeros_in(levels)
+    levels *= np.float32(1 / step)
+    levels += dither
+    clip_(np.rint(levels, out=levels))
+    _reconstruct(levels, same, anchor, dither, step, decoded)
+    round_to_(decoded, elements.dtype)
+    decoded -= x
+    misfit, worst = split_misfits(decoded, limit)
+    writer.write(tile, levels, elements, misfit, same)
+    return worst
 
 
 def _reconstruct(
     levels: np.ndarray,
     same: np.ndarray | None,
-    anchor: np.ndarray | np.float32,
+    anchor: np.ndarray | None,
     dither: np.ndarray,
     step: float,
     out: np.ndarray,
@@ -214,7 +242,7 @@ def _reconstruct(
     out *= np.float32(step)
     if same is not None:
         out *= moved_from(same)
-    out += anchor
+    out += np.float32(0) if anchor is None else anchor
 
 
 def _shift(tensor: Tensor) -> int:
@@ -223,12 +251,15 @@ def _shift(tensor: Tensor) -> int:
     return int(bits.numpy().sum(dtype=np.int64)) % _PRIME
 
 
-def _dither(tile: Tile, C: int, shift: int) -> np.ndarray:
-    """Return the dither of a tile of a matrix of C columns."""
+def _dither_start(tile: Tile, C: int, shift: int) -> int:
+    """Return where in the table the dither of a tile begins, given the columns of its matrix."""
     rows, columns = tile
-    shape = rows.stop - rows.start, columns.stop - columns.start
-    first = (rows.start * C + columns.start + shift) % _PRIME
-    return _dither_table()[first : first + shape[0] * shape[1]].reshape(shape)
+    return (rows.start * C + columns.start + shift) % _PRIME
+
+
+def _dither(start: int, shape: Sequence[int]) -> np.ndarray:
+    """Return the dither of a tile of that shape."""
+    return _dither_table()[start : start + math.prod(shape)].reshape(shape)
 
 
 @cache

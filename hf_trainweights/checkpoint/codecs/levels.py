@@ -36,15 +36,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.float_tiles import moved_from
-from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.matrix import TILE, Tile, matrix_shape, tiles
 from hf_trainweights.checkpoint.codecs.symbols import EXACT, SAME, decode_levels, encode_levels
+
+
+def work_tiles(R: int, C: int) -> Iterator[Tile]:
+    """Yield the tiles of a matrix that are worked on at once, in row-major order; files do not depend on their size."""
+    return tiles(R, C, compiled.TILE if compiled.is_available() else TILE)
 
 
 def clip_(levels: np.ndarray) -> None:
@@ -53,11 +60,11 @@ def clip_(levels: np.ndarray) -> None:
 
 
 class LevelWriter:
-    """Collects the levels of a matrix [R, C], tile by tile in the order of `tiles`."""
+    """Collects the levels of a matrix [R, C], tile by tile in the order of `work_tiles`."""
 
     def __init__(self, R: int, C: int):
         self._levels = np.empty((R, C), np.int16)
-        self._row_sizes = torch.zeros(R)
+        self._row_sizes = np.zeros(R)
         self._exact: list[Tensor] = []
 
     def write(
@@ -87,7 +94,38 @@ class LevelWriter:
             levels.reshape(-1)[positions] = 0
             stored.reshape(-1)[positions] = EXACT
             self._exact.append(elements.reshape(-1)[exact])
-        self._row_sizes[tile[0]] += torch.from_numpy(np.abs(levels, out=levels)).sum(1)
+        self._row_sizes[tile[0]] += np.abs(levels, out=levels).sum(1, dtype=np.float64)
+
+    def place(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
+        """Return where one tile is to be added by others.
+
+        Args:
+            tile: Which one.
+
+        Returns:
+            Where its levels go, int16 [r, c], `SAME` and `EXACT` among them; and what the sums of the magnitudes of
+            each row's other levels are to be added to, float64 [r]. Both are views.
+        """
+        return self._levels[tile], self._row_sizes[tile[0]]
+
+    def keep_exact(self, tile: Tile, elements: Tensor) -> None:
+        """Keep those of the tile's elements whose levels, in their place, are `EXACT`."""
+        self._exact.append(elements.reshape(-1)[_positions(self._levels[tile])])
+
+    def mark_exact(self, tile: Tile, elements: Tensor, positions: Tensor) -> None:
+        """Keep elements of a tile whose levels are in their place already; `EXACT` takes that of the levels.
+
+        Args:
+            tile: Which one.
+            elements: [r, c], the tile's elements.
+            positions: int64 [m], those in the flattened tile to keep.
+        """
+        levels, row_sizes = self.place(tile)
+        at = positions.numpy()
+        marked = levels.reshape(-1)[at]
+        np.subtract.at(row_sizes, at // levels.shape[1], np.abs(marked.astype(np.float64)) * (marked != SAME))
+        levels.reshape(-1)[at] = EXACT
+        self._exact.append(elements.reshape(-1)[positions])
 
     def payloads(self, dtype: torch.dtype) -> list[Tensor]:
         """Return the two payloads, given the tensor's dtype."""
@@ -101,15 +139,18 @@ class Levels:
 
     Args:
         stored: int16 [r, c]; -32768 where the element equals its prediction.
-        same: bool [r, c], true where the element equals its prediction; None: nowhere.
         exact: int64 [m], positions of elements stored as they are; None: none.
         elements: [m], those elements.
     """
 
     stored: np.ndarray
-    same: np.ndarray | None
     exact: Tensor | None
     elements: Tensor
+
+    @cached_property
+    def same(self) -> np.ndarray | None:
+        """Bool [r, c], true where the element equals its prediction; None: nowhere."""
+        return self.stored == SAME if self.stored.min() == SAME else None
 
     def write_to(self, out: np.ndarray) -> None:
         """Write the levels to `out`, float32 [r, c], 0 where the element equals its prediction."""
@@ -130,7 +171,7 @@ def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor
 def read_levels(
     codec: type[Codec], payloads: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Levels]]:
-    """Return the levels that a `LevelWriter` collected, tile by tile in the order of `tiles`.
+    """Return the levels that a `LevelWriter` collected, tile by tile in the order of `work_tiles`.
 
     Args:
         codec: Whose payloads they are, for messages.
@@ -152,12 +193,15 @@ def read_levels(
 
 
 def _split_levels(levels: np.ndarray, elements: Tensor) -> Iterator[tuple[Tile, Levels]]:
-    for tile in tiles(*levels.shape):
-        stored, same, exact = levels[tile], None, None
-        if stored.min() == SAME:
-            same = stored == SAME
-        if len(elements) and stored.max() == EXACT:
-            exact = torch.from_numpy(np.flatnonzero(stored == EXACT))
+    for tile in work_tiles(*levels.shape):
+        exact = _positions(levels[tile]) if len(elements) else None
         count = 0 if exact is None else len(exact)
-        yield tile, Levels(stored, same, exact, elements[:count])
+        yield tile, Levels(levels[tile], exact, elements[:count])
         elements = elements[count:]
+
+
+def _positions(levels: np.ndarray) -> Tensor:
+    """Return where levels of a tile are `EXACT`, int64 [m], positions in the flattened tile."""
+    if compiled.is_available():
+        return torch.from_numpy(compiled.find_exact(levels).copy())
+    return torch.from_numpy(np.flatnonzero(levels == EXACT) if levels.max() == EXACT else np.empty(0, np.int64))

@@ -38,6 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.float_tiles import (
     moved_from,
@@ -47,11 +48,14 @@ from hf_trainweights.checkpoint.codecs.float_tiles import (
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
-from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape
 from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
+
+# A number for each row of a tile, float32 [r], and one for each column, float32 [c].
+Vectors = tuple[np.ndarray, np.ndarray]
 
 _LARGEST_STEP = 16
 # In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
@@ -94,35 +98,15 @@ class LogRank1(Codec):
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         means = log_means(original)
-        row_logs, column_logs = means[0][:, None] / MEAN_UNITS, means[1] / MEAN_UNITS
-        factors = _factors(*means)
+        row_logs, column_logs = ((each / MEAN_UNITS).numpy() for each in means)
+        row_factors, column_factors = _factors(*means)
         writer = LevelWriter(*shape)
         out = empty(shape, tensor.dtype)
         bound = 0.0
-        for tile in tiles(*shape):
-            elements, kept = original[tile], out[tile]
-            x = to_float32(elements, "x")
-            same = zeros_in(x)
-            if same is not None:
-                x = np.add(x, same, out=scratch("x", x.shape))  # zeros have their own symbol: any number does
-            levels, decoded = scratch("levels", x.shape), work_in(kept, "decoded")
-            np.log2(x, out=levels)
-            torch.from_numpy(levels).sub_(row_logs[tile[0]]).sub_(column_logs[tile[1]])
-            if self.step > 1:
-                levels *= np.float32(1 / self.step)
-            clip_(np.rint(levels, out=levels))
-            _reconstruct(levels, tile, factors, self.step, decoded)
-            round_to_(decoded, tensor.dtype)
-            misfit, worst = _split_misfits(
-                np.divide(decoded, x, out=scratch("ratios", x.shape)), self.step / 2 + _SLACK
-            )
-            bound = max(bound, worst)
-            if same is not None:
-                moved = moved_from(same)
-                decoded *= moved
-                levels *= moved
-            put(decoded, kept, misfit, elements.reshape(-1)[misfit] if misfit is not None else None)
-            writer.write(tile, levels, elements, misfit, same)
+        for tile in work_tiles(*shape):
+            rows, columns = tile
+            logs, factors = (row_logs[rows], column_logs[columns]), (row_factors[rows], column_factors[columns])
+            bound = max(bound, _write_levels(writer, tile, original[tile], logs, factors, self.step, out[tile]))
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
         return EncodedTensor(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
@@ -142,36 +126,83 @@ class LogRank1(Codec):
             raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
         cls.check_count(payloads, 3)
         tile_levels = read_levels(cls, payloads, shape, dtype)
-        factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
+        row_factors, column_factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
+            factors = row_factors[tile[0]], column_factors[tile[1]]
             decoded = work_in(out[tile], "decoded")
-            _reconstruct(levels.stored, tile, factors, step, decoded)
-            if levels.same is not None:
-                decoded *= moved_from(levels.same)
+            if compiled.is_available():
+                compiled.log_decode(levels.stored, factors, step, decoded)
+            else:
+                _reconstruct(levels.stored, factors, step, decoded)
+                if levels.same is not None:
+                    decoded *= moved_from(levels.same)
             put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
 
 
-def _reconstruct(levels: np.ndarray, tile: Tile, factors: tuple[Tensor, Tensor], step: int, out: np.ndarray) -> None:
+def _write_levels(
+    writer: LevelWriter, tile: Tile, elements: Tensor, logs: Vectors, factors: Vectors, step: int, out: Tensor
+) -> float:
+    """Encode a tile, and return the largest error of an element that has a level.
+
+    Args:
+        writer: Where the levels go.
+        tile: Which tile.
+        elements: Its elements.
+        logs: Means of log2 of its rows and columns.
+        factors: 2 to the power of these.
+        step: The step.
+        out: To be filled with what decoding gives.
+    """
+    x, decoded = to_float32(elements, "x"), work_in(out, "decoded")
+    same = zeros_in(x)
+    # Zeros have their own symbol, and any other number will do.
+    positive = x if same is None else np.add(x, same, out=scratch("positive", x.shape))
+    levels = np.log2(positive, out=scratch("levels", x.shape))
+    limit = step / 2 + _SLACK
+    if compiled.is_available():
+        numbers = logs, factors, step, elements.dtype, writer.place(tile)
+        misfit, worst = _split_misfits(compiled.log_levels(x, levels, *numbers, decoded), limit)
+        if misfit is not None:
+            writer.mark_exact(tile, elements, misfit)
+    else:
+        levels -= logs[0][:, None]
+        levels -= logs[1]
+        if step > 1:
+            levels *= np.float32(1 / step)
+        clip_(np.rint(levels, out=levels))
+        _reconstruct(levels, factors, step, decoded)
+        round_to_(decoded, elements.dtype)
+        misfit, worst = _split_misfits(np.divide(decoded, positive, out=scratch("ratios", x.shape)), limit)
+        if same is not None:
+            moved = moved_from(same)
+            decoded *= moved
+            levels *= moved
+        writer.write(tile, levels, elements, misfit, same)
+    put(decoded, out, misfit, elements.reshape(-1)[misfit] if misfit is not None else None)
+    return worst
+
+
+def _reconstruct(levels: np.ndarray, factors: Vectors, step: int, out: np.ndarray) -> None:
     """Decode a tile; the arithmetic and its order are part of the format.
 
     A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
     and its element was stored exactly.
     """
-    decoded = torch.from_numpy(out)
-    bits = decoded.view(torch.int32).copy_(torch.from_numpy(levels))
+    bits = torch.from_numpy(out).view(torch.int32).copy_(torch.from_numpy(levels))
     torch.add(_ONE_BITS, bits, alpha=step << 23, out=bits)
-    decoded.mul_(factors[0][tile[0]]).mul_(factors[1][tile[1]])
+    out *= factors[0][:, None]
+    out *= factors[1]
 
 
-def _factors(row_means: Tensor, column_means: Tensor) -> tuple[Tensor, Tensor]:
-    """Return 2**(mean / 128), float32 cut to 24 bits: [R, 1] and [C]."""
+def _factors(row_means: Tensor, column_means: Tensor) -> Vectors:
+    """Return 2**(mean / 128), float32 cut to 24 bits: [R] and [C]."""
     rows, columns = (
-        ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32)
+        ((means >> 7 << 23) + _mantissas()[means & 127].view(torch.int32)).view(torch.float32).numpy()
         for means in (row_means, column_means)
     )
-    return rows[:, None], columns
+    return rows, columns
 
 
 @cache

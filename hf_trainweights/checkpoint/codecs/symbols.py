@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
 from hf_trainweights.checkpoint.codecs.matrix import tile_count, tiles
 
 SAME, EXACT = -(2**15), 2**15 - 1
 """The levels that stand for an element equal to its prediction, and for one that is stored as it is."""
-
-# Most elements of a tile as it is stored.
-_CODED_TILE = 1 << 16
 
 # A row's class costs at most 3 bits and saves about 1/12 bit an element.
 _SHORTEST_CLASSED_ROW = 128
@@ -26,12 +24,12 @@ _WIDTH_SAMPLE = 4096
 _WIDTHS = (2, 4, 8, 10, 12, 14, 16)
 
 
-def encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
+def encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
     """Return the payload of the levels of a matrix.
 
     Args:
         levels: int16 [R, C], with `SAME` and `EXACT` among them.
-        row_sizes: float32 [R], the sum of the sizes of a row's levels; it decides which rows are coded together.
+        row_sizes: float64 [R], the sum of the sizes of a row's levels; it decides which rows are coded together.
 
     Returns:
         1-D uint8.
@@ -40,11 +38,9 @@ def encode_levels(levels: np.ndarray, row_sizes: Tensor) -> Tensor:
     classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
     blocks = BlockWriter()
     widths: list[int] = []
-    for index, _ in _coded_tiles(classes, R, C):
-        tile = levels[index].reshape(-1)
-        widths.append(_choose_width(tile))
-        symbols, escapes = _to_symbols(tile, widths[-1])
-        for block in (*_pack(symbols, widths[-1]), int16_to_bytes(escapes)):
+    for width, high, low, escapes in _pack_tiles(levels, classes):
+        widths.append(width)
+        for block in (high, low, int16_to_bytes(escapes)):
             blocks.write(block)
     blocks.write(np.array(widths, np.uint8))
     blocks.write(classes)
@@ -66,7 +62,7 @@ def decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[
     Raises:
         CorruptFileError: The payload is damaged or does not fit the shape.
     """
-    count = tile_count(R, C, _CODED_TILE)
+    count = tile_count(R, C, compiled.CODED_TILE)
     blocks = BlockReader(codec, payload, 3 * count + 2)
     widths = blocks.read(3 * count, count).tolist()
     if not set(widths) <= set(_WIDTHS):
@@ -78,16 +74,29 @@ def decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[
         width, elements = widths[number], shape[0] * shape[1]
         high = blocks.read(3 * number, _packed_bytes(elements, width))
         low = blocks.read(3 * number + 1, elements if width > 8 else 0)
-        symbols = _unpack(high, low, width, elements)
-        tile = _to_levels(symbols, width)
-        escape = (1 << width) - 1
-        escaped = np.flatnonzero(symbols == escape) if symbols.max() == escape else symbols[:0]
-        escapes = blocks.read(3 * number + 2, 2 * len(escaped))
-        if len(escaped):
-            tile[escaped] = bytes_to_int16(escapes)
-            exact_count += int(np.count_nonzero(tile[escaped] == EXACT))
+        tile, escape_count, put_escapes = _unpack_levels(high, low, width, elements)
+        escapes = blocks.read(3 * number + 2, 2 * escape_count)
+        if escape_count:
+            exact_count += put_escapes(escapes)
         levels[index] = tile.reshape(shape)
     return levels, exact_count
+
+
+def _pack_tiles(levels: np.ndarray, classes: np.ndarray) -> Iterator[compiled.Packed]:
+    """Yield of each tile the width, the first two blocks, and the levels of its escapes."""
+    R, C = levels.shape
+    if compiled.is_available():
+        order = classes.argsort(kind="stable") if len(classes) else None
+        packed = compiled.pack_tiles(levels, order, tile_count(R, C, compiled.CODED_TILE))
+        for (rows, columns), (width, high, low, escapes) in zip(tiles(R, C, compiled.CODED_TILE), packed, strict=True):
+            count = (rows.stop - rows.start) * (columns.stop - columns.start)
+            yield width, high[: _packed_bytes(count, width)], low[: count if width > 8 else 0], escapes
+        return
+    for index, _ in _coded_tiles(classes, R, C):
+        tile = levels[index].reshape(-1)
+        width = _choose_width(tile)
+        symbols, escapes = _to_symbols(tile, width)
+        yield width, *_pack(symbols, width), escapes
 
 
 def _coded_tiles(
@@ -95,21 +104,20 @@ def _coded_tiles(
 ) -> Iterator[tuple[tuple[slice | np.ndarray, slice], tuple[int, int]]]:
     """Yield numpy index and shape of each tile in the order they are coded."""
     order = classes.argsort(kind="stable") if len(classes) else None
-    for rows, columns in tiles(R, C, _CODED_TILE):
+    for rows, columns in tiles(R, C, compiled.CODED_TILE):
         shape = rows.stop - rows.start, columns.stop - columns.start
         yield (rows if order is None else order[rows], columns), shape
 
 
 def _has_classes(R: int, C: int) -> bool:
-    return C >= _SHORTEST_CLASSED_ROW and R * C > _CODED_TILE
+    return C >= _SHORTEST_CLASSED_ROW and R * C > compiled.CODED_TILE
 
 
-def _row_classes(sizes: Tensor) -> np.ndarray:
+def _row_classes(sizes: np.ndarray) -> np.ndarray:
     """Return uint8 [R]: 0 for rows of zeros and the same, 1 to 7 for equal numbers of the others."""
-    numbers = sizes.numpy()
-    positive = np.sort(numbers[numbers > 0])
+    positive = np.sort(sizes[sizes > 0])
     lowest = positive[np.arange(_CLASSES - 1) * len(positive) // (_CLASSES - 1)] if len(positive) else positive
-    return np.searchsorted(lowest, numbers, side="right").astype(np.uint8)
+    return np.searchsorted(lowest, sizes, side="right").astype(np.uint8)
 
 
 def _choose_width(levels: np.ndarray) -> int:
@@ -136,6 +144,30 @@ def _escaped(levels: np.ndarray, width: int, has_same: bool) -> np.ndarray:
     if has_same and width > 2:
         outside &= levels != SAME
     return outside
+
+
+def _unpack_levels(
+    high: np.ndarray, low: np.ndarray, width: int, count: int
+) -> tuple[np.ndarray, int, Callable[[np.ndarray], int]]:
+    """Return the levels of a tile but for its escapes.
+
+    Returns:
+        int16 [count], which the function later writes to; the number of escapes; and the function that puts them, as
+        they are stored, in their places, and returns how many elements are exact.
+    """
+    if compiled.is_available():
+        levels, escape_count = compiled.unpack_levels(high, low, width, count)
+        return levels, escape_count, lambda escapes: compiled.put_escapes(escapes, width, levels)
+    symbols = _unpack(high, low, width, count)
+    levels = _to_levels(symbols, width)
+    escape = (1 << width) - 1
+    escaped = np.flatnonzero(symbols == escape) if symbols.max() == escape else symbols[:0]
+
+    def put_escapes(escapes: np.ndarray) -> int:
+        levels[escaped] = bytes_to_int16(escapes)
+        return int(np.count_nonzero(levels[escaped] == EXACT))
+
+    return levels, len(escaped), put_escapes
 
 
 def _to_symbols(levels: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:

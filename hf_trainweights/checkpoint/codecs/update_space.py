@@ -28,10 +28,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.float_tiles import round_to_, split_misfits, to_float32, work_in
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels
-from hf_trainweights.checkpoint.codecs.matrix import matrix_shape, tiles
+from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.matrix import Tile, matrix_shape
 from hf_trainweights.checkpoint.codecs.memory import empty, scratch
 from hf_trainweights.errors import ConfigError
 
@@ -81,24 +82,8 @@ class UpdateSpace(Codec):
         original, squares = tensor.view(shape), references["exp_avg_sq"].view(shape)
         writer = LevelWriter(*shape)
         bound = 0.0
-        for tile in tiles(*shape):
-            elements = original[tile]
-            m, unit = to_float32(elements, "m"), _unit(squares[tile], step)
-            is_tiny = not unit.min() >= _TINY
-            divisor = np.maximum(unit, _TINY, out=scratch("divisor", unit.shape)) if is_tiny else unit
-            levels, errors = scratch("levels", m.shape), scratch("errors", m.shape)
-            np.divide(m, divisor, out=levels)
-            clip_(np.rint(levels, out=levels))
-            np.multiply(levels, unit, out=errors)
-            round_to_(errors, tensor.dtype)
-            errors -= m
-            errors /= divisor
-            if is_tiny:
-                # Here the divisor is not the unit, which is zero: accept nothing but zero.
-                errors.reshape(-1)[np.flatnonzero((unit < _TINY) & (m != 0))] = np.inf
-            misfit, worst = split_misfits(errors, _LIMIT)
-            bound = max(bound, worst)
-            writer.write(tile, levels, elements, misfit)
+        for tile in work_tiles(*shape):
+            bound = max(bound, _write_levels(writer, tile, original[tile], squares[tile], step))
         # The quotients are rounded to float32, some of them to denormals or zero.
         bound = (bound + _TINY) * step * (1 + 2**-20)
         return EncodedTensor(writer.payloads(tensor.dtype), {"step": step}, bound)
@@ -122,10 +107,40 @@ class UpdateSpace(Codec):
         out = empty(matrix_shape(shape), dtype)
         for tile, levels in tile_levels:
             decoded = work_in(out[tile], "decoded")
-            levels.write_to(decoded)
-            decoded *= _unit(squares[tile], step)
+            if compiled.is_available():
+                compiled.update_decode(levels.stored, to_float32(squares[tile], "squares"), step, decoded)
+            else:
+                levels.write_to(decoded)
+                decoded *= _unit(squares[tile], step)
             put(decoded, out[tile], levels.exact, levels.elements)
         return out.view(shape)
+
+
+def _write_levels(writer: LevelWriter, tile: Tile, elements: Tensor, squares: Tensor, step: float) -> float:
+    """Encode a tile, and return the largest error of an element that has a level, in units of the step."""
+    m = to_float32(elements, "m")
+    if compiled.is_available():
+        numbers = to_float32(squares, "squares"), step, _LIMIT, elements.dtype
+        missed, worst = compiled.update_levels(m, *numbers, writer.place(tile))
+        if missed:
+            writer.keep_exact(tile, elements)
+        return worst
+    unit = _unit(squares, step)
+    is_tiny = not unit.min() >= _TINY
+    divisor = np.maximum(unit, _TINY, out=scratch("divisor", unit.shape)) if is_tiny else unit
+    levels, errors = scratch("levels", m.shape), scratch("errors", m.shape)
+    np.divide(m, divisor, out=levels)
+    clip_(np.rint(levels, out=levels))
+    np.multiply(levels, unit, out=errors)
+    round_to_(errors, elements.dtype)
+    errors -= m
+    errors /= divisor
+    if is_tiny:
+        # Here the divisor is not the unit, which is zero: accept nothing but zero.
+        errors.reshape(-1)[np.flatnonzero((unit < _TINY) & (m != 0))] = np.inf
+    misfit, worst = split_misfits(errors, _LIMIT)
+    writer.write(tile, levels, elements, misfit)
+    return worst
 
 
 def _unit(squares: Tensor, step: float) -> np.ndarray:

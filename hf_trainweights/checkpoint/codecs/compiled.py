@@ -1,0 +1,218 @@
+"""The loops of the lossy codecs as the C functions of `native/`.
+
+Where they are not compiled, the codecs take numpy. Both give the same bytes: each operation is rounded once, in the
+same order. All arrays are contiguous; tiles are float32 [r, c], whatever the dtype of the tensor. They are larger than
+numpy's, because one call does all passes over a tile, and does not come back to Python's lock, which training needs.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from hf_trainweights.checkpoint.codecs.memory import scratch
+from hf_trainweights.files.native_library import load_library
+
+_LIBRARY = Path(__file__).parent / "native" / "levels.so"
+_FUNCTIONS = {
+    "delta_levels": "lpppplfffillppp",
+    "delta_decode": "-ppplfllp",
+    "update_levels": "lppffillppp",
+    "update_decode": "-ppfllp",
+    "log_levels": "-ppppppfuillpppp",
+    "log_decode": "-pppullp",
+    "find_exact": "lplp",
+    "pack_tiles": "-ppllllppppp",
+    "unpack_levels": "lpplip",
+    "put_escapes": "lpllip",
+}
+# As in native/levels.c.
+_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# Width, two blocks, and escapes of a tile.
+Packed = tuple[int, np.ndarray, np.ndarray, np.ndarray]
+
+TILE = 1 << 20
+"""Most elements of a tile."""
+
+CODED_TILE = 1 << 16
+"""Most levels that are coded together; `TILE` in native/symbols.c."""
+
+# Tiles of symbols that are packed at once.
+_PACKED_TILES = 16
+
+
+@functools.cache
+def _load() -> ctypes.CDLL | None:
+    return load_library(_LIBRARY, _FUNCTIONS)
+
+
+def is_available() -> bool:
+    """Return whether the functions are compiled."""
+    return _load() is not None
+
+
+def delta_levels(
+    x: np.ndarray,
+    anchor: np.ndarray | None,
+    moment: np.ndarray | None,
+    dither: tuple[np.ndarray, int],
+    step: float,
+    limit: float,
+    dtype: torch.dtype,
+    place: tuple[np.ndarray, np.ndarray],
+) -> tuple[int, float]:
+    """Do as `delta_uniform` says.
+
+    Args:
+        x: The tile.
+        anchor: Its anchor; None for zero.
+        moment: Its exp_avg_sq; None if it does not matter.
+        dither: The table of dither, and where in it that of the tile begins.
+        step: The step.
+        limit: The largest error to accept.
+        dtype: What the decoded numbers are rounded to.
+        place: Where the levels go, int16 [r, c], and what the sums of their sizes are added to, float64 [r].
+
+    Returns:
+        How many elements miss the limit, and the largest other error.
+    """
+    worst = ctypes.c_float()
+    numbers = step, float(np.float32(1 / step)), limit, _DTYPES[dtype]
+    inputs = _at(x), _at(anchor), _at(moment), _at(dither[0]), dither[1]
+    results = *map(_at, place), ctypes.addressof(worst)
+    missed = _library().delta_levels(*inputs, *numbers, *x.shape, *results)
+    return missed, worst.value
+
+
+def delta_decode(
+    levels: np.ndarray, anchor: np.ndarray | None, dither: tuple[np.ndarray, int], step: float, out: np.ndarray
+) -> None:
+    """Undo `delta_levels`, but for elements that are stored as they are."""
+    inputs = _at(levels), _at(anchor), _at(dither[0]), dither[1]
+    _library().delta_decode(*inputs, step, *out.shape, _at(out))
+
+
+def update_levels(
+    m: np.ndarray,
+    squares: np.ndarray,
+    step: float,
+    limit: float,
+    dtype: torch.dtype,
+    place: tuple[np.ndarray, np.ndarray],
+) -> tuple[int, float]:
+    """Do as `update_space` says.
+
+    Args:
+        m: The tile of exp_avg.
+        squares: That of the decoded exp_avg_sq.
+        step: As in `delta_levels`, like the others.
+        limit: In units of the step.
+        dtype: As there.
+        place: As there.
+
+    Returns:
+        How many elements miss the limit, and the largest other error in units of the step.
+    """
+    worst = ctypes.c_float()
+    numbers = step, limit, _DTYPES[dtype]
+    pointers = *map(_at, place), ctypes.addressof(worst)
+    missed = _library().update_levels(_at(m), _at(squares), *numbers, *m.shape, *pointers)
+    return missed, worst.value
+
+
+def update_decode(levels: np.ndarray, squares: np.ndarray, step: float, out: np.ndarray) -> None:
+    """Undo `update_levels`, but for elements that are stored as they are."""
+    _library().update_decode(_at(levels), _at(squares), step, *out.shape, _at(out))
+
+
+def log_levels(
+    x: np.ndarray,
+    logs: np.ndarray,
+    means: tuple[np.ndarray, np.ndarray],
+    factors: tuple[np.ndarray, np.ndarray],
+    step: int,
+    dtype: torch.dtype,
+    place: tuple[np.ndarray, np.ndarray],
+    decoded: np.ndarray,
+) -> np.ndarray:
+    """Do as `log_rank1` says.
+
+    Args:
+        x: The tile of exp_avg_sq.
+        logs: Its logarithms, anything where x is zero.
+        means: Those of its rows and of its columns, float32 [r] and [c].
+        factors: The powers of these.
+        step: The step.
+        dtype: As in `delta_levels`.
+        place: As there.
+        decoded: To be filled with what decoding gives.
+
+    Returns:
+        Decoded over original numbers, scratch [r, c]; near 1 where x is zero.
+    """
+    quotients = scratch("quotients", x.shape)
+    vectors = map(_at, (*means, *factors))
+    numbers = float(np.float32(1 / step)), step << 23, _DTYPES[dtype]
+    results = map(_at, (place[0], decoded, quotients, place[1]))
+    _library().log_levels(_at(x), _at(logs), *vectors, *numbers, *x.shape, *results)
+    return quotients
+
+
+def log_decode(levels: np.ndarray, factors: tuple[np.ndarray, np.ndarray], step: int, out: np.ndarray) -> None:
+    """Undo `log_levels`, but for elements that are stored as they are."""
+    _library().log_decode(_at(levels), *map(_at, factors), step << 23, *out.shape, _at(out))
+
+
+def find_exact(levels: np.ndarray) -> np.ndarray:
+    """Return the positions of elements that are stored as they are, int64, scratch."""
+    positions = scratch("positions", [levels.size], np.int64)
+    return positions[: _library().find_exact(_at(levels), levels.size, _at(positions))]
+
+
+def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iterator[Packed]:
+    """Yield the symbols of each tile of the levels of a matrix, as `symbols` says.
+
+    Args:
+        levels: int16 [R, C].
+        order: int64 [R], the rows in the order in which they are coded; None for their own.
+        count: How many tiles there are.
+
+    Yields:
+        Their width; the first two blocks, uint8, of which what comes first counts; the levels of the escapes,
+        int16. All but the width are scratch.
+    """
+    widths = scratch("widths", [_PACKED_TILES], np.uint8)
+    high, low = (scratch(use, [_PACKED_TILES, CODED_TILE], np.uint8) for use in ("high", "low"))
+    escapes, escape_counts = scratch("escapes", high.shape, np.int16), scratch("counts", widths.shape, np.int64)
+    results = [_at(array) for array in (widths, high, low, escapes, escape_counts)]
+    for first in range(0, count, _PACKED_TILES):
+        tiles = min(_PACKED_TILES, count - first)
+        _library().pack_tiles(_at(levels), _at(order), *levels.shape, first, tiles, *results)
+        for tile in range(tiles):
+            yield int(widths[tile]), high[tile], low[tile], escapes[tile, : escape_counts[tile]]
+
+
+def unpack_levels(high: np.ndarray, low: np.ndarray, width: int, count: int) -> tuple[np.ndarray, int]:
+    """Return the levels of a tile, int16 [count], scratch, and how many escapes there are to put among them."""
+    levels = scratch("unpacked", [count], np.int16)
+    return levels, _library().unpack_levels(_at(high), _at(low), count, width, _at(levels))
+
+
+def put_escapes(escapes: np.ndarray, width: int, levels: np.ndarray) -> int:
+    """Put the escapes, a block, among the levels, and return how many elements are stored as they are."""
+    return _library().put_escapes(_at(escapes), len(escapes) // 2, levels.size, width, _at(levels))
+
+
+def _library() -> ctypes.CDLL:
+    library = _load()
+    assert library is not None  # who calls has asked `is_available`
+    return library
+
+
+def _at(array: np.ndarray | None) -> int | None:
+    return None if array is None else array.__array_interface__["data"][0]

@@ -1,0 +1,39 @@
+"""Libraries of C functions that the installation compiled if it could; whoever uses one has another way without it."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "f": ctypes.c_float}
+
+
+def load_library(path: Path, functions: Mapping[str, str]) -> ctypes.CDLL | None:
+    """Load a library and declare its functions.
+
+    A CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
+
+    Args:
+        path: The library.
+        functions: By name the types of result and arguments, a letter each: `p` for a pointer, `l` for 64 bits, `i` for
+            an int, `u` for 32 bits without sign, `f` for a float; first the result, `-` if there is none.
+
+    Returns:
+        The library, whose calls release Python's lock; None if it is missing or does not fit this machine.
+    """
+    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
+        return None
+    try:
+        # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.
+        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+    except OSError:
+        return None
+    for name, (result, *arguments) in functions.items():
+        function = getattr(library, name)
+        function.restype = _TYPES.get(result)
+        function.argtypes = [_TYPES[each] for each in arguments]
+    return library
