@@ -9,6 +9,11 @@ typedef struct {
     int8_t *digits;    // [M][digits][padded K]
 } Tokens;
 
+// From so many bytes of digits on, which no longer stay in the first cache, two rows of the weight go side by side and
+// use what is read of the tokens twice. Below it one row after the other is faster: memory is read in one stream.
+#define PAIRED_BYTES (24 << 10)
+#define PAIR 2
+
 // Columns whose products are added as integers: those of a group, or of the groups within one vector.
 static int64_t part_columns(const Product *p) {
     int64_t size = p->weight.group_size;
@@ -61,48 +66,63 @@ static inline __m512 part_scale(const Product *p, const float *scale, int64_t pa
     return _mm512_permutexvar_ps(group, _mm512_loadu_ps(scale + part * (BYTES / size)));
 }
 
-static inline __attribute__((always_inline)) void multiply_row(const Product *p, const Tokens *tokens, int64_t n,
-                                                               const float *scale, int M, int digits, int bits,
-                                                               float *sums) {
+// Fill the sums [rows][FEW_ROWS] of rows of the weight from n on, whose scales lie `scales` apart.
+static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
+                                                                const float *scale, int64_t scales, int rows, int M,
+                                                                int digits, int bits, float *sums) {
     int64_t size = part_columns(p), parts = parts_of(p), length = padded_columns(p);
-    __m512 total[FEW_ROWS];
-    for (int m = 0; m < M; m++) total[m] = _mm512_setzero_ps();
+    __m512 total[PAIR][FEW_ROWS];
+    for (int row = 0; row < rows; row++)
+        for (int m = 0; m < M; m++) total[row][m] = _mm512_setzero_ps();
     for (int64_t part = 0; part < parts; part++) {
-        __m512i products[FEW_ROWS * 3];
-        for (int i = 0; i < M * digits; i++) products[i] = tokens->initial[i * parts + part];
+        __m512i products[PAIR][FEW_ROWS * 3], codes[PAIR];
+        for (int row = 0; row < rows; row++)
+            for (int i = 0; i < M * digits; i++) products[row][i] = tokens->initial[i * parts + part];
         for (int64_t k = part * size; k < (part + 1) * size; k += BYTES) {
-            __m512i codes = load_codes(p, bits, n, k);
+            for (int row = 0; row < rows; row++) codes[row] = load_codes(p, bits, n + row, k);
             for (int i = 0; i < M * digits; i++) {
                 __m512i x = _mm512_load_si512(tokens->digits + i * length + k);
-                products[i] = _mm512_dpbusd_epi32(products[i], codes, x);
+                for (int row = 0; row < rows; row++)
+                    products[row][i] = _mm512_dpbusd_epi32(products[row][i], codes[row], x);
             }
         }
-        __m512 factors = part_scale(p, scale, part);
-        for (int m = 0; m < M; m++)
-            total[m] = _mm512_fmadd_ps(join_digits(products + m * digits, digits), factors, total[m]);
+        for (int row = 0; row < rows; row++) {
+            __m512 factors = part_scale(p, scale + row * scales, part);
+            for (int m = 0; m < M; m++) {
+                __m512 joined = join_digits(products[row] + m * digits, digits);
+                total[row][m] = _mm512_fmadd_ps(joined, factors, total[row][m]);
+            }
+        }
     }
-    for (int m = 0; m < M; m++) sums[m] = _mm512_reduce_add_ps(total[m]);
+    for (int row = 0; row < rows; row++)
+        for (int m = 0; m < M; m++) sums[row * FEW_ROWS + m] = _mm512_reduce_add_ps(total[row][m]);
 }
 
-#define CASE(M_, DIGITS, BITS)                                               \
-    if (p->M == M_ && p->weight.digits == DIGITS && p->weight.bits == BITS)  \
-        multiply_row(p, tokens, n, scale, M_, DIGITS, BITS, sums);
+#define CASE(M_, DIGITS, BITS)                                                                      \
+    if (p->M == M_ && p->weight.digits == DIGITS && p->weight.bits == BITS) {                       \
+        if (rows == PAIR) multiply_pair(p, tokens, n, scale, scales, PAIR, M_, DIGITS, BITS, sums); \
+        else multiply_pair(p, tokens, n, scale, scales, 1, M_, DIGITS, BITS, sums);                 \
+    }
 #define CASES(DIGITS, BITS) CASE(1, DIGITS, BITS) CASE(2, DIGITS, BITS) CASE(3, DIGITS, BITS) CASE(4, DIGITS, BITS)
 
 // The numbers are constants in each case, so that the sums stay in registers.
-static void multiply_row_of(const Product *p, const Tokens *tokens, int64_t n, const float *scale, float *sums) {
+static void multiply_pair_of(const Product *p, const Tokens *tokens, int64_t n, const float *scale, int64_t scales,
+                             int rows, float *sums) {
     CASES(1, 8) CASES(2, 8) CASES(3, 8) CASES(1, 4) CASES(2, 4) CASES(3, 4)
 }
 
 static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    int64_t G = groups_of(p);
-    float results[FEW_ROWS][LANES], sums[FEW_ROWS], scale[G + LANES];
-    for (int64_t i = G; i < G + LANES; i++) scale[i] = 0;
-    for (int64_t n = 0; n < count; n++) {
-        copy_as_float32(p->scale, w->scale_dtype, (first + n) * G, G, scale);
-        multiply_row_of(p, tokens, first + n, scale, sums);
-        for (int64_t m = 0; m < p->M; m++) results[m][n] = sums[m];
+    int64_t G = groups_of(p), scales = G + LANES, step = p->M * w->digits * padded_columns(p) < PAIRED_BYTES ? 1 : PAIR;
+    float results[FEW_ROWS][LANES], sums[PAIR * FEW_ROWS], scale[PAIR * scales];
+    for (int64_t i = 0; i < PAIR * scales; i++) scale[i] = 0;
+    for (int64_t n = 0; n < count; n += step) {
+        int rows = (int)least(step, count - n);
+        for (int row = 0; row < rows; row++)
+            copy_as_float32(p->scale, w->scale_dtype, (first + n + row) * G, G, scale + row * scales);
+        multiply_pair_of(p, tokens, first + n, scale, scales, rows, sums);
+        for (int row = 0; row < rows; row++)
+            for (int64_t m = 0; m < p->M; m++) results[m][n + row] = sums[row * FEW_ROWS + m];
     }
     __mmask16 mask = first_lanes(count);
     __m512 bias = p->bias ? load_floats(p->bias, w->dtype, first, mask) : _mm512_setzero_ps();
