@@ -167,9 +167,10 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
         "FT, loss differs by",
     ]
     lm, ft = (len(fidelity(report, run, "near-lossless", "first")) for run in RUN_NAMES)
+    fewer = "" if lm == ft == len(report["lm"]["seeds"]) else f", of the losses {lm} for LM and {ft} for FT"
     caption = (
         "How many times smaller weights and optimizer are than a Trainer's, and how much the loss differs on average "
-        f"over the 100 steps after resuming; {seeds_of(report)}, of the losses {lm} for LM and {ft} for FT. LM: "
+        f"over the 100 steps after resuming; {seeds_of(report)}{fewer}. LM: "
         f"{report['lm']['title']}. FT: {report['ft']['title']}. [docs/checkpoint.md](docs/checkpoint.md#measured) has "
         "more."
     )
