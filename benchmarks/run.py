@@ -74,7 +74,7 @@ def measure(
         "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures),
         "linear": lambda: linear.speed(micro, rounds, seconds, failures),
         "casting": lambda: linear.casting(rounds),
-        "errors": lambda: linear.errors(OURS, failures),
+        "errors": lambda: linear.errors([method for method in OURS if not method.whole_model_only], failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),
         "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),
         "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures),

@@ -351,6 +351,7 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,
+    "speed-amx": speed_tables.amx_speed,
 }
 
 

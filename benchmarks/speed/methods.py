@@ -57,6 +57,8 @@ OURS = [
         _ours("int4 g128, lm_head too", 4, format="int4", group_size=128, overrides={"lm_head": "int4"}),
         whole_model_only=True,
     ),
+    _ours("int8 g128", 8, format="int8", group_size=128),
+    _ours("uint4 g16", 4, format="uint4"),
     _ours("float8_e4m3", 8, format="float8_e4m3"),
     _ours("int8, fp32 activations", 8, torch.float32, format="int8"),
     _ours("int4 g128, fp32 activations", 4, torch.float32, format="int4", group_size=128),

@@ -9,10 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.markdown import table
+from benchmarks.speed.methods import FLOATS, OURS
 
 Report = dict[str, Any]
-# Results of runs with a limit on oneDNN, the newest instructions first.
-LIMITED = ("limited-avx512-core-bf16", "limited-avx512-core-vnni")
+# Results of runs with a limit on oneDNN, the newest instructions first, and of one on a CPU with AMX.
+LIMITED = ("limited-avx512-core-vnni", "limited-avx2")
+WITH_AMX = "speed-intel-xeon"
 # The sentences and tokens of each that stand for an encoder where there is room for one figure.
 SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
@@ -58,6 +60,14 @@ def limited_speed() -> str:
     ]
     header = ["method", *(f"{limit}: {phase}, {count}" for limit, phase, count in columns)]
     return table(header, _ratios(rows, ("limit", "phase", "threads"), columns))
+
+
+def amx_speed() -> str:
+    """Return decoding and prefill of the Llama on a CPU with AMX, without peers."""
+    report = newest(kind=WITH_AMX)
+    ours = {method.name for method in (*FLOATS, *OURS)}
+    speeds = model_speed({**report, "llama": [row for row in report["llama"] if row["name"] in ours]})
+    return f"{speeds}\n\n{report['machine']}, {report['date']}."
 
 
 def sentence_speeds(report: Report) -> dict[str, float]:
@@ -157,7 +167,7 @@ def casting(report: Report) -> str:
         linear, cast, *products = (found[N, K, name] for name in ("linear", "cast", "right", "left"))
         times = [f"{seconds * 1e6:.0f}" for seconds in (linear, cast, min(products))]
         rows.append([f"{N}x{K}", *times, f"{linear / (cast + min(products)):.2f}"])
-    return table(header, rows)
+    return f"{table(header, rows)}\n\n{report['machine']}, {report['date']}."
 
 
 def quantization(report: Report) -> str:
@@ -210,7 +220,7 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "speed-model": ("llama", model_speed),
     "speed-moe": ("llama", moe_speed),
     "speed-linear": ("llama", linear_speed),
-    "speed-casting": ("llama", casting),
+    "speed-casting": ("casting", casting),
     "speed-loading": ("llama", loading),
     "speed-errors": ("llama", errors),
     "speed-quantization": ("llama", quantization),
