@@ -36,9 +36,11 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
     flags: list[str]
 
 
+_OF_ALL = ("interface.c", "float8.c", "words/uint.c")
 LIBRARIES = (
-    Library(_PRODUCTS / "avx2.so", ("interface.c", "avx2/*.c"), _AVX2),
-    Library(_PRODUCTS / "avx512.so", ("interface.c", "avx2/uint.c", "avx512/*.c"), _AVX512),
+    Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
+    Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
+    Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c"), _AVX512),
     Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
 )

@@ -11,11 +11,12 @@ PACKAGES = ("hf_trainweights", "torch", "transformers", "torchao", "bitsandbytes
 
 
 def cpu_name() -> str:
-    """Return what the processor calls itself."""
-    for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return platform.processor()
+    """Return what the processor calls itself, with its family and model where that is no more than a brand."""
+    lines = (line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines())
+    found = {name.strip(): value.strip() for name, _, value in lines}
+    name = found.get("model name", platform.processor())
+    is_brand = "model" in found and not any(letter.isdigit() for letter in name)
+    return f"{name}, family {found['cpu family']} model {found['model']}" if is_brand else name
 
 
 def cpu_flags() -> list[str]:

@@ -1,8 +1,8 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
 They serve float32, bfloat16 and float16 activations with the codes of int8, int4 and float8 weights as they are stored.
-There is a library for CPUs with AVX512_VNNI and one for those with AVX2. The package needs neither: without a C
-compiler at installation, or on another CPU, `find` returns None and every product takes another way.
+There is one library for CPUs with AVX512_VNNI, one for AVX-VNNI and one for AVX2. The package needs none: without
+a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # The instructions that each library needs, the faster library first.
 _LIBRARIES = {
     "avx512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni"),
+    "avx_vnni": ("avx2", "fma3", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma3", "f16c"),
 }
 
@@ -66,7 +67,7 @@ class Weight(ctypes.Structure):
 
 
 def instructions() -> str | None:
-    """Return the name of the library for this CPU, "avx512" or "avx2"; None if there is none."""
+    """Return the name of the library for this CPU, "avx512", "avx_vnni" or "avx2"; None if there is none."""
     found = capabilities()
     return next((name for name, needed in _LIBRARIES.items() if all(map(found.get, needed))), None)
 

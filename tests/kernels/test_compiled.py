@@ -206,7 +206,13 @@ def test_with_avx2_many_rows_of_float32_are_left_to_pytorch_and_that_is_said(lib
 
 @pytest.mark.parametrize(
     ("missing", "chosen"),
-    [((), "avx512"), (("avx512_vnni",), "avx2"), (("avx512_bw",), "avx2"), (("avx512_vnni", "fma3"), None)],
+    [
+        ((), "avx512"),
+        (("avx512_vnni",), "avx_vnni"),
+        (("avx512_bw",), "avx_vnni"),
+        (("avx512_vnni", "avx_vnni"), "avx2"),
+        (("avx512_vnni", "fma3"), None),
+    ],
     ids=str,
 )
 def test_a_cpu_takes_the_library_whose_instructions_it_has(

@@ -1,11 +1,10 @@
-// Products of many rows of x with integer codes: 16 tokens lie side by side in a vector, and each instruction multiplies
+// Products of many rows of x with integer codes: tokens lie side by side in a vector, and each instruction multiplies
 // four digits of each with four codes of one row of the weight. No reordered copy of the weight is kept: a block of its
 // rows is made unsigned once for all tokens.
 #include "digits.h"
 #include "integers.h"
-#include "transpose.h"
 
-// Rows of the weight in a block; the numbers of rows in `ACCUMULATE` divide it.
+// Rows of the weight in a block; `ROWS_FOR` divides it.
 #define BLOCK_ROWS 48
 #define MOST_VECTORS 3
 // Digits that are held at a time: half of a second-level cache of 1 MB.
@@ -15,9 +14,9 @@
 typedef struct {
     int64_t tokens;
     int vectors;
-    float *worth;      // [vectors][LANES]
-    __m512i *initial;  // [G][vectors][digits][LANES]: what sums begin with, so that codes count from their offset
-    int8_t *digits;    // [K / 4][vectors][digits][LANES][4]
+    float *worth;       // [vectors][LANES]
+    Integers *initial;  // [G][vectors][digits][LANES]: what sums begin with, so that codes count from their offset
+    int8_t *digits;     // [K / 4][vectors][digits][LANES][4]
 } Tile;
 
 // What a thread multiplies a block of rows with.
@@ -58,7 +57,7 @@ static Tile tile_at(const Product *p, int8_t *panel, int64_t index, int64_t toke
     int8_t *memory = panel + index * tile_bytes(p);
     tile.vectors = (int)((tile.tokens + LANES - 1) / LANES);
     tile.worth = (float *)memory;
-    tile.initial = (__m512i *)(memory + tile.vectors * BYTES);
+    tile.initial = (Integers *)(memory + tile.vectors * BYTES);
     tile.digits = (int8_t *)(tile.initial + groups_of(p) * tile.vectors * p->weight.digits);
     return tile;
 }
@@ -75,13 +74,13 @@ static Block block_at(const Product *p, int8_t *memory) {
 static inline __attribute__((always_inline)) void write_vector(const Product *p, const Tile *tile, int vector,
                                                                const char *x, int64_t tokens, int dtype, int digits) {
     int64_t K = p->weight.K, row = K * itemsize(dtype), stride = tile->vectors * digits;
-    __m512 per_unit[LANES];
-    __m512i found[3], out[3][LANES];
+    Floats per_unit[LANES];
+    Integers found[3], out[3][LANES];
     for (int i = 0; i < LANES; i++) {
         float top = i < tokens ? largest_magnitude(x + i * row, dtype, K) : 1;
         tile->worth[vector * LANES + i] = top / 127;
-        per_unit[i] = _mm512_set1_ps(1 / unit_of(top, digits));
-        for (int d = 0; d < digits; d++) out[d][i] = _mm512_setzero_si512();
+        per_unit[i] = all_floats(1 / unit_of(top, digits));
+        for (int d = 0; d < digits; d++) out[d][i] = all_integers(0);
     }
     for (int64_t k = 0; k < K; k += BYTES) {
         for (int i = 0; i < tokens; i++) {
@@ -97,16 +96,16 @@ static void write_initial(const Product *p, const Tile *tile, int vector) {
     int digits = p->weight.digits;
     int64_t stride = (int64_t)tile->vectors * digits * BYTES;
     int64_t size = (p->weight.group_size ? p->weight.group_size : padded_columns(p)) / 4;
-    const __m512i ones = _mm512_set1_epi8(1), offset = _mm512_set1_epi32(-offset_of(p));
+    const Integers ones = all_bytes(1);
     for (int64_t g = 0; g < groups_of(p); g++)
         for (int d = 0; d < digits; d++) {
             const int8_t *from = tile->digits + g * size * stride + (vector * digits + d) * BYTES;
-            __m512i sums[4];
-            for (int i = 0; i < 4; i++) sums[i] = _mm512_setzero_si512();
+            Integers sums[4];
+            for (int i = 0; i < 4; i++) sums[i] = all_integers(0);
             for (int64_t k = 0; k < size; k++)
-                sums[k % 4] = _mm512_dpbusd_epi32(sums[k % 4], ones, _mm512_load_si512(from + k * stride));
-            __m512i sum = _mm512_add_epi32(_mm512_add_epi32(sums[0], sums[1]), _mm512_add_epi32(sums[2], sums[3]));
-            tile->initial[(g * tile->vectors + vector) * digits + d] = _mm512_mullo_epi32(sum, offset);
+                sums[k % 4] = add_products_of_bytes(sums[k % 4], ones, *(const Integers *)(from + k * stride));
+            Integers sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+            tile->initial[(g * tile->vectors + vector) * digits + d] = sum * -offset_of(p);
         }
 }
 
@@ -120,56 +119,58 @@ static void write_tokens(const Product *p, const Tile *tile, int vector, const c
     write_initial(p, tile, vector);
 }
 
-// Fill `sums` of ROWS rows of a block with the tokens of a tile. ROWS * VECTORS * DIGITS sums stay in registers.
-#define ACCUMULATE(ROWS, VECTORS, DIGITS)                                                                         \
-    static void accumulate_##ROWS##_##VECTORS##_##DIGITS(const Product *p, const Tile *tile, const Block *block,  \
-                                                         int64_t row) {                                           \
-        enum { COUNT = VECTORS * DIGITS };                                                                        \
-        int64_t G = groups_of(p), stride = code_stride(p), size = (p->weight.group_size + 3) / 4;                 \
-        const int8_t *digits = tile->digits;                                                                      \
-        const uint8_t *codes = block->codes + row * stride;                                                       \
-        if (!size) size = (p->weight.K + 3) / 4;                                                                  \
-        for (int64_t g = 0; g < G; g++) {                                                                         \
-            __m512i products[ROWS][COUNT];                                                                        \
-            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                               \
-                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
-                    products[n][v] = tile->initial[g * COUNT + v];                                                \
-            for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                             \
-                __m512i x[COUNT];                                                                                 \
-                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                           \
-                    x[v] = _mm512_load_si512(digits + v * BYTES);                                                 \
-                _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++) {                                         \
-                    __m512i four = _mm512_set1_epi32(*(const int32_t *)(codes + n * stride));                     \
-                    _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                       \
-                        products[n][v] = _mm512_dpbusd_epi32(products[n][v], four, x[v]);                         \
-                }                                                                                                 \
-            }                                                                                                     \
-            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                               \
-                _Pragma("GCC unroll 3") for (int v = 0; v < VECTORS; v++) {                                       \
-                    float *sum = block->sums + ((row + n) * VECTORS + v) * LANES;                                 \
-                    __m512 before = g ? _mm512_load_ps(sum) : _mm512_setzero_ps();                                \
-                    __m512 factor = _mm512_set1_ps(block->scale[(row + n) * G + g]);                              \
-                    __m512 product = join_digits(products[n] + v * DIGITS, DIGITS);                               \
-                    _mm512_store_ps(sum, _mm512_fmadd_ps(product, factor, before));                               \
-                }                                                                                                 \
-        }                                                                                                         \
+// Rows of the weight whose products with so many vectors of digits stay in registers: 16 and 8, or 12, 6 and 4.
+#define ROWS_FOR(COUNT) (SUMS / (COUNT) > 16 ? 16 : SUMS / (COUNT))
+
+// Fill `sums` of some rows of a block with the tokens of a tile.
+#define ACCUMULATE(VECTORS, DIGITS)                                                                              \
+    static void accumulate_##VECTORS##_##DIGITS(const Product *p, const Tile *tile, const Block *block,          \
+                                                         int64_t row) {                                          \
+        enum { COUNT = VECTORS * DIGITS, ROWS = ROWS_FOR(COUNT) };                                               \
+        int64_t G = groups_of(p), stride = code_stride(p), size = (p->weight.group_size + 3) / 4;                \
+        const int8_t *digits = tile->digits;                                                                     \
+        const uint8_t *codes = block->codes + row * stride;                                                      \
+        if (!size) size = (p->weight.K + 3) / 4;                                                                 \
+        for (int64_t g = 0; g < G; g++) {                                                                        \
+            Integers products[ROWS][COUNT];                                                                      \
+            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                              \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                          \
+                    products[n][v] = tile->initial[g * COUNT + v];                                               \
+            for (int64_t k = 0; k < size; k++, digits += COUNT * BYTES, codes += 4) {                            \
+                Integers x[COUNT];                                                                               \
+                _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                          \
+                    x[v] = *(const Integers *)(digits + v * BYTES);                                              \
+                _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++) {                                        \
+                    Integers four = all_integers(*(const int32_t *)(codes + n * stride));                        \
+                    _Pragma("GCC unroll 3") for (int v = 0; v < COUNT; v++)                                      \
+                        products[n][v] = add_products_of_bytes(products[n][v], four, x[v]);                      \
+                }                                                                                                \
+            }                                                                                                    \
+            _Pragma("GCC unroll 16") for (int n = 0; n < ROWS; n++)                                              \
+                _Pragma("GCC unroll 3") for (int v = 0; v < VECTORS; v++) {                                      \
+                    float *sum = block->sums + ((row + n) * VECTORS + v) * LANES;                                \
+                    Floats before = g ? *(Floats *)sum : all_floats(0);                                          \
+                    Floats factor = all_floats(block->scale[(row + n) * G + g]);                                 \
+                    Floats product = join_digits(products[n] + v * DIGITS, DIGITS);                              \
+                    *(Floats *)sum = multiply_add(product, factor, before);                                      \
+                }                                                                                                \
+        }                                                                                                        \
     }
 
-ACCUMULATE(8, 1, 3)
-ACCUMULATE(12, 1, 2)
-ACCUMULATE(8, 3, 1)
-ACCUMULATE(12, 2, 1)
-ACCUMULATE(16, 1, 1)
+ACCUMULATE(1, 3)
+ACCUMULATE(1, 2)
+ACCUMULATE(3, 1)
+ACCUMULATE(2, 1)
+ACCUMULATE(1, 1)
 
 static void accumulate(const Product *p, const Tile *tile, const Block *block) {
-    int digits = p->weight.digits, vectors = tile->vectors;
+    int digits = p->weight.digits, vectors = tile->vectors, step = ROWS_FOR(digits * vectors);
     void (*rows)(const Product *, const Tile *, const Block *, int64_t) =
-        digits == 3    ? accumulate_8_1_3
-        : digits == 2  ? accumulate_12_1_2
-        : vectors == 3 ? accumulate_8_3_1
-        : vectors == 2 ? accumulate_12_2_1
-                       : accumulate_16_1_1;
-    int64_t step = digits * vectors == 3 ? 8 : digits * vectors == 2 ? 12 : 16;
+        digits == 3    ? accumulate_1_3
+        : digits == 2  ? accumulate_1_2
+        : vectors == 3 ? accumulate_3_1
+        : vectors == 2 ? accumulate_2_1
+                       : accumulate_1_1;
     for (int64_t n = 0; n < BLOCK_ROWS; n += step) rows(p, tile, block, n);
 }
 
@@ -178,20 +179,19 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     const Weight *w = &p->weight;
     for (int v = 0; v < tile->vectors; v++)
         for (int n = 0; n < BLOCK_ROWS; n += LANES) {
-            __m512 worth = _mm512_load_ps(tile->worth + v * LANES);
-            __m512i sums[LANES];
+            Floats worth = *(Floats *)(tile->worth + v * LANES);
+            Integers sums[LANES];
             for (int i = 0; i < LANES; i++) {
-                __m512 sum = _mm512_load_ps(block->sums + ((n + i) * tile->vectors + v) * LANES);
-                sums[i] = _mm512_castps_si512(_mm512_mul_ps(sum, worth));
+                Floats sum = *(Floats *)(block->sums + ((n + i) * tile->vectors + v) * LANES);
+                sums[i] = (Integers)(sum * worth);
             }
             store_transposed(sums, (int8_t *)(block->results + v * LANES * BLOCK_ROWS + n), BLOCK_ROWS * 4);
         }
     for (int64_t n = 0; n < rows; n += LANES) {
-        __mmask16 mask = first_lanes(rows - n);
-        __m512 bias = p->bias ? load_floats(p->bias, w->dtype, first + n, mask) : _mm512_setzero_ps();
+        Floats bias = p->bias ? load_floats(p->bias, w->dtype, first + n, rows - n) : all_floats(0);
         for (int64_t m = 0; m < tile->tokens; m++) {
-            __m512 values = _mm512_add_ps(_mm512_load_ps(block->results + m * BLOCK_ROWS + n), bias);
-            store_floats(p->out, w->dtype, (token + m) * w->N + first + n, mask, values);
+            Floats values = *(Floats *)(block->results + m * BLOCK_ROWS + n) + bias;
+            store_floats(p->out, w->dtype, (token + m) * w->N + first + n, rows - n, values);
         }
     }
 }
@@ -200,10 +200,10 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
 // of 16 tokens. An address behind the weight does no harm there.
 static void copy_codes(const Product *p, int64_t n, uint8_t *to) {
     const Weight *w = &p->weight;
-    const char *next = (const char *)p->qdata + (n + BLOCK_ROWS) * w->K * w->bits / 8;
+    const uint8_t *row = row_of(p, n), *next = row_of(p, n + BLOCK_ROWS);
     for (int64_t k = 0; k < w->K; k += BYTES) {
-        _mm_prefetch(next + k * w->bits / 8, _MM_HINT_T1);
-        _mm512_storeu_si512(to + k, load_codes(p, w->bits, n, k));
+        _mm_prefetch((const char *)next + (k * w->bits >> 3), _MM_HINT_T1);
+        *(Integers *)(to + k) = load_codes(row, w->bits, k, w->K - k);
     }
 }
 
@@ -212,7 +212,7 @@ static void multiply_block(const Product *p, int8_t *panel, Block block, int64_t
     const Weight *w = &p->weight;
     int64_t rows = least(BLOCK_ROWS, w->N - first), G = groups_of(p);
     for (int64_t n = 0; n < rows; n++) copy_codes(p, first + n, block.codes + n * code_stride(p));
-    copy_as_float32(p->scale, w->scale_dtype, first * G, rows * G, block.scale);
+    copy_as_float32(p->scale, w->scale_dtype, first * G, rows * G, round_up(rows * G, LANES), block.scale);
     for (int64_t index = 0; index * tile_tokens(p) < tokens; index++) {
         Tile tile = tile_at(p, panel, index, tokens);
         accumulate(p, &tile, &block);

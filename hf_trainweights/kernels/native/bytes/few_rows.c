@@ -1,12 +1,12 @@
 // Products of one to four rows of x with integer codes: each row of the weight is read once, in one stream, and a vector
-// of 64 codes is multiplied with the digits of every token while it is in a register.
+// of codes is multiplied with the digits of every token while it is in a register.
 #include "digits.h"
 #include "integers.h"
 
 typedef struct {
-    float *worth;      // [M]
-    __m512i *initial;  // [M][digits][parts]: what sums begin with, so that codes count from their offset
-    int8_t *digits;    // [M][digits][padded K]
+    float *worth;       // [M]
+    Integers *initial;  // [M][digits][parts]: what sums begin with, so that codes count from their offset
+    int8_t *digits;     // [M][digits][padded K]
 } Tokens;
 
 // From so many bytes of digits on, which no longer stay in the first cache, two rows of the weight go side by side and
@@ -30,7 +30,7 @@ int64_t few_rows_bytes(const Product *p) { return token_bytes(p); }
 
 static Tokens tokens_at(const Product *p, int8_t *memory) {
     Tokens tokens = {.worth = (float *)memory};
-    tokens.initial = (__m512i *)(memory + round_up(p->M * 4, BYTES));
+    tokens.initial = (Integers *)(memory + round_up(p->M * 4, BYTES));
     tokens.digits = (int8_t *)(tokens.initial + p->M * p->weight.digits * parts_of(p));
     return tokens;
 }
@@ -40,62 +40,72 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
     const char *x = (const char *)p->x + m * w->K * itemsize(w->dtype);
     int64_t size = part_columns(p), parts = parts_of(p), length = padded_columns(p);
     int8_t *digits = tokens->digits + m * w->digits * length;
-    __m512i *initial = tokens->initial + m * w->digits * parts, found[3];
+    Integers *initial = tokens->initial + m * w->digits * parts, found[3];
     float top = largest_magnitude(x, w->dtype, w->K);
-    __m512 per_unit = _mm512_set1_ps(1 / unit_of(top, w->digits));
+    Floats per_unit = all_floats(1 / unit_of(top, w->digits));
     tokens->worth[m] = top / 127;
     for (int64_t k = 0; k < w->K; k += BYTES) {
         write_digits(x, w->dtype, k, w->K, per_unit, w->digits, found);
-        for (int d = 0; d < w->digits; d++) _mm512_store_si512(digits + d * length + k, found[d]);
+        for (int d = 0; d < w->digits; d++) *(Integers *)(digits + d * length + k) = found[d];
     }
     for (int d = 0; d < w->digits; d++)
         for (int64_t part = 0; part < parts; part++) {
-            __m512i sum = _mm512_setzero_si512();
+            Integers sum = all_integers(0);
             for (int64_t k = part * size; k < (part + 1) * size; k += BYTES)
-                sum = _mm512_dpbusd_epi32(sum, _mm512_set1_epi8(1), _mm512_load_si512(digits + d * length + k));
-            initial[d * parts + part] = _mm512_mullo_epi32(sum, _mm512_set1_epi32(-offset_of(p)));
+                sum = add_products_of_bytes(sum, all_bytes(1), *(Integers *)(digits + d * length + k));
+            initial[d * parts + part] = sum * -offset_of(p);
         }
 }
 
 // Return the scales of the columns of a part, of which a lane holds four.
-static inline __m512 part_scale(const Product *p, const float *scale, int64_t part) {
+static inline Floats part_scale(const Product *p, const float *scale, int64_t part) {
     int64_t size = p->weight.group_size;
-    if (size == 0 || size >= BYTES) return _mm512_set1_ps(scale[part]);
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    __m512i group = _mm512_srlv_epi32(lanes, _mm512_set1_epi32(__builtin_ctzll(size) - 2));
-    return _mm512_permutexvar_ps(group, _mm512_loadu_ps(scale + part * (BYTES / size)));
+    if (size == 0 || size >= BYTES) return all_floats(scale[part]);
+    return permuted(*(const Floats *)(scale + part * (BYTES / size)), lane_numbers() >> (__builtin_ctzll(size) - 2));
+}
+
+// Add the products of the vector of codes from column k on with each vector of digits.
+static inline __attribute__((always_inline)) void add_products(const uint8_t *codes[PAIR], const int8_t *digits,
+                                                               int64_t length, int64_t k, int64_t left, int rows,
+                                                               int vectors, int bits,
+                                                               Integers products[PAIR][FEW_ROWS * 3]) {
+    Integers loaded[PAIR];
+    for (int row = 0; row < rows; row++) loaded[row] = load_codes(codes[row], bits, k, left);
+    for (int i = 0; i < vectors; i++) {
+        Integers x = *(const Integers *)(digits + i * length + k);
+        for (int row = 0; row < rows; row++) products[row][i] = add_products_of_bytes(products[row][i], loaded[row], x);
+    }
 }
 
 // Fill the sums [rows][FEW_ROWS] of rows of the weight from n on, whose scales lie `scales` apart.
 static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
                                                                 const float *scale, int64_t scales, int rows, int M,
                                                                 int digits, int bits, float *sums) {
-    int64_t size = part_columns(p), parts = parts_of(p), length = padded_columns(p);
-    __m512 total[PAIR][FEW_ROWS];
-    for (int row = 0; row < rows; row++)
-        for (int m = 0; m < M; m++) total[row][m] = _mm512_setzero_ps();
+    int64_t K = p->weight.K, size = part_columns(p), parts = parts_of(p), length = padded_columns(p);
+    const uint8_t *codes[PAIR];
+    Floats total[PAIR][FEW_ROWS];
+    for (int row = 0; row < rows; row++) {
+        codes[row] = row_of(p, n + row);
+        for (int m = 0; m < M; m++) total[row][m] = all_floats(0);
+    }
     for (int64_t part = 0; part < parts; part++) {
-        __m512i products[PAIR][FEW_ROWS * 3], codes[PAIR];
+        Integers products[PAIR][FEW_ROWS * 3];
+        int64_t k = part * size, end = least(k + size, K);
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < M * digits; i++) products[row][i] = tokens->initial[i * parts + part];
-        for (int64_t k = part * size; k < (part + 1) * size; k += BYTES) {
-            for (int row = 0; row < rows; row++) codes[row] = load_codes(p, bits, n + row, k);
-            for (int i = 0; i < M * digits; i++) {
-                __m512i x = _mm512_load_si512(tokens->digits + i * length + k);
-                for (int row = 0; row < rows; row++)
-                    products[row][i] = _mm512_dpbusd_epi32(products[row][i], codes[row], x);
-            }
-        }
+        for (; k + BYTES <= end; k += BYTES)
+            add_products(codes, tokens->digits, length, k, BYTES, rows, M * digits, bits, products);
+        if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, bits, products);
         for (int row = 0; row < rows; row++) {
-            __m512 factors = part_scale(p, scale + row * scales, part);
+            Floats factors = part_scale(p, scale + row * scales, part);
             for (int m = 0; m < M; m++) {
-                __m512 joined = join_digits(products[row] + m * digits, digits);
-                total[row][m] = _mm512_fmadd_ps(joined, factors, total[row][m]);
+                Floats joined = join_digits(products[row] + m * digits, digits);
+                total[row][m] = multiply_add(joined, factors, total[row][m]);
             }
         }
     }
     for (int row = 0; row < rows; row++)
-        for (int m = 0; m < M; m++) sums[row * FEW_ROWS + m] = _mm512_reduce_add_ps(total[row][m]);
+        for (int m = 0; m < M; m++) sums[row * FEW_ROWS + m] = sum_of(total[row][m]);
 }
 
 #define CASE(M_, DIGITS, BITS)                                                                      \
@@ -113,23 +123,21 @@ static void multiply_pair_of(const Product *p, const Tokens *tokens, int64_t n, 
 
 static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first, int64_t count) {
     const Weight *w = &p->weight;
-    int64_t G = groups_of(p), scales = G + LANES, step = p->M * w->digits * padded_columns(p) < PAIRED_BYTES ? 1 : PAIR;
+    int64_t G = groups_of(p), scales = round_up(G, LANES) + LANES, vectors = p->M * w->digits;
+    int64_t step = vectors * padded_columns(p) < PAIRED_BYTES || PAIR * vectors > SUMS ? 1 : PAIR;
     float results[FEW_ROWS][LANES], sums[PAIR * FEW_ROWS], scale[PAIR * scales];
-    for (int64_t i = 0; i < PAIR * scales; i++) scale[i] = 0;
     for (int64_t n = 0; n < count; n += step) {
         int rows = (int)least(step, count - n);
         for (int row = 0; row < rows; row++)
-            copy_as_float32(p->scale, w->scale_dtype, (first + n + row) * G, G, scale + row * scales);
+            copy_as_float32(p->scale, w->scale_dtype, (first + n + row) * G, G, scales, scale + row * scales);
         multiply_pair_of(p, tokens, first + n, scale, scales, rows, sums);
         for (int row = 0; row < rows; row++)
             for (int64_t m = 0; m < p->M; m++) results[m][n + row] = sums[row * FEW_ROWS + m];
     }
-    __mmask16 mask = first_lanes(count);
-    __m512 bias = p->bias ? load_floats(p->bias, w->dtype, first, mask) : _mm512_setzero_ps();
+    Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
     for (int64_t m = 0; m < p->M; m++) {
-        __m512 values = _mm512_maskz_loadu_ps(mask, results[m]);
-        values = _mm512_fmadd_ps(values, _mm512_set1_ps(tokens->worth[m]), bias);
-        store_floats(p->out, w->dtype, m * w->N + first, mask, values);
+        Floats values = multiply_add(*(Floats *)results[m], all_floats(tokens->worth[m]), bias);
+        store_floats(p->out, w->dtype, m * w->N + first, count, values);
     }
 }
 

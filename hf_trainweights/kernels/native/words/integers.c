@@ -34,28 +34,39 @@ static inline __m256 part_scale(const float *scale, int64_t size, int64_t block)
     return _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), group);
 }
 
+// Add the products of the block of codes from column k on, of which the row has `left` bytes, with those of each token.
+static inline __attribute__((always_inline)) void add_block(const uint8_t *row, int64_t k, int64_t left,
+                                                            const int16_t *numbers, int64_t padded, int rows, int bits,
+                                                            __m256i *products) {
+    __m256i codes[4];
+    load_codes((__m256i)load_bytes(row + (k * bits >> 3), left), bits, codes);
+    for (int i = 0; i < rows; i++)
+        for (int v = 0; v < 16 / bits; v++) {
+            __m256i x = _mm256_loadu_si256((const __m256i *)(numbers + i * padded + k + 16 * v));
+            products[i] = add_products(products[i], codes[v], x);
+        }
+}
+
 static inline __attribute__((always_inline)) void multiply_row(const Product *p, const int16_t *numbers, int64_t n,
                                                                const float *scale, int M, int words, int bits,
                                                                float *sums) {
-    int64_t K = p->weight.K, padded = padded_columns(p), block = 16 * (16 / bits), row_bytes = K * bits / 8;
+    int64_t K = p->weight.K, padded = padded_columns(p), block = 16 * (16 / bits);
     // Columns whose sums are scaled together: a group, or the groups within one block of codes.
     int64_t size = p->weight.group_size ? p->weight.group_size : padded, part = size < block ? block : size;
     int64_t scales = part / size;
-    const uint8_t *row = p->qdata + n * row_bytes;
+    const uint8_t *row = p->qdata + n * (K * bits >> 3);
     __m256 total[FEW_ROWS];
     for (int m = 0; m < M; m++) total[m] = _mm256_setzero_ps();
     for (int64_t k = 0, end; k < K; scale += scales)
         for (end = least(k + part, K); k < end;) {
             int64_t last = least(k + MOST_COLUMNS, end);
-            __m256i products[FEW_ROWS * 2], codes[4];
+            __m256i products[FEW_ROWS * 2];
             for (int i = 0; i < M * words; i++) products[i] = _mm256_setzero_si256();
-            for (; k < last; k += block) {
-                load_codes(load_bytes(row, k * bits / 8, row_bytes), bits, codes);
-                for (int i = 0; i < M * words; i++)
-                    for (int v = 0; v < 16 / bits; v++) {
-                        __m256i x = _mm256_loadu_si256((const __m256i *)(numbers + i * padded + k + 16 * v));
-                        products[i] = add_products(products[i], codes[v], x);
-                    }
+            for (; k + block <= last; k += block)
+                add_block(row, k, BYTES, numbers, padded, M * words, bits, products);
+            if (k < last) {
+                add_block(row, k, (last - k) * bits >> 3, numbers, padded, M * words, bits, products);
+                k = last;
             }
             __m256 factors = part_scale(scale, size, block);
             for (int m = 0; m < M; m++)

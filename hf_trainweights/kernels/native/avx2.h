@@ -1,0 +1,145 @@
+// Vectors of AVX2. A `count` of elements may be more than a vector holds, and of floats negative.
+#pragma once
+
+// Bytes in a vector, 32-bit numbers in it, and sums of products that stay in registers.
+#define BYTES 32
+#define LANES 8
+#define SUMS 12
+
+typedef float Floats __attribute__((vector_size(BYTES), aligned(4), may_alias));
+typedef int32_t Integers __attribute__((vector_size(BYTES), aligned(1), may_alias));
+
+static inline Floats all_floats(float value) { return _mm256_set1_ps(value); }
+static inline Integers all_integers(int32_t value) { return (Integers)_mm256_set1_epi32(value); }
+static inline Integers all_bytes(int value) { return (Integers)_mm256_set1_epi8((char)value); }
+static inline Floats multiply_add(Floats a, Floats b, Floats sum) { return _mm256_fmadd_ps(a, b, sum); }
+static inline Floats larger(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+static inline Floats magnitudes(Floats values) { return _mm256_andnot_ps(_mm256_set1_ps(-0.0f), values); }
+static inline Integers to_integers(Floats values) { return (Integers)_mm256_cvtps_epi32(values); }
+static inline Floats to_floats(Integers values) { return _mm256_cvtepi32_ps((__m256i)values); }
+
+static inline float sum_of(Floats values) {
+    __m128 sum = _mm_add_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    sum = _mm_add_ps(sum, _mm_movehl_ps(sum, sum));
+    return _mm_cvtss_f32(_mm_add_ss(sum, _mm_movehdup_ps(sum)));
+}
+
+static inline float largest_of(Floats values) {
+    __m128 top = _mm_max_ps(_mm256_castps256_ps128(values), _mm256_extractf128_ps(values, 1));
+    top = _mm_max_ps(top, _mm_movehl_ps(top, top));
+    return _mm_cvtss_f32(_mm_max_ss(top, _mm_movehdup_ps(top)));
+}
+
+// Lane i of the result is lane indexes[i] of the values.
+static inline Floats permuted(Floats values, Integers indexes) {
+    return _mm256_permutevar8x32_ps(values, (__m256i)indexes);
+}
+
+static inline Integers lane_numbers(void) { return (Integers){0, 1, 2, 3, 4, 5, 6, 7}; }
+
+#ifdef __AVXVNNI__
+// Add the products of bytes without and with a sign, four in a lane.
+static inline Integers add_products_of_bytes(Integers sums, Integers without, Integers with) {
+    return (Integers)_mm256_dpbusd_avx_epi32((__m256i)sums, (__m256i)without, (__m256i)with);
+}
+#endif
+
+static inline float load_float(const void *from, int dtype, int64_t index) {
+    if (dtype == FLOAT32) return ((const float *)from)[index];
+    uint16_t half = ((const uint16_t *)from)[index];
+    if (dtype == FLOAT16) return _cvtsh_ss(half);
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)half << 16)));
+}
+
+// Load `count` elements from `index` on as float32; 0 in the other lanes.
+static inline Floats load_floats(const void *from, int dtype, int64_t index, int64_t count) {
+    if (count < LANES) {
+        float rest[LANES] = {0};
+        for (int64_t i = 0; i < count; i++) rest[i] = load_float(from, dtype, index + i);
+        return _mm256_loadu_ps(rest);
+    }
+    if (dtype == FLOAT32) return _mm256_loadu_ps((const float *)from + index);
+    __m128i half = _mm_loadu_si128((const __m128i *)((const uint16_t *)from + index));
+    if (dtype == FLOAT16) return _mm256_cvtph_ps(half);
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+
+// Rounds to the nearest, ties to even, as PyTorch does; NaN stays NaN.
+static inline void store_float(void *to, int dtype, int64_t index, float value) {
+    if (dtype == FLOAT32) ((float *)to)[index] = value;
+    else if (dtype == FLOAT16) ((uint16_t *)to)[index] = _cvtss_sh(value, 0);
+    else {
+        uint32_t bits;
+        memcpy(&bits, &value, 4);
+        ((uint16_t *)to)[index] = value != value ? 0x7fc0 : (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+    }
+}
+
+static inline void store_floats(void *to, int dtype, int64_t index, int64_t count, Floats values) {
+    if (dtype == FLOAT32 && count >= LANES) _mm256_storeu_ps((float *)to + index, values);
+    else if (dtype == FLOAT16 && count >= LANES)
+        _mm_storeu_si128((__m128i *)((uint16_t *)to + index), _mm256_cvtps_ph(values, 0));
+    else for (int64_t i = 0; i < least(count, LANES); i++) store_float(to, dtype, index + i, values[i]);
+}
+
+// Copy the last bytes of a row, and zeros behind them, to where a whole vector can be read.
+static inline const uint8_t *with_zeros(const uint8_t *from, int64_t count, uint8_t *room, int64_t room_bytes) {
+    memset(room, 0, room_bytes);
+    return memcpy(room, from, count);
+}
+
+// Load `count` bytes, and zeros behind them.
+static inline Integers load_bytes(const uint8_t *from, int64_t count) {
+    if (count >= BYTES) return *(const Integers *)from;
+    uint8_t room[BYTES];
+    return *(const Integers *)with_zeros(from, count, room, BYTES);
+}
+
+static inline __m128i load_half(const uint8_t *from, int64_t count) {
+    if (count >= BYTES / 2) return _mm_loadu_si128((const __m128i *)from);
+    uint8_t room[BYTES / 2];
+    return _mm_loadu_si128((const __m128i *)with_zeros(from, count, room, BYTES / 2));
+}
+
+// Load `count` numbers of 4 bits as bytes, the low half of a byte before its high one, and any numbers behind them.
+static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
+    __m256i pairs = _mm256_cvtepu8_epi16(load_half(from, count >> 1));
+    return (Integers)_mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(0x0f));
+}
+
+// Load `count` codes of float8_e4m3 / 256: as float16 the exponent has one bit more and a larger bias. NaN, which no
+// weight holds, is not kept. Behind them are zeros.
+static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]) {
+    __m256i bits = _mm256_slli_epi16(_mm256_cvtepi8_epi16(load_half(from, count)), 7);
+    bits = _mm256_and_si256(bits, _mm256_set1_epi16((short)0xbf80));
+    out[0] = _mm256_cvtph_ps(_mm256_castsi256_si128(bits));
+    out[1] = _mm256_cvtph_ps(_mm256_extracti128_si256(bits, 1));
+}
+
+// Pack four vectors of numbers that fit a signed byte, in their order.
+static inline Integers pack_bytes(const Integers numbers[4]) {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    __m256i low = _mm256_packs_epi32((__m256i)numbers[0], (__m256i)numbers[1]);
+    __m256i high = _mm256_packs_epi32((__m256i)numbers[2], (__m256i)numbers[3]);
+    return (Integers)_mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+}
+
+// Store column i of the rows at `to + i * stride_bytes`.
+static inline void store_transposed(const Integers rows[LANES], int8_t *to, int64_t stride_bytes) {
+    __m256i pairs[LANES], fours[LANES];
+    for (int i = 0; i < 4; i++) {
+        pairs[2 * i] = _mm256_unpacklo_epi32((__m256i)rows[2 * i], (__m256i)rows[2 * i + 1]);
+        pairs[2 * i + 1] = _mm256_unpackhi_epi32((__m256i)rows[2 * i], (__m256i)rows[2 * i + 1]);
+    }
+    for (int i = 0; i < 8; i += 4) {
+        fours[i] = _mm256_unpacklo_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 1] = _mm256_unpackhi_epi64(pairs[i], pairs[i + 2]);
+        fours[i + 2] = _mm256_unpacklo_epi64(pairs[i + 1], pairs[i + 3]);
+        fours[i + 3] = _mm256_unpackhi_epi64(pairs[i + 1], pairs[i + 3]);
+    }
+    // Half h of fours[4 * j + i] holds rows 4 * j to 4 * j + 3 of column 4 * h + i.
+    for (int i = 0; i < 4; i++) {
+        *(Integers *)(to + i * stride_bytes) = (Integers)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x20);
+        *(Integers *)(to + (i + 4) * stride_bytes) = (Integers)_mm256_permute2x128_si256(fours[i], fours[i + 4], 0x31);
+    }
+}

@@ -1,0 +1,81 @@
+// float8_e4m3 weights: products of few rows of x, and the float weight for many. Sums are scaled when they are
+// complete, so x beyond 1e33 overflows.
+#include "vectors.h"
+
+// Codes that are widened at a time.
+#define STEP (2 * LANES)
+
+static inline __attribute__((always_inline)) void add_products(const uint8_t *codes, int64_t left, const float *x,
+                                                               int64_t stride, int M, Floats total[FEW_ROWS][2]) {
+    Floats weight[2];
+    load_float8(codes, left, weight);
+    for (int m = 0; m < M; m++)
+        for (int half = 0; half < 2; half++) {
+            Floats values = *(const Floats *)(x + m * stride + half * LANES);
+            total[m][half] = multiply_add(weight[half], values, total[m][half]);
+        }
+}
+
+static inline __attribute__((always_inline)) void multiply_row(const float *x, int64_t stride, const uint8_t *codes,
+                                                               int64_t K, int M, float *sums) {
+    Floats total[FEW_ROWS][2];
+    int64_t k = 0;
+    for (int m = 0; m < M; m++) total[m][0] = total[m][1] = all_floats(0);
+    for (; k + STEP <= K; k += STEP) add_products(codes + k, STEP, x + k, stride, M, total);
+    if (k < K) add_products(codes + k, K - k, x + k, stride, M, total);
+    for (int m = 0; m < M; m++) sums[m] = sum_of(total[m][0] + total[m][1]);
+}
+
+// The number of tokens is a constant in each case, so that the sums stay in registers.
+static void multiply_row_of(const Product *p, const float *x, int64_t n, int64_t M, float *sums) {
+    int64_t K = p->weight.K, stride = round_up(K, STEP);
+    const uint8_t *codes = p->qdata + n * K;
+    if (M == 1) multiply_row(x, stride, codes, K, 1, sums);
+    if (M == 2) multiply_row(x, stride, codes, K, 2, sums);
+    if (M == 3) multiply_row(x, stride, codes, K, 3, sums);
+    if (M == 4) multiply_row(x, stride, codes, K, 4, sums);
+}
+
+// Multiply `count` rows of the weight, which stay in a cache meanwhile, with all tokens.
+static void multiply_rows(const Product *p, const float *x, int64_t first, int64_t count) {
+    const Weight *w = &p->weight;
+    Floats bias = p->bias ? load_floats(p->bias, w->dtype, first, count) : all_floats(0);
+    Floats scale = load_floats(p->scale, w->scale_dtype, first, count) * all_floats(256);
+    for (int64_t token = 0; token < p->M; token += FEW_ROWS) {
+        int64_t tokens = least(FEW_ROWS, p->M - token);
+        float results[FEW_ROWS][LANES], sums[FEW_ROWS];
+        for (int64_t n = 0; n < count; n++) {
+            multiply_row_of(p, x + token * round_up(w->K, STEP), first + n, tokens, sums);
+            for (int64_t m = 0; m < tokens; m++) results[m][n] = sums[m];
+        }
+        for (int64_t m = 0; m < tokens; m++) {
+            Floats values = multiply_add(*(Floats *)results[m], scale, bias);
+            store_floats(p->out, w->dtype, (token + m) * w->N + first, count, values);
+        }
+    }
+}
+
+int64_t float8_bytes(const Product *p) { return p->M * round_up(p->weight.K, STEP) * 4; }
+
+void multiply_float8(const Product *p, int threads, int8_t *memory) {
+    int64_t stride = round_up(p->weight.K, STEP), K = p->weight.K;
+    float *x = (float *)memory;
+    for (int64_t m = 0; m < p->M; m++) copy_as_float32(p->x, p->weight.dtype, m * K, K, stride, x + m * stride);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t n = 0; n < p->weight.N; n += LANES) multiply_rows(p, x, n, least(LANES, p->weight.N - n));
+}
+
+void dequantize_float8(const Product *p, int threads) {
+    int64_t K = p->weight.K;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t n = 0; n < p->weight.N; n++) {
+        Floats weight[2], factor = all_floats(256 * load_floats(p->scale, p->weight.scale_dtype, n, 1)[0]);
+        for (int64_t k = 0; k < K; k += STEP) {
+            load_float8(p->qdata + n * K + k, K - k, weight);
+            for (int half = 0; half < 2; half++) {
+                int64_t first = k + half * LANES;
+                store_floats(p->out, p->weight.dtype, n * K + first, K - first, weight[half] * factor);
+            }
+        }
+    }
+}

@@ -1,0 +1,18 @@
+// Vectors, and the dtypes that they are loaded from and stored to: as long as the instructions have them that a file is
+// compiled for, unless it asks for 32 bytes. Both headers have the same functions.
+#pragma once
+#include <immintrin.h>
+#include <string.h>
+#include "product.h"
+
+#if defined(__AVX512F__) && !defined(VECTORS_OF_32_BYTES)
+#include "avx512.h"
+#else
+#include "avx2.h"
+#endif
+
+// Write `count` elements as float32, and zeros up to `padded`, a multiple of LANES.
+static inline void copy_as_float32(const void *from, int dtype, int64_t index, int64_t count, int64_t padded, float *to) {
+    for (int64_t i = 0; i < padded; i += LANES)
+        *(Floats *)(to + i) = load_floats(from, dtype, index + i, count - i);
+}
