@@ -67,16 +67,21 @@ class Weight(ctypes.Structure):
 
 
 def instructions() -> str | None:
-    """Return the name of the library for this CPU, "avx512", "avx_vnni" or "avx2"; None if there is none."""
+    """Return the fastest library of this installation that the CPU runs: "avx512", "avx_vnni", "avx2" or None."""
     found = capabilities()
-    return next((name for name, needed in _LIBRARIES.items() if all(map(found.get, needed))), None)
+    fitting = (name for name, needed in _LIBRARIES.items() if all(map(found.get, needed)))
+    return next((name for name in fitting if _path(name).exists()), None)
+
+
+def _path(name: str) -> Path:
+    return _NATIVE / f"{name}.so"
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
     """Return the library, or None where there is none for this CPU."""
     name = instructions()
-    return None if name is None else load_library(_NATIVE / f"{name}.so", _FUNCTIONS)
+    return None if name is None else load_library(_path(name), _FUNCTIONS)
 
 
 def is_available() -> bool:

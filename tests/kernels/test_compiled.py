@@ -216,13 +216,28 @@ def test_with_avx2_many_rows_of_float32_are_left_to_pytorch_and_that_is_said(lib
     ids=str,
 )
 def test_a_cpu_takes_the_library_whose_instructions_it_has(
-    missing: tuple[str, ...], chosen: str | None, monkeypatch: pytest.MonkeyPatch
+    missing: tuple[str, ...], chosen: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     names = {name for needed in compiled._LIBRARIES.values() for name in needed}
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True) | dict.fromkeys(missing, False))
+    monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
+    for name in compiled._LIBRARIES:
+        (tmp_path / f"{name}.so").touch()
     assert compiled.instructions() == chosen
     if chosen is None:
         assert compiled._load.__wrapped__() is None
+
+
+def test_a_library_that_a_compiler_could_not_make_leaves_its_cpus_to_the_next(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    names = {name for needed in compiled._LIBRARIES.values() for name in needed}
+    monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True))
+    monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
+    assert compiled.instructions() is None
+    for name in reversed(compiled._LIBRARIES):
+        (tmp_path / f"{name}.so").touch()
+        assert compiled.instructions() == name
 
 
 def test_an_installation_without_the_library_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
