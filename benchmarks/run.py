@@ -9,7 +9,7 @@ encoders were interrupted, the same command goes on.
 `ONEDNN_MAX_CPU_ISA=AVX512_CORE_BF16 python -m benchmarks.run --only llama` shows what is left without AMX, and
 `AVX512_CORE_VNNI` what is left without instructions for bfloat16 too: `limited-<limit>-<machine>-<date>.json`. For a
 CPU without AVX512 limit the other libraries as well: `ATEN_CPU_CAPABILITY=avx2 MKL_ENABLE_INSTRUCTIONS=AVX2
-ONEDNN_MAX_CPU_ISA=AVX2`.
+ONEDNN_MAX_CPU_ISA=AVX2`, or `AVX2_VNNI` for laptops and desktops since 2021.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ def measure(
     bf16 = [method for method in compared if method.dtype == torch.bfloat16]
     micro = [method for method in compared if not method.whole_model_only]
     ours = [method for method in (*FLOATS, *OURS) if method.dtype == torch.bfloat16]
+    alone = [method for method in OURS if not method.whole_model_only]
     few = [method for method in ours if method.name in ("bf16", "int8", "int4 g128")]
     threads = [1] if quick else sorted({1, min(2, os.cpu_count() or 1)})
     rounds, seconds = 3, 0.02 if quick else 0.04
@@ -74,7 +75,7 @@ def measure(
         "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures),
         "linear": lambda: linear.speed(micro, rounds, seconds, failures),
         "casting": lambda: linear.casting(rounds),
-        "errors": lambda: linear.errors([method for method in OURS if not method.whole_model_only], failures),
+        "errors": lambda: linear.errors(alone, failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),
         "llama": lambda: generate.speed(paths["llama"], compared, threads, rounds, failures),
         "moe": lambda: generate.speed(paths["moe"], ours, [1], rounds, failures),
@@ -82,7 +83,7 @@ def measure(
         "encoders": lambda: encoders.speed(
             ENCODERS[: 2 if quick else None], encoder_methods(peers), threads, rounds, seconds, failures, known
         ),
-        "startup": lambda: startup.startup([method.name for method in methods(False)], 1 if quick else 3, failures),
+        "startup": lambda: startup.startup([method.name for method in (*FLOATS, *alone)], 1 if quick else 3, failures),
     }
     return parts[name]()
 

@@ -351,7 +351,9 @@ TABLES: dict[str, Callable[[], str]] = {
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},
     "speed-limited": speed_tables.limited_speed,
+    "speed-limited-encoders": speed_tables.limited_encoder_speed,
     "speed-amx": speed_tables.amx_speed,
+    "speed-casting": speed_tables.casting,
 }
 
 

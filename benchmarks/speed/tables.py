@@ -12,22 +12,25 @@ from benchmarks.markdown import table
 from benchmarks.speed.methods import FLOATS, OURS
 
 Report = dict[str, Any]
-# Results of runs with a limit on oneDNN, the newest instructions first, and of one on a CPU with AMX.
-LIMITED = ("limited-avx512-core-vnni", "limited-avx2")
+# Limits on oneDNN that runs had, the newest instructions first; those without AVX512 hold for all libraries.
+LIMITS = ("AVX512_CORE_VNNI", "AVX2_VNNI", "AVX2")
+WITHOUT_AVX512 = LIMITS[1:]
+# What names the results of a CPU with AMX.
 WITH_AMX = "speed-intel-xeon"
 # The sentences and tokens of each that stand for an encoder where there is room for one figure.
 SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
 
 
-def newest(part: str = "llama", kind: str = "speed") -> Report:
+def newest(part: str = "llama", kind: str = "speed", limit: str | None = None) -> Report:
     """Return the newest result that has a part, of all instructions or of a limit on them.
 
     Raises:
         ValueError: There is none.
     """
     reports = (json.loads(path.read_text(encoding="utf-8")) for path in _RESULTS.glob(f"{kind}-*.json"))
-    return max((report for report in reports if part in report), key=lambda report: report["date"])
+    fitting = (report for report in reports if part in report and report.get("limit") == limit)
+    return max(fitting, key=lambda report: report["date"])
 
 
 def summary(report: Report) -> str:
@@ -51,15 +54,24 @@ def model_speed(report: Report) -> str:
 
 
 def limited_speed() -> str:
-    """Return decoding and prefill of the Llama where oneDNN may not use the newest instructions."""
-    reports = [newest(kind=kind) for kind in LIMITED]
-    rows = [{"limit": report["limit"], **row} for report in reports for row in report["llama"]]
-    threads = sorted({row["threads"] for row in rows})
-    columns = [
-        (report["limit"], phase, count) for report in reports for phase in ("decode", "prefill") for count in threads
-    ]
-    header = ["method", *(f"{limit}: {phase}, {count}" for limit, phase, count in columns)]
-    return table(header, _ratios(rows, ("limit", "phase", "threads"), columns))
+    """Return decoding and prefill of the Llama on one thread where libraries may not use the newest instructions."""
+    columns = [(limit, phase, 1) for limit in LIMITS for phase in ("decode", "prefill")]
+    header = ["method", *(f"{limit}: {phase}" for limit, phase, _ in columns)]
+    return table(header, _ratios(_limited_rows("llama", LIMITS), ("limit", "phase", "threads"), columns))
+
+
+def limited_encoder_speed() -> str:
+    """Return how fast two encoders are on one thread where all libraries may use no AVX512."""
+    rows = [row for row in _limited_rows("encoders", WITHOUT_AVX512) if row["threads"] == 1]
+    shown = [row for row in rows if row["encoder"].startswith(("MiniLM", "BERT-base"))]
+    columns = list(dict.fromkeys((row["limit"], row["encoder"], row["shape"]) for row in shown))
+    header = ["method", *(f"{limit}: {encoder.partition(',')[0]}, {shape}" for limit, encoder, shape in columns)]
+    return table(header, _ratios(shown, ("limit", "encoder", "shape"), columns))
+
+
+def _limited_rows(part: str, limits: tuple[str, ...]) -> list[dict[str, Any]]:
+    reports = [newest(part, "limited", limit) for limit in limits]
+    return [{"limit": report["limit"], **row} for report in reports for row in report[part]]
 
 
 def amx_speed() -> str:
@@ -158,8 +170,9 @@ def errors(report: Report) -> str:
     return table(["method", "error", "floor", "ratio"], rows)
 
 
-def casting(report: Report) -> str:
-    """Return what casting int8 codes takes beside a bfloat16 product, and the speed-up that no cast can pass."""
+def casting() -> str:
+    """Return what casting takes beside a product on a CPU with AMX, and the speed-up that no cast can pass."""
+    report = newest("casting", WITH_AMX)
     header = ["N x K", "F.linear, us", "cast alone, us", "product of what was cast, us", "bound of int8 to bf16"]
     found = {(row["N"], row["K"], row["name"]): row["seconds"] for row in report["casting"]}
     rows = []
@@ -220,7 +233,6 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "speed-model": ("llama", model_speed),
     "speed-moe": ("llama", moe_speed),
     "speed-linear": ("llama", linear_speed),
-    "speed-casting": ("casting", casting),
     "speed-loading": ("llama", loading),
     "speed-errors": ("llama", errors),
     "speed-quantization": ("llama", quantization),
