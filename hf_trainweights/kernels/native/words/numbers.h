@@ -84,11 +84,8 @@ static inline __attribute__((always_inline)) __m256 join_words(const __m256i *pr
     return words == 1 ? sum : _mm256_fmadd_ps(_mm256_cvtepi32_ps(products[1]), _mm256_set1_ps(0x1p-16f), sum);
 }
 
-// Add the products of 16 numbers of 16 bits each, two in a lane.
+// Add the products of 16 numbers of 16 bits each, two in a lane. AVX512_VNNI has one instruction for it, whose next sum
+// waits for the last product: with it a token takes a tenth (float32) to a quarter (bfloat16) longer on AMD's Zen 5.
 static inline __m256i add_products(__m256i sums, __m256i a, __m256i b) {
-#ifdef __AVX512VNNI__
-    return _mm256_dpwssd_epi32(sums, a, b);
-#else
     return _mm256_add_epi32(sums, _mm256_madd_epi16(a, b));
-#endif
 }
