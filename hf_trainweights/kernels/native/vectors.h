@@ -1,5 +1,5 @@
 // Vectors, and the dtypes that they are loaded from and stored to: as long as the instructions have them that a file is
-// compiled for, unless it asks for 32 bytes. Both headers have the same functions.
+// compiled for, unless it asks for 32 bytes. avx2.h has all functions of avx512.h, and some for single numbers.
 #pragma once
 #include <immintrin.h>
 #include <string.h>

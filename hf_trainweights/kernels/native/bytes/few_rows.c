@@ -13,6 +13,9 @@ typedef struct {
 // use what is read of the tokens twice. Below it one row after the other is faster: memory is read in one stream.
 #define PAIRED_BYTES (24 << 10)
 #define PAIR 2
+// Up to so many sums, each is kept in two halves: a product waits some cycles for the sum before it, in which others
+// can begin. With a weight in the caches, one token takes a fifth less time, and a third less with AVX-VNNI.
+#define HALVED_SUMS 4
 
 // Columns whose products are added as integers: those of a group, or of the groups within one vector.
 static int64_t part_columns(const Product *p) {
@@ -77,6 +80,23 @@ static inline __attribute__((always_inline)) void add_products(const uint8_t *co
     }
 }
 
+// Add the products of as many pairs of vectors as fit before `end`, and return the column behind them.
+static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t *codes[PAIR], const int8_t *digits,
+                                                                   int64_t length, int64_t end, int rows, int vectors,
+                                                                   int bits, Integers products[PAIR][FEW_ROWS * 3]) {
+    Integers others[PAIR][FEW_ROWS * 3];
+    int64_t k = 0;
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < vectors; i++) others[row][i] = all_integers(0);
+    for (; k + 2 * BYTES <= end; k += 2 * BYTES) {
+        add_products(codes, digits, length, k, BYTES, rows, vectors, bits, products);
+        add_products(codes, digits, length, k + BYTES, BYTES, rows, vectors, bits, others);
+    }
+    for (int row = 0; row < rows; row++)
+        for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
+    return k;
+}
+
 // Fill the sums [rows][FEW_ROWS] of rows of the weight from n on, whose scales lie `scales` apart.
 static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
                                                                 const float *scale, int64_t scales, int rows, int M,
@@ -93,6 +113,9 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
         int64_t k = part * size, end = least(k + size, K);
         for (int row = 0; row < rows; row++)
             for (int i = 0; i < M * digits; i++) products[row][i] = tokens->initial[i * parts + part];
+        // Groups are short, and their sums do not wait for each other.
+        if (rows * M * digits <= HALVED_SUMS && parts == 1)
+            k = add_in_halves(codes, tokens->digits, length, end, rows, M * digits, bits, products);
         // Whole vectors without a mask: with one, AMD's Zen 5 takes three times as long for one token in int8.
         for (; k + BYTES <= end; k += BYTES)
             add_products(codes, tokens->digits, length, k, BYTES, rows, M * digits, bits, products);
