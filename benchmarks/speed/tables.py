@@ -15,22 +15,27 @@ Report = dict[str, Any]
 # Limits on oneDNN that runs had, the newest instructions first; those without AVX512 hold for all libraries.
 LIMITS = ("AVX512_CORE_VNNI", "AVX2_VNNI", "AVX2")
 WITHOUT_AVX512 = LIMITS[1:]
-# What names the results of a CPU with AMX.
-WITH_AMX = "speed-intel-xeon"
 # The sentences and tokens of each that stand for an encoder where there is room for one figure.
 SENTENCES = "8x32"
 _RESULTS = Path(__file__).parent.parent / "results"
+# The only results of a CPU with AMX. They are older than the entry that tells a CPU's instructions.
+_WITH_AMX = _RESULTS / "speed-intel-xeon-2-s-2026-11-22.json"
 
 
-def newest(part: str = "llama", kind: str = "speed", limit: str | None = None) -> Report:
+def newest(part: str = "llama", limit: str | None = None) -> Report:
     """Return the newest result that has a part, of all instructions or of a limit on them.
 
     Raises:
         ValueError: There is none.
     """
-    reports = (json.loads(path.read_text(encoding="utf-8")) for path in _RESULTS.glob(f"{kind}-*.json"))
+    kind = "limited" if limit else "speed"
+    reports = map(_read, _RESULTS.glob(f"{kind}-*.json"))
     fitting = (report for report in reports if part in report and report.get("limit") == limit)
     return max(fitting, key=lambda report: report["date"])
+
+
+def _read(path: Path) -> Report:
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 def summary(report: Report) -> str:
@@ -70,13 +75,13 @@ def limited_encoder_speed() -> str:
 
 
 def _limited_rows(part: str, limits: tuple[str, ...]) -> list[dict[str, Any]]:
-    reports = [newest(part, "limited", limit) for limit in limits]
+    reports = [newest(part, limit) for limit in limits]
     return [{"limit": report["limit"], **row} for report in reports for row in report[part]]
 
 
 def amx_speed() -> str:
     """Return decoding and prefill of the Llama on a CPU with AMX, without peers."""
-    report = newest(kind=WITH_AMX)
+    report = _read(_WITH_AMX)
     ours = {method.name for method in (*FLOATS, *OURS)}
     speeds = model_speed({**report, "llama": [row for row in report["llama"] if row["name"] in ours]})
     return f"{speeds}\n\n{report['machine']}, {report['date']}."
@@ -172,7 +177,7 @@ def errors(report: Report) -> str:
 
 def casting() -> str:
     """Return what casting takes beside a product on a CPU with AMX, and the speed-up that no cast can pass."""
-    report = newest("casting", WITH_AMX)
+    report = _read(_WITH_AMX)
     header = ["N x K", "F.linear, us", "cast alone, us", "product of what was cast, us", "bound of int8 to bf16"]
     found = {(row["N"], row["K"], row["name"]): row["seconds"] for row in report["casting"]}
     rows = []

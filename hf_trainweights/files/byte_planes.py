@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.files.native_library import load_library
+from hf_trainweights.files.native_library import address, load_library
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -64,7 +64,7 @@ def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
     library = compiled()
     if library and words.itemsize > 1:
         split = getattr(library, f"split_{words.itemsize}")
-        split(_at(words), len(words), _at(planes), planes.strides[0])
+        split(address(words), len(words), address(planes), planes.strides[0])
         return
     if words.itemsize == 1:
         planes[0] = words
@@ -80,8 +80,8 @@ def join_planes(planes: Sequence[np.ndarray], words: np.ndarray) -> None:
     """Fill contiguous words, 1-D, with their bytes of each significance, lowest first."""
     library = compiled()
     if library and words.itemsize in (2, 4):
-        pointers = (ctypes.c_void_p * len(planes))(*map(_at, planes))
-        getattr(library, f"join_{words.itemsize}")(pointers, len(words), _at(words))
+        pointers = (ctypes.c_void_p * len(planes))(*map(address, planes))
+        getattr(library, f"join_{words.itemsize}")(pointers, len(words), address(words))
         return
     if words.itemsize == 1:
         words.view(np.uint8)[:] = planes[0]
@@ -104,7 +104,3 @@ def _joined(planes: Sequence[np.ndarray]) -> np.ndarray:
 
 def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:
     return words.itemsize > 1 and (dtype.is_floating_point or dtype.is_complex)
-
-
-def _at(array: np.ndarray) -> int:
-    return array.__array_interface__["data"][0]

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "f": ctypes.c_float}
@@ -37,3 +38,12 @@ def load_library(path: Path, functions: Mapping[str, str]) -> ctypes.CDLL | None
         function.restype = _TYPES.get(result)
         function.argtypes = [_TYPES[each] for each in arguments]
     return library
+
+
+def address(array: np.ndarray | None) -> int | None:
+    """Return where the elements of an array begin, for an argument of type `p`; None for None.
+
+    Args:
+        array: What the caller keeps alive until the function returns.
+    """
+    return None if array is None else array.__array_interface__["data"][0]

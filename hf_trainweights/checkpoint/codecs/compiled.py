@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from hf_trainweights.checkpoint.codecs.memory import scratch
-from hf_trainweights.files.native_library import load_library
+from hf_trainweights.files.native_library import address, load_library
 
 _LIBRARY = Path(__file__).parent / "native" / "levels.so"
 _FUNCTIONS = {
@@ -83,8 +83,8 @@ def delta_levels(
     """
     worst = ctypes.c_float()
     numbers = step, float(np.float32(1 / step)), limit, _DTYPES[dtype]
-    inputs = _at(x), _at(anchor), _at(moment), _at(dither[0]), dither[1]
-    results = *map(_at, place), ctypes.addressof(worst)
+    inputs = address(x), address(anchor), address(moment), address(dither[0]), dither[1]
+    results = *map(address, place), ctypes.addressof(worst)
     missed = _library().delta_levels(*inputs, *numbers, *x.shape, *results)
     return missed, worst.value
 
@@ -93,8 +93,8 @@ def delta_decode(
     levels: np.ndarray, anchor: np.ndarray | None, dither: tuple[np.ndarray, int], step: float, out: np.ndarray
 ) -> None:
     """Undo `delta_levels`, but for elements that are stored as they are."""
-    inputs = _at(levels), _at(anchor), _at(dither[0]), dither[1]
-    _library().delta_decode(*inputs, step, *out.shape, _at(out))
+    inputs = address(levels), address(anchor), address(dither[0]), dither[1]
+    _library().delta_decode(*inputs, step, *out.shape, address(out))
 
 
 def update_levels(
@@ -120,14 +120,14 @@ def update_levels(
     """
     worst = ctypes.c_float()
     numbers = step, limit, _DTYPES[dtype]
-    pointers = *map(_at, place), ctypes.addressof(worst)
-    missed = _library().update_levels(_at(m), _at(squares), *numbers, *m.shape, *pointers)
+    pointers = *map(address, place), ctypes.addressof(worst)
+    missed = _library().update_levels(address(m), address(squares), *numbers, *m.shape, *pointers)
     return missed, worst.value
 
 
 def update_decode(levels: np.ndarray, squares: np.ndarray, step: float, out: np.ndarray) -> None:
     """Undo `update_levels`, but for elements that are stored as they are."""
-    _library().update_decode(_at(levels), _at(squares), step, *out.shape, _at(out))
+    _library().update_decode(address(levels), address(squares), step, *out.shape, address(out))
 
 
 def log_levels(
@@ -156,22 +156,22 @@ def log_levels(
         Decoded over original numbers, scratch [r, c]; near 1 where x is zero.
     """
     quotients = scratch("quotients", x.shape)
-    vectors = map(_at, (*means, *factors))
+    vectors = map(address, (*means, *factors))
     numbers = float(np.float32(1 / step)), step << 23, _DTYPES[dtype]
-    results = map(_at, (place[0], decoded, quotients, place[1]))
-    _library().log_levels(_at(x), _at(logs), *vectors, *numbers, *x.shape, *results)
+    results = map(address, (place[0], decoded, quotients, place[1]))
+    _library().log_levels(address(x), address(logs), *vectors, *numbers, *x.shape, *results)
     return quotients
 
 
 def log_decode(levels: np.ndarray, factors: tuple[np.ndarray, np.ndarray], step: int, out: np.ndarray) -> None:
     """Undo `log_levels`, but for elements that are stored as they are."""
-    _library().log_decode(_at(levels), *map(_at, factors), step << 23, *out.shape, _at(out))
+    _library().log_decode(address(levels), *map(address, factors), step << 23, *out.shape, address(out))
 
 
 def find_exact(levels: np.ndarray) -> np.ndarray:
     """Return the positions of elements that are stored as they are, int64, scratch."""
     positions = scratch("positions", [levels.size], np.int64)
-    return positions[: _library().find_exact(_at(levels), levels.size, _at(positions))]
+    return positions[: _library().find_exact(address(levels), levels.size, address(positions))]
 
 
 def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iterator[Packed]:
@@ -189,10 +189,10 @@ def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iter
     widths = scratch("widths", [_PACKED_TILES], np.uint8)
     high, low = (scratch(use, [_PACKED_TILES, CODED_TILE], np.uint8) for use in ("high", "low"))
     escapes, escape_counts = scratch("escapes", high.shape, np.int16), scratch("counts", widths.shape, np.int64)
-    results = [_at(array) for array in (widths, high, low, escapes, escape_counts)]
+    results = [address(array) for array in (widths, high, low, escapes, escape_counts)]
     for first in range(0, count, _PACKED_TILES):
         tiles = min(_PACKED_TILES, count - first)
-        _library().pack_tiles(_at(levels), _at(order), *levels.shape, first, tiles, *results)
+        _library().pack_tiles(address(levels), address(order), *levels.shape, first, tiles, *results)
         for tile in range(tiles):
             yield int(widths[tile]), high[tile], low[tile], escapes[tile, : escape_counts[tile]]
 
@@ -200,19 +200,15 @@ def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iter
 def unpack_levels(high: np.ndarray, low: np.ndarray, width: int, count: int) -> tuple[np.ndarray, int]:
     """Return the levels of a tile, int16 [count], scratch, and how many escapes there are to put among them."""
     levels = scratch("unpacked", [count], np.int16)
-    return levels, _library().unpack_levels(_at(high), _at(low), count, width, _at(levels))
+    return levels, _library().unpack_levels(address(high), address(low), count, width, address(levels))
 
 
 def put_escapes(escapes: np.ndarray, width: int, levels: np.ndarray) -> int:
     """Put the escapes, a block, among the levels, and return how many elements are stored as they are."""
-    return _library().put_escapes(_at(escapes), len(escapes) // 2, levels.size, width, _at(levels))
+    return _library().put_escapes(address(escapes), len(escapes) // 2, levels.size, width, address(levels))
 
 
 def _library() -> ctypes.CDLL:
     library = _load()
     assert library is not None  # who calls has asked `is_available`
     return library
-
-
-def _at(array: np.ndarray | None) -> int | None:
-    return None if array is None else array.__array_interface__["data"][0]

@@ -2,13 +2,10 @@
 // formats that the codecs' modules specify; the compiler must not fuse any.
 #include <math.h>
 #include <stdlib.h>
-#include <string.h>
 
-#include "../../../files/native/clones.h"
+#include "levels.h"
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
-// Stand for an element equal to its prediction, and for one that is stored as it is.
-enum { SAME = -32768, EXACT = 32767 };
 #define TINY 0x1p-126f
 // Most elements of a row that are worked on at once; the sum of so many levels fits 32 bits.
 #define PIECE 65536
@@ -24,7 +21,6 @@ typedef Found Work(const void *job, Piece piece);
 
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 static inline uint32_t most(uint32_t a, uint32_t b) { return a > b ? a : b; }
 
 // Return x rounded to what a dtype can hold; a NaN need not stay one.
@@ -183,7 +179,8 @@ CLONES Found update_piece(const void *data, Piece piece) {
 }
 
 // The same as `delta_levels` for exp_avg m in units of sqrt(exp_avg_sq) * step.
-int64_t update_levels(const float *m, const float *squares, float step, float limit, int dtype, int64_t R, int64_t C, int16_t *levels, double *sizes, float *worst) {
+int64_t update_levels(const float *m, const float *squares, float step, float limit, int dtype, int64_t R, int64_t C,
+                      int16_t *levels, double *sizes, float *worst) {
     Update job = {m, squares, step, limit, dtype, levels};
     Found found = for_pieces(update_piece, &job, R, C, sizes);
     *worst = float_of(found.largest);
@@ -206,8 +203,7 @@ CLONES Found update_decode_piece(const void *data, Piece piece) {
     return (Found){0};
 }
 
-void update_decode(const int16_t *levels, const float *squares, float step, int64_t R, int64_t C,
-                   float *out) {
+void update_decode(const int16_t *levels, const float *squares, float step, int64_t R, int64_t C, float *out) {
     UpdateDecode job = {levels, squares, step, out};
     for_pieces(update_decode_piece, &job, R, C, NULL);
 }
@@ -290,7 +286,7 @@ void log_decode(const int16_t *levels, const float *rows, const float *columns, 
 CLONES int64_t find_exact(const int16_t *levels, int64_t count, int64_t *positions) {
     int64_t found = 0;
     for (int64_t start = 0; start < count; start += 256) {
-        int64_t end = start + 256 < count ? start + 256 : count;
+        int64_t end = least(start + 256, count);
         int any = 0;
         for (int64_t i = start; i < end; i++) any |= levels[i] == EXACT;
         for (int64_t i = start; any && i < end; i++) {

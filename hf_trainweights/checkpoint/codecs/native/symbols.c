@@ -1,9 +1,5 @@
 // Levels <-> symbols of some bits, packed into bytes; levels.py and symbols.py specify them.
-#include <string.h>
-
-#include "../../../files/native/clones.h"
-
-enum { SAME = -32768, EXACT = 32767 };
+#include "levels.h"
 
 // Levels among which an escape is looked for at once: most runs of this length have none.
 #define RUN 32
@@ -35,8 +31,6 @@ static inline int is_escaped(int32_t level, int width, Range range) {
     int outside = level < range.lowest || level > range.highest;
     return outside && !(level == SAME && width > 2);
 }
-
-static inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // Copy the levels of a tile, and return their number.
 static inline int64_t copy_tile(const Matrix *matrix, int64_t index, int16_t *tile) {
@@ -129,7 +123,8 @@ void pack_tiles(const int16_t *levels, const int64_t *order, int64_t R, int64_t 
 
 // Undo `pack_tiles` for one tile but for its escapes, which become the level that no symbol stands for. Returns their
 // number.
-CLONES int64_t unpack_levels(const uint8_t *high, const uint8_t *low, int64_t count, int width, int16_t *restrict tile) {
+CLONES int64_t unpack_levels(const uint8_t *high, const uint8_t *low, int64_t count, int width,
+                             int16_t *restrict tile) {
     Range range = range_of(width);
     int32_t none = range.escape - range.offset, escapes = 0;
     int parts = width > 8 ? 1 : 8 / width;

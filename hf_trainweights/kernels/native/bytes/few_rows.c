@@ -25,11 +25,9 @@ static int64_t part_columns(const Product *p) {
 
 static int64_t parts_of(const Product *p) { return padded_columns(p) / part_columns(p); }
 
-static int64_t token_bytes(const Product *p) {
+int64_t few_rows_bytes(const Product *p) {
     return round_up(p->M * 4, BYTES) + p->M * p->weight.digits * (parts_of(p) * BYTES + padded_columns(p));
 }
-
-int64_t few_rows_bytes(const Product *p) { return token_bytes(p); }
 
 static Tokens tokens_at(const Product *p, int8_t *memory) {
     Tokens tokens = {.worth = (float *)memory};
