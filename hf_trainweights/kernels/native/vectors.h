@@ -12,7 +12,15 @@
 #endif
 
 // Write `count` elements as float32, and zeros up to `padded`, a multiple of LANES.
-static inline void copy_as_float32(const void *from, int dtype, int64_t index, int64_t count, int64_t padded, float *to) {
+static inline void copy_as_float32(const void *from, int dtype, int64_t index, int64_t count, int64_t padded,
+                                   float *to) {
     for (int64_t i = 0; i < padded; i += LANES)
         *(Floats *)(to + i) = load_floats(from, dtype, index + i, count - i);
+}
+
+// Return a factor for each lane, of sums over `block` columns, an equal number in each lane: the scale of its group of
+// `size` columns, the first of which is `scale`.
+static inline Floats part_scale(const float *scale, int64_t size, int64_t block) {
+    if (size >= block) return all_floats(*scale);
+    return permuted(*(const Floats *)scale, lane_numbers() >> __builtin_ctzll(size * LANES / block));
 }

@@ -1,5 +1,5 @@
-// Products of one to four rows of x with integer codes: each row of the weight is read once, in one stream, and a vector
-// of codes is multiplied with the digits of every token while it is in a register.
+// Products of one to four rows of x with integer codes: each row of the weight is read once, in one stream, and a
+// vector of codes is multiplied with the digits of every token while it is in a register.
 #include "digits.h"
 #include "integers.h"
 
@@ -58,13 +58,6 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
         }
 }
 
-// Return the scales of the columns of a part, of which a lane holds four.
-static inline Floats part_scale(const Product *p, const float *scale, int64_t part) {
-    int64_t size = p->weight.group_size;
-    if (size == 0 || size >= BYTES) return all_floats(scale[part]);
-    return permuted(*(const Floats *)(scale + part * (BYTES / size)), lane_numbers() >> (__builtin_ctzll(size) - 2));
-}
-
 // Add the products of the vector of codes from column k on with each vector of digits.
 static inline __attribute__((always_inline)) void add_products(const uint8_t *codes[PAIR], const int8_t *digits,
                                                                int64_t length, int64_t k, int64_t left, int rows,
@@ -100,13 +93,14 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
                                                                 const float *scale, int64_t scales, int rows, int M,
                                                                 int digits, int bits, float *sums) {
     int64_t K = p->weight.K, size = part_columns(p), parts = parts_of(p), length = padded_columns(p);
+    int64_t group = p->weight.group_size ? p->weight.group_size : size, groups = size / group;
     const uint8_t *codes[PAIR];
     Floats total[PAIR][FEW_ROWS];
     for (int row = 0; row < rows; row++) {
         codes[row] = row_of(p, n + row);
         for (int m = 0; m < M; m++) total[row][m] = all_floats(0);
     }
-    for (int64_t part = 0; part < parts; part++) {
+    for (int64_t part = 0; part < parts; part++, scale += groups) {
         Integers products[PAIR][FEW_ROWS * 3];
         int64_t k = part * size, end = least(k + size, K);
         for (int row = 0; row < rows; row++)
@@ -119,7 +113,7 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
             add_products(codes, tokens->digits, length, k, BYTES, rows, M * digits, bits, products);
         if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, bits, products);
         for (int row = 0; row < rows; row++) {
-            Floats factors = part_scale(p, scale + row * scales, part);
+            Floats factors = part_scale(scale + row * scales, group, BYTES);
             for (int m = 0; m < M; m++) {
                 Floats joined = join_digits(products[row] + m * digits, digits);
                 total[row][m] = multiply_add(joined, factors, total[row][m]);

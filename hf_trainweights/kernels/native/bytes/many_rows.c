@@ -196,9 +196,10 @@ static void store_results(const Product *p, const Tile *tile, const Block *block
     }
 }
 
-// Copy a vector of codes, unsigned. Codes of the next block are fetched meanwhile, which saves a tenth of the time of 16
-// tokens. An address behind the weight does no harm there.
-static inline void copy_vector(const uint8_t *row, const uint8_t *next, int bits, int64_t k, int64_t left, uint8_t *to) {
+// Copy a vector of codes, unsigned. Codes of the next block are fetched meanwhile, which saves a tenth of the time of
+// 16 tokens. An address behind the weight does no harm there.
+static inline void copy_vector(const uint8_t *row, const uint8_t *next, int bits, int64_t k, int64_t left,
+                               uint8_t *to) {
     _mm_prefetch((const char *)next + (k * bits >> 3), _MM_HINT_T1);
     *(Integers *)(to + k) = load_codes(row, bits, k, left);
 }

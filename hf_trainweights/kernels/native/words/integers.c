@@ -26,14 +26,6 @@ static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int 
         codes[i] = _mm256_sub_epi16(_mm256_and_si256(_mm256_srli_epi16(bytes, 4 * i), nibble), offset);
 }
 
-// Return the scales of a part of the columns, of which a lane holds as many as two codes for each vector of them.
-static inline __m256 part_scale(const float *scale, int64_t size, int64_t block) {
-    if (size >= block) return _mm256_set1_ps(*scale);
-    const __m256i lanes = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-    __m256i group = _mm256_srl_epi32(lanes, _mm_cvtsi64_si128(__builtin_ctzll(size * LANES / block)));
-    return _mm256_permutevar8x32_ps(_mm256_loadu_ps(scale), group);
-}
-
 // Add the products of the block of codes from column k on, of which the row has `left` bytes, with those of each token.
 static inline __attribute__((always_inline)) void add_block(const uint8_t *row, int64_t k, int64_t left,
                                                             const int16_t *numbers, int64_t padded, int rows, int bits,
