@@ -1,4 +1,4 @@
-.PHONY: check fix quick test slow-tests fuzz soak docs bench
+.PHONY: check fix quick test exhaustive fuzz soak mutants docs bench
 check:
 	ruff check .
 	ruff format --check .
@@ -9,19 +9,20 @@ fix:
 	ruff format .
 
 quick:
-	pytest -n 2 -m "not slow"
+	pytest -n 2 -m "not exhaustive and not slow"
 
 test:
 	pytest -n 2
 
-slow-tests:
-	pytest -n 2 --junitxml=build/whole.xml
-	python tests/slow_tests.py build/whole.xml
-	pytest -n 2 -m "not slow" --junitxml=build/quick.xml
-	python tests/slow_tests.py build/whole.xml build/quick.xml
+exhaustive:
+	pytest -n 2 -m ""
 
 soak:
 	python -m tests.soak --seconds $(or $(SECONDS),600)
+
+mutants:
+	python -m tests.mutants --record benchmarks/results/mutants.json
+	python -m benchmarks.tables
 
 docs:
 	NO_MKDOCS_2_WARNING=1 mkdocs build

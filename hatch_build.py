@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -21,9 +22,13 @@ _PRODUCTS = _PACKAGE / "kernels" / "native"
 _CODECS = _PACKAGE / "checkpoint" / "codecs" / "native"
 _PLANES = _PACKAGE / "files" / "native"
 _FLAGS = ["-O3", "-std=gnu11", "-fPIC"]
-# -fno-tree-pre: without it GCC keeps the sums of a product in memory instead of in registers.
-_AVX2 = ["-fopenmp", "-fno-tree-pre", "-mavx2", "-mfma", "-mf16c"]
+# Without this flag GCC keeps the sums of a product in memory instead of in registers. clang refuses it.
+_NO_PRE = "-fno-tree-pre"
+_THREADS = "-fopenmp"
+_ONE_THREAD = "on one thread, because this compiler has an OpenMP library of its own"
+_AVX2 = [_THREADS, _NO_PRE, "-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
+_AMX = [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw"]
 # Each operation is rounded once, as numpy does. Loops that set errno or may trap do not become vectors.
 _ROUNDED = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
@@ -41,6 +46,7 @@ LIBRARIES = (
     Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
     Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
     Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c"), _AVX512),
+    Library(_PRODUCTS / "amx.so", (*_OF_ALL, "bytes/*_rows.c", "tiles/*.c"), _AMX),
     Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
 )
@@ -67,29 +73,64 @@ class CustomBuildHook(BuildHookInterface):
 
 
 def _compile(root: Path) -> list[Path]:
-    """Compile what the machine can, and return which libraries of the package there are."""
-    compiler = shutil.which(os.environ.get("CC", "cc"))
-    if sys.platform != "linux" or platform.machine() != "x86_64" or compiler is None:
-        return []
-    return [library.path for library in LIBRARIES if _compile_one(root, compiler, library)]
+    """Compile what the machine can, say in one line what that was, and return the libraries that there are."""
+    command = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return _say([], ["this is not Linux on x86-64"])
+    if shutil.which(command[0]) is None:
+        return _say([], [f"there is no C compiler {command[0]}"])
+    refused = {_NO_PRE} if _run([*command, _NO_PRE, "-x", "c", "-c", os.devnull, "-o", os.devnull]) else set()
+    outcomes = {library.path: _compile_one(root, command, library, refused) for library in LIBRARIES}
+    done = [path for path, outcome in outcomes.items() if outcome in ("", _ONE_THREAD)]
+    remarks = [f"{_names(outcomes, text)}: {text}" for text in dict.fromkeys(outcomes.values()) if text]
+    return _say(done, remarks)
 
 
-def _compile_one(root: Path, compiler: str, library: Library) -> bool:
+def _names(outcomes: dict[Path, str], outcome: str) -> str:
+    return ", ".join(path.name for path, found in outcomes.items() if found == outcome)
+
+
+def _say(done: list[Path], remarks: list[str]) -> list[Path]:
+    names = ", ".join(path.name for path in done) or "nothing"
+    print(f"{_PACKAGE}: compiled {names}" + f" ({'; '.join(remarks)})" * bool(remarks), file=sys.stderr)
+    return done
+
+
+def _run(command: list[str]) -> str:
+    """Run a compiler and return the first line that it says of an error; nothing if there was none."""
+    result = subprocess.run(command, capture_output=True, text=True, errors="replace")
+    lines = [line for line in result.stderr.splitlines() if "error" in line] or result.stderr.splitlines()
+    return (lines or [f"exit status {result.returncode}"])[0] if result.returncode else ""
+
+
+def _compile_one(root: Path, command: list[str], library: Library, refused: set[str]) -> str:
+    """Put one library where it goes, without the flags that are refused, and return what is to be said of it."""
+    with tempfile.TemporaryDirectory() as temporary:
+        linked, remark = Path(temporary) / library.path.name, ""
+        if failure := _link(root, command, library, refused, linked):
+            return failure
+        # clang's threads are those of its own OpenMP library, which PyTorch does not bring and which would be a second
+        # pool of threads beside PyTorch's.
+        if b"__kmpc_" in linked.read_bytes():
+            remark = _ONE_THREAD
+            if failure := _link(root, command, library, refused | {_THREADS}, linked):
+                return failure
+        # A process may have the old library mapped: it is replaced, not written to.
+        aside = (root / library.path).with_name(f"{library.path.name}.new")
+        shutil.copyfile(linked, aside)
+        aside.replace(root / library.path)
+    return remark
+
+
+def _link(root: Path, command: list[str], library: Library, without: set[str], linked: Path) -> str:
+    """Write a library without some of its flags, and return what the compiler says against it, if anything."""
     folder = root / library.path.parent
     sources = sorted(str(source) for pattern in library.sources for source in folder.glob(pattern))
-    with tempfile.TemporaryDirectory() as temporary:
-        objects = [str(Path(temporary) / f"{number}.o") for number in range(len(sources))]
-        for source, compiled in zip(sources, objects, strict=True):
-            command = [compiler, *_FLAGS, *library.flags, "-c", source, "-o", compiled]
-            if subprocess.run(command, capture_output=True).returncode:
-                return False
-        # Linked without OpenMP: its symbols come from the library that PyTorch has loaded, so that there is one pool of
-        # threads in the process.
-        linked = Path(temporary) / library.path.name
-        if subprocess.run([compiler, "-shared", *objects, "-o", str(linked)], capture_output=True).returncode:
-            return False
-        # A process may have the old library mapped: it is replaced, not written to.
-        aside = folder / f"{library.path.name}.new"
-        shutil.copyfile(linked, aside)
-        aside.replace(folder / library.path.name)
-    return True
+    objects = [str(linked.with_name(f"{number}.o")) for number in range(len(sources))]
+    flags = [*_FLAGS, *(flag for flag in library.flags if flag not in without)]
+    for source, compiled in zip(sources, objects, strict=True):
+        if failure := _run([*command, *flags, "-c", source, "-o", compiled]):
+            return failure
+    # Linked without OpenMP: its symbols come from the library that PyTorch has loaded, so that there is one pool of
+    # threads in the process.
+    return _run([*command, "-shared", *objects, "-o", str(linked)])

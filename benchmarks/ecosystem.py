@@ -47,6 +47,7 @@ RESULTS = Path(__file__).parent / "results" / "ecosystem.json"
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 INT8 = TrainWeightsConfig("int8")
 SERVER_SECONDS = 120
+RUN = [sys.executable, "-m", "hf_trainweights", "run"]
 
 Flow = Callable[[Path], None]
 
@@ -266,15 +267,14 @@ def accelerate_save_state_with_lora(directory: Path) -> None:
 
 
 def transformers_serve(directory: Path) -> None:
-    """Serve a quantized model over HTTP, in a process that imports this package first."""
+    """Serve a quantized model over HTTP by `trainweights run transformers serve`."""
     source = quantized_llama(directory)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    code = "import hf_trainweights, sys; from transformers.cli.transformers import main; sys.exit(main())"
-    arguments = ["serve", str(source), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
+    arguments = ["transformers", "serve", str(source), "--host", "127.0.0.1", "--port", str(port), "--device", "cpu"]
     log = (directory / "log").open("w+")
-    server = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=log, stderr=subprocess.STDOUT)
+    server = subprocess.Popen([*RUN, *arguments], stdout=log, stderr=subprocess.STDOUT)
     try:
         messages = [{"role": "user", "content": "a b"}]
         body = {"model": str(source), "messages": messages, "max_tokens": 4, "stream": False}
@@ -312,6 +312,23 @@ def lm_evaluation_harness(directory: Path) -> None:
     assert all(score < 0 for score, _ in lm.loglikelihood(requests))
 
 
+def lm_evaluation_harness_command(directory: Path) -> None:
+    """Measure a quantized model by `trainweights run lm_eval`, on a task of three lines."""
+    lines = [json.dumps({"text": text}) for text in ("a b c", "d e f", "g h i")]
+    (directory / "lines.jsonl").write_text("\n".join(lines))
+    data = {"dataset_path": "json", "dataset_kwargs": {"data_files": str(directory / "lines.jsonl")}}
+    task = {"task": "lines", **data, "test_split": "train", "output_type": "loglikelihood_rolling"}
+    task |= {"doc_to_text": "", "doc_to_target": "{{text}}", "metric_list": [{"metric": "bits_per_byte"}]}
+    (directory / "lines.yaml").write_text(json.dumps(task))
+    model = ["--model", "hf", "--model_args", f"pretrained={quantized_llama(directory)}", "--device", "cpu"]
+    output = ["--tasks", "lines", "--include_path", str(directory), "--output_path", str(directory / "out")]
+    done = subprocess.run([*RUN, "lm_eval", *model, *output], capture_output=True, text=True, check=False)
+    results = [json.loads(path.read_text()) for path in (directory / "out").rglob("results*.json")]
+    if not results:
+        raise RuntimeError(done.stderr[-600:])
+    assert results[0]["results"]["lines"]["bits_per_byte,none"] > 0
+
+
 FLOWS: dict[str, tuple[str, Flow]] = {
     flow.__name__: (package, flow)
     for package, flow in (
@@ -329,6 +346,7 @@ FLOWS: dict[str, tuple[str, Flow]] = {
         ("accelerate", accelerate_dispatch),
         ("accelerate", accelerate_save_state_with_lora),
         ("lm-eval", lm_evaluation_harness),
+        ("lm-eval", lm_evaluation_harness_command),
     )
 }
 

@@ -18,7 +18,7 @@ import types
 import unittest
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -222,8 +222,8 @@ def same_memory(first: Tensor, second: Tensor) -> bool:
     return first.untyped_storage()._cdata == second.untyped_storage()._cdata
 
 
-def check_op(name: str, most_samples: int) -> tuple[dict[str, list[str]], int]:
-    """Return what an op makes of each kind of weight, and how many comparisons that took.
+def check_op(name: str, most_samples: int, kinds: Sequence[str] = WEIGHTS) -> tuple[dict[str, list[str]], int]:
+    """Return what an op makes of these kinds of weight, and how many comparisons that took.
 
     Raises:
         WrongError: Something else than it makes of the dequantized weight.
@@ -234,7 +234,7 @@ def check_op(name: str, most_samples: int) -> tuple[dict[str, list[str]], int]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index, sample in enumerate(itertools.islice(samples(op), most_samples)):
-            for kind, transposed in itertools.product(WEIGHTS, (False, True)):
+            for kind, transposed in itertools.product(kinds, (False, True)):
                 try:
                     results = list(outcomes(op, sample, kind, transposed))
                 except WrongError as error:

@@ -295,6 +295,30 @@ def soak() -> str:
     return f"{table(['what is killed', 'runs', 'kills', 'findings'], rows)}\n\n{caption}"
 
 
+def mutants() -> str:
+    """Return how many faults of `tests.mutants` the tests find."""
+    report = read("mutants")
+    rooms: dict[str, list[dict[str, Any]]] = {}
+    for row in report["rows"]:
+        rooms.setdefault(row["room"], []).append(row)
+    rows = [[f"`{room}`", *map(str, _of_faults(faults))] for room, faults in rooms.items()]
+    every, default, exhaustive, *_ = total = _of_faults(report["rows"])
+    header = ["room", "faults", "found", "found by the exhaustive run alone", "found by none", "equal programs"]
+    share = 100 * default / (default + exhaustive)
+    caption = (
+        f"Of {default + exhaustive} faults that the exhaustive run finds, the default run finds {default}: "
+        f"{share:.0f} of 100. {every} faults, {_run_of(report)}."
+    )
+    return f"{table(header, [*rows, ['all', *map(str, total)]])}\n\n{caption}"
+
+
+def _of_faults(rows: list[dict[str, Any]]) -> list[int]:
+    """Return how many faults there are, are found by the default run, by the exhaustive one, by none, and are none."""
+    by_run = [sum(row.get("run") == run for row in rows) for run in ("not exhaustive", "exhaustive")]
+    equal = sum("equal" in row for row in rows)
+    return [len(rows), *by_run, len(rows) - sum(by_run) - equal, equal]
+
+
 def _run_of(report: dict[str, Any]) -> str:
     return f"{report['date']}, commit {report['commit'][:7]}, {report['machine']['cpu']}, seed {report['seed']}"
 
@@ -341,6 +365,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "abilities": abilities,
     "fuzz": fuzz,
     "soak": soak,
+    "mutants": mutants,
     "quality": quality,
     "curve": curve,
     "demo": demo,

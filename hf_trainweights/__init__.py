@@ -8,8 +8,6 @@ import importlib as _importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
-from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.digests import verify_model
@@ -21,6 +19,8 @@ from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback
+    from hf_trainweights.checkpoint.directory.discovery import latest
     from hf_trainweights.checkpoint.manager import CheckpointManager
     from hf_trainweights.exports.gguf.export import export_gguf
     from hf_trainweights.exports.onnx.model import OnnxModel
@@ -72,10 +72,11 @@ __all__ = [
     "write_report",
 ]
 
-# Tools that work on files: imported when they are first asked for.
+# What a program that loads a model can do without: imported when it is first asked for.
 _LAZY = {
     "CheckpointManager": "checkpoint.manager",
     "OnnxModel": "exports.onnx.model",
+    "TrainWeightsCheckpointCallback": "checkpoint.callback",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
     "dequantize_directory": "models.dequantize",
@@ -86,6 +87,7 @@ _LAZY = {
     "export_torchscript": "exports.torchscript",
     "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
+    "latest": "checkpoint.directory.discovery",
     "load_file": "models.single_file",
     "quantize_directory": "models.directory",
     "save_file": "models.single_file",

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from hf_trainweights_cli.checkpoint_rows import ERROR_UNITS, bytes_without_anchors
+from hf_trainweights_cli.checkpoint_rows import ERROR_UNITS
 from hf_trainweights_cli.console import (
     AsJson,
     Debug,
@@ -170,9 +170,10 @@ def _buffers(directory: Path) -> set[str] | None:
 
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
+    from hf_trainweights.checkpoint.compression import size_bytes
     from hf_trainweights.checkpoint.directory.rounding import shown_mode, total_rounding
 
-    bytes_before = bytes_without_anchors(directory)
+    bytes_before = size_bytes(directory)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         manifest = function(directory)
@@ -184,7 +185,7 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
         "shown_mode": shown_mode(manifest),
         "rounding": total_rounding(manifest),
         "bytes_before": bytes_before,
-        "bytes_after": bytes_without_anchors(directory),
+        "bytes_after": size_bytes(directory),
     }
 
 

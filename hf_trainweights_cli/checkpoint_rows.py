@@ -54,12 +54,6 @@ def _needs(manifest: Manifest) -> str | None:
     return f"{manifest.base}{', kept in the run' if manifest.keeps_base else ''}"
 
 
-def bytes_without_anchors(directory: Path) -> int:
-    """Return the bytes of all files in a directory but anchors, which other checkpoints hold as well."""
-    files = (file.lstat() for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
-    return sum({(status.st_dev, status.st_ino): status.st_size for status in files}.values())
-
-
 def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
     """Return the bytes of all files in a directory, each inode once, without those in `seen`, and add them to it."""
     total = 0

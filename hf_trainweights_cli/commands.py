@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 # What a shell reports of a process that SIGINT or SIGPIPE has ended: 128 and the number of the signal.
-_INTERRUPTED = 130
+INTERRUPTED = 130
 _BROKEN_PIPE = 141
 
 
@@ -41,7 +41,7 @@ class Group(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt as error:
             typer.echo("interrupted: nothing half-written is left behind", err=True)
-            raise typer.Exit(_INTERRUPTED) from error
+            raise typer.Exit(INTERRUPTED) from error
         except BrokenPipeError as error:
             # Python would complain when it flushes what nobody reads.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -23,6 +24,21 @@ Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an e
 
 _SHOWN_CHARACTERS = 2000
 
+# What the library's advice calls by the name of a function.
+_COMMANDS = {
+    "quantize_directory": "quantize",
+    "dequantize_directory": "dequantize",
+    "import_directory": "import",
+    "verify_model": "verify",
+    "write_report": "report",
+    "export_compressed_tensors": "export --to compressed-tensors",
+    "export_gguf": "export --to gguf",
+    "export_onnx": "export --to onnx",
+    "export_torchscript": "export --to torchscript",
+    "export_program": "export --to pt2",
+}
+_FUNCTION = re.compile(rf"(?:hf_trainweights\.)?\b({'|'.join(_COMMANDS)})\b(?!\()")
+
 
 @contextlib.contextmanager
 def errors_in_one_line(debug: bool) -> Iterator[None]:
@@ -35,8 +51,15 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
         # A closed pipe is no error of the command: see `Group`.
         if debug or isinstance(error, BrokenPipeError) or not isinstance(error, TrainWeightsError | OSError):
             raise
-        typer.echo(f"error: {one_line(error)}", err=True)
+        typer.echo(f"error: {one_line(_by_commands(error))}", err=True)
         raise typer.Exit(1) from error
+
+
+def _by_commands(error: Exception) -> str:
+    """Return the text of an error whose advice names commands in place of functions."""
+    advice = getattr(error, "next_step", "")
+    named = _FUNCTION.sub(lambda match: f"`trainweights {_COMMANDS[match[1]]}`", advice)
+    return str(error).removesuffix(advice) + named
 
 
 def wrong_option(error: ConfigError, option: str, next_step: str | None = None) -> typer.BadParameter:

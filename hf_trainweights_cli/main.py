@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, export, import_, inspection, push, quantize, report
+from hf_trainweights_cli import checkpoint, demo, export, import_, inspection, push, quantize, report, run
 from hf_trainweights_cli.commands import Command, new_app
 
 app = new_app()
@@ -24,6 +24,7 @@ for command in (
 ):
     app.command(cls=Command)(command)
 app.command("import", cls=Command)(import_.import_model)
+app.command(cls=run.RunCommand)(run.run)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

@@ -6,11 +6,13 @@ columns stands for the weights that no group size fits. All models together buil
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import transformers
+from covering import by_default
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
@@ -313,3 +315,21 @@ ARCHITECTURES: dict[str, Architecture] = {
         Architecture("clip", make_clip, clip_inputs, transformers.AutoModel, ("text_projection",)),
     )
 }
+
+# What differs between families is how weights are named, merged, transposed, tied and called.
+FAMILIES = {
+    "decoder": ("llama", "llama_tied", "gpt_neox"),
+    "decoder of Conv1D": ("gpt2",),
+    "mixture of experts": ("qwen3_moe", "mixtral", "deepseek_v3"),
+    "mixture of transposed experts": ("gpt_oss",),
+    "state space": ("mamba",),
+    "encoder and decoder": ("t5", "whisper"),
+    "encoder": ("bert", "distilbert"),
+    "vision": ("clip", "vit"),
+}
+
+
+def of_each_family(names: Collection[str] = ARCHITECTURES.keys()) -> list[Any]:
+    """Return the names as parameters of a test, of which the default run takes the first of each family."""
+    found = [[name for name in family if name in names] for family in FAMILIES.values()]
+    return by_default({family[0] for family in found if family}, names)

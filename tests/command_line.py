@@ -1,14 +1,20 @@
-"""The `trainweights` command as tests call it: in this process, its output taken apart."""
+"""The `trainweights` command as tests call it: in this process, its output taken apart, or as a process of its own."""
 
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+import traceback
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from hf_trainweights_cli.main import app
+from hf_trainweights_cli.main import app, main
 
 
 def run(*arguments: object, width: int = 80) -> Any:
@@ -27,3 +33,46 @@ def run_json(*arguments: object, exit_code: int = 0) -> Any:
 def unwrapped(text: str) -> str:
     """Return what a box of usage errors says, without the box: where its lines break depends on the path in it."""
     return " ".join(text.replace("│", " ").split())
+
+
+def fork_command(
+    *arguments: object, stdin: int, stdout: int, stderr: int, prepare: Callable[[], object] = lambda: None
+) -> int:
+    """Run the command in a fork of this process, which has imported what a fresh interpreter imports for seconds.
+
+    Args:
+        arguments: Those of the command.
+        stdin: A descriptor.
+        stdout: A descriptor.
+        stderr: A descriptor.
+        prepare: What the process does first.
+
+    Returns:
+        Its process id.
+    """
+    if child := os.fork():
+        return child
+    code: object = 1
+    try:
+        os.setsid()
+        for target, source in enumerate((stdin, stdout, stderr)):
+            os.dup2(source, target)
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
+        warnings.resetwarnings()
+        warnings.simplefilter("ignore", DeprecationWarning)
+        sys.argv = ["trainweights", *map(str, arguments)]
+        prepare()
+        main()
+    except SystemExit as ended:
+        code = ended.code or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 1)
+
+
+def exit_code_of(child: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

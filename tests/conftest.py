@@ -1,7 +1,9 @@
-"""Settings every test runs under: offline, one thread, quiet; and which tests are slow."""
+"""Settings every test runs under: offline, one thread, quiet; and which cases the default run leaves out."""
 
+import gc
 import os
-from collections.abc import Iterator
+import re
+from collections import defaultdict
 from pathlib import Path
 
 # Before transformers and huggingface_hub are imported: that is when both read their environment.
@@ -12,7 +14,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import pytest
 import torch
 import transformers
-from slow_tests import mark_slow
+from covering import covering
 
 # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
 torch.set_num_threads(1)
@@ -21,7 +23,32 @@ transformers.utils.logging.disable_progress_bar()
 
 @pytest.hookimpl(tryfirst=True)  # before pytest picks tests by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    mark_slow(items)
+    """Mark as exhaustive what `@pytest.mark.covering(strength)` leaves out of a function's cases."""
+    functions: defaultdict[tuple[Path, object, str, int], list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        mark = item.get_closest_marker("covering")
+        if mark and isinstance(item, pytest.Function) and not item.get_closest_marker("exhaustive"):
+            functions[item.path, item.cls, item.originalname, *mark.args].append(item)
+    for (*_, strength), cases in functions.items():
+        taken = set(covering([_values(case) for case in cases], strength))
+        for number, case in enumerate(cases):
+            if number not in taken:
+                case.add_marker(pytest.mark.exhaustive)
+
+
+def _values(case: pytest.Function) -> list[tuple[int, ...]]:
+    """Return which values a case has, one entry for each `parametrize` and each fixture with parameters."""
+    identities = {name: id(value) for name, value in case.callspec.params.items()}  # values need not be hashable
+    names_of = [mark.args[0] for mark in case.iter_markers("parametrize")]
+    together = [re.split(r"\s*,\s*", names) if isinstance(names, str) else list(names) for names in names_of]
+    apart = identities.keys() - {name for names in together for name in names}
+    return [tuple(identities[name] for name in names) for names in [*together, *([name] for name in sorted(apart))]]
+
+
+def pytest_collection_finish() -> None:
+    """Take modules and tests out of what the garbage collector looks through: a quarter of a second, many times."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
@@ -35,19 +62,13 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def without_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways of an installation without a C compiler."""
+    from cpus import use_library
+
     from hf_trainweights.checkpoint.codecs import compiled as codecs
     from hf_trainweights.files import byte_planes
-    from hf_trainweights.kernels import compiled
 
-    def forget() -> None:
-        compiled.find.cache_clear()
-        compiled.most_rows.cache_clear()
-
-    for module, load in ((compiled, "_load"), (codecs, "_load"), (byte_planes, "compiled")):
+    use_library(None, monkeypatch)
+    for module, load in ((codecs, "_load"), (byte_planes, "compiled")):
         monkeypatch.setattr(module, load, lambda: None)
-    forget()
-    yield
-    monkeypatch.undo()
-    forget()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import pickle
 import tempfile
 import time
@@ -14,11 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-
-# The server imports what every rank needs once and then forks: a rank starts in milliseconds instead of the seconds
-# that PyTorch and Transformers take to import.
-_CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["hf_trainweights", "torch.distributed.fsdp", "torch.distributed.checkpoint"])
+from fork_server import CONTEXT
 
 
 @dataclass(frozen=True)
@@ -50,7 +45,7 @@ def outcomes_of_ranks(
     with tempfile.TemporaryDirectory() as directory:
         at = Path(directory)
         processes = [
-            _CONTEXT.Process(target=_run, args=(rank, world_size, at, body, args), daemon=True)
+            CONTEXT.Process(target=_run, args=(rank, world_size, at, body, args), daemon=True)
             for rank in range(world_size)
         ]
         for process in processes:

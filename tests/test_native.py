@@ -1,10 +1,13 @@
 """The C libraries that an installation compiles: which there are, and that they are those of the sources."""
 
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from hf_trainweights.kernels import compiled
 
 ROOT = Path(__file__).parent.parent
 
@@ -34,15 +37,65 @@ def test_the_installed_libraries_are_what_the_sources_give(sources: Path) -> Non
         assert (sources / path).read_bytes() == found, "pip install -e . compiles it again"
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
-def test_what_does_not_compile_is_left_out_alone(sources: Path) -> None:
+# A compiler that is called like clang and refuses what it refuses. Objects and libraries hold how it was called.
+CLANG = """
+for output; do :; done
+case " $* " in *" -fno-tree-pre "*) echo "error: unknown argument: '-fno-tree-pre'" >&2; exit 1 ;; esac
+if [ "$1" = -shared ]; then
+    shift
+    while [ "$1" != -o ]; do cat "$1"; shift; done > "$output"
+    exit
+fi
+echo "$*" > "$output"
+case " $* " in *" -fopenmp "*) echo __kmpc_fork_call >> "$output" ;; esac
+while [ "$1" != -c ]; do shift; done
+if grep -q "no C" "$2"; then echo "in file x.c:" >&2; echo "x.c:1: error: no C" >&2; exit 1; fi
+"""
+
+
+@pytest.fixture
+def clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `CC` name that compiler, in two words."""
+    (tmp_path / "of two words").write_text(CLANG, encoding="utf-8")
+    monkeypatch.setenv("CC", f"sh '{tmp_path / 'of two words'}'")
+
+
+@pytest.mark.usefixtures("clang")
+def test_a_compiler_with_threads_of_its_own_makes_libraries_of_one_thread(
+    sources: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert hatch_build._compile(sources) == [library.path for library in hatch_build.LIBRARIES]
+    assert capsys.readouterr().err == (
+        "hf_trainweights: compiled avx2.so, avx_vnni.so, avx512.so, amx.so, levels.so, planes.so (avx2.so, "
+        "avx_vnni.so, avx512.so, amx.so: on one thread, because this compiler has an OpenMP library of its own)\n"
+    )
+    for library in hatch_build.LIBRARIES:
+        calls = (sources / library.path).read_text()
+        assert set(library.flags) - set(calls.split()) <= {"-fopenmp", "-fno-tree-pre"}
+        # PyTorch's library has no such functions, and a library that asks for them does not load.
+        assert "__kmpc" not in calls
+
+
+@pytest.mark.usefixtures("clang")
+def test_what_does_not_compile_is_left_out_alone_and_named(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = hatch_build.LIBRARIES[0]
     (sources / broken.path.parent / "interface.c").write_text("no C", encoding="utf-8")
     shared = [library.path for library in hatch_build.LIBRARIES if library.path.parent == broken.path.parent]
     assert hatch_build._compile(sources) == [each.path for each in hatch_build.LIBRARIES if each.path not in shared]
     assert not any((sources / path).exists() for path in shared)
+    assert capsys.readouterr().err == (
+        "hf_trainweights: compiled levels.so, planes.so (avx2.so, avx_vnni.so, avx512.so, amx.so: x.c:1: error: no C)\n"
+    )
 
 
-def test_without_a_compiler_nothing_is_compiled(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CC", "no-such-compiler")
+def test_without_a_compiler_nothing_is_compiled(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler -m64")
     assert hatch_build._compile(sources) == []
+    assert capsys.readouterr().err == "hf_trainweights: compiled nothing (there is no C compiler no-such-compiler)\n"
+
+
+def test_the_number_of_the_interface_is_that_of_the_sources() -> None:
+    text = (ROOT / "hf_trainweights" / "kernels" / "native" / "product.h").read_text(encoding="utf-8")
+    assert re.findall(r"#define ABI (\d+)", text) == [str(compiled.ABI)]

@@ -171,8 +171,7 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
     caption = (
         "How many times smaller weights and optimizer are than a Trainer's, and how much the loss differs on average "
         f"over the 100 steps after resuming; {seeds_of(report)}{fewer}. LM: "
-        f"{report['lm']['title']}. FT: {report['ft']['title']}. [docs/checkpoint.md](docs/checkpoint.md#measured) has "
-        "more."
+        f"{report['lm']['title']}. FT: {report['ft']['title']}."
     )
     return header, rows, caption
 

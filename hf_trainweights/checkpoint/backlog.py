@@ -49,11 +49,7 @@ class Backlog:
         self._said: set[tuple[Path, str]] = set()
 
     def add(self, compression: Work) -> None:
-        """Take in a checkpoint, and those again that stayed plain and are still there.
-
-        Args:
-            compression: The checkpoint.
-        """
+        """Take in a checkpoint, and those again that stayed plain and are still there."""
         self._failed.pop(compression.directory, None)
         self._waiting += [failed for failed in self._failed.values() if failed.is_wanted]
         self._waiting.append(compression)
@@ -67,11 +63,7 @@ class Backlog:
             self._thread.start()
 
     def finish(self) -> None:
-        """Work here and now on what waits, if the thread does not, and wait for the thread.
-
-        Raises:
-            Exception: A checkpoint could not be made small, and `blame` does not let that pass.
-        """
+        """Work here and now on what waits, if the thread does not, and wait for the thread; raise what `blame` does."""
         thread, self._thread = self._thread, None
         if thread is None:
             self._work()
@@ -79,21 +71,20 @@ class Backlog:
             thread.join()
         outcomes, self._outcomes = self._outcomes, []
         fatal, self._fatal = self._fatal, None
-        if fatal is not None:
-            raise fatal
+        errors = [] if fatal is None else [fatal]
         for compression, outcome in outcomes:
-            self._keep_plain(compression, outcome)
+            try:
+                self._keep_plain(compression, outcome)
+            except Exception as error:
+                errors.append(error)
+        if errors:
+            raise errors[0]
 
     def blame(self, directory: Path, error: Exception, message: str) -> None:
-        """Say once what went wrong with a checkpoint, or raise it.
+        """Say once what went wrong with a checkpoint, and in a sentence what that means for it, or raise the error.
 
-        Args:
-            directory: The checkpoint. Nothing is said of one that is gone: whoever removed it knows.
-            error: What went wrong.
-            message: What that means for the checkpoint, a sentence.
-
-        Raises:
-            Exception: The error, where `on_error` says so, no checkpoint beside it is whole, or the memory is full.
+        It is raised where `on_error` says so, no checkpoint beside it is whole, or the memory is full. Nothing is said
+        of a checkpoint that is gone: whoever removed it knows.
         """
         if isinstance(error, MemoryError):
             raise error
@@ -112,10 +103,9 @@ class Backlog:
         return "; ".join(parts)
 
     def _work(self) -> None:
-        waiting, self._waiting = self._waiting, []
         try:
-            for compression in waiting:
-                self._try(compression)
+            while self._waiting:
+                self._try(self._waiting.pop(0))
         except BaseException as error:  # raised again by finish, in the thread that asks
             self._fatal = error
 

@@ -1,10 +1,9 @@
 """TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
 
-The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It begins
-when the next step does, after other callbacks have had the checkpoint as the Trainer wrote it. It is waited for before
-the Trainer may save, rotate or load a checkpoint again, because rotation deletes directories without asking whether
-anyone writes in them. The thread reads the Trainer's own files; where these name weights otherwise than the modules do,
-other files take their place at once, while training waits.
+The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It starts
+with the next training step, so other callbacks still see the Trainer's own files. It is waited for before the Trainer
+may save, rotate or load a checkpoint again, because rotation deletes directories even if someone writes in them. Where
+the Trainer's files name weights otherwise than the modules do, other files replace them at once, while training waits.
 """
 
 from __future__ import annotations
@@ -247,7 +246,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             "mode": self.policy.mode,
             "rules": self._rules(state, directory),
             "keep_weights": bool(args.push_to_hub),
-            "buffers": [name for name, _ in module.named_buffers()] if module is not None else None,
+            "buffers": plain_buffer_names(module) if module is not None else None,
             "metrics": newest_metrics(state),
             "anchor_every": self.anchor_every,
             **self._base.options,
@@ -263,9 +262,10 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         """
         if not converted_names(module):
             return
-        so = "so its checkpoints get weights under the modules' names: a Trainer resumes from these exactly."
-        pushed = "and what is pushed stays so: a Trainer cannot resume from these checkpoints."
-        self._say_once(f"This model's files name its weights otherwise than its modules do, {pushed if keep else so}")
+        what = "Transformers saves some weights of this model under names that a Trainer cannot load back."
+        so = "The checkpoints are rewritten under the modules' own names."
+        pushed = "What is pushed keeps them, so a Trainer cannot resume from these checkpoints."
+        self._say_once(f"{what} {pushed if keep else so}")
         if keep:
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}

@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.directory.completeness import plain_problem
+from hf_trainweights.checkpoint.directory.completeness import missing_problem, plain_problem
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.weight_files import safetensors_files
 
@@ -35,20 +36,14 @@ class Compression:
         return is_plain(self.directory)
 
     def run(self, savings: Savings) -> str | None:
-        """Make the checkpoint small.
+        """Make the checkpoint small and count it; return why there is no room to rewrite it, or None.
 
-        Args:
-            savings: Where it is counted.
-
-        Returns:
-            Why there is no room to rewrite it; None once it is small.
-
-        Raises:
-            CorruptFileError: One of its files is damaged; nothing has changed.
-            TrainWeightsError: It could not be rewritten; every file in it is whole.
+        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is
+        whole.
         """
-        if is_plain(self.directory):
-            require_whole(self.directory)
+        problem = missing_problem(self.directory) if is_plain(self.directory) else None
+        if problem:
+            raise _not_whole(self.directory, problem)
         no_room = not_enough_space(_rewriting_bytes(self.directory), shutil.disk_usage(self.directory).free)
         if no_room:
             return no_room
@@ -67,13 +62,7 @@ class Savings:
     largest_weight_error: float = 0.0
 
     def add(self, before_bytes: int, after_bytes: int, manifest: Manifest) -> None:
-        """Count a checkpoint.
-
-        Args:
-            before_bytes: What it took on disk before.
-            after_bytes: What it takes now.
-            manifest: What it holds now.
-        """
+        """Count a checkpoint, given what it took on the disk before and takes now."""
         # A checkpoint that was small already, after a push or a resume, shows no difference and counts once.
         if before_bytes == after_bytes:
             return
@@ -99,19 +88,15 @@ def is_plain(directory: Path) -> bool:
 
 
 def require_whole(directory: Path) -> None:
-    """Check a plain checkpoint: what is encoded gets a manifest and counts as verified, so damage must be found before.
-
-    Args:
-        directory: The checkpoint.
-
-    Raises:
-        CorruptFileError: It cannot be loaded.
-        OSError: The directory cannot be read.
-    """
+    """Check a plain checkpoint: what is encoded counts as verified, so damage must be found before."""
     problem = plain_problem(directory)
     if problem:
-        next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
-        raise CorruptFileError(str(directory), "a whole checkpoint", problem, next_step)
+        raise _not_whole(directory, problem)
+
+
+def _not_whole(directory: Path, problem: str) -> CorruptFileError:
+    next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+    return CorruptFileError(str(directory), "a whole checkpoint", problem, next_step)
 
 
 def not_enough_space(needed_bytes: int, free_bytes: int) -> str | None:
@@ -122,10 +107,11 @@ def not_enough_space(needed_bytes: int, free_bytes: int) -> str | None:
 
 
 def size_bytes(directory: Path) -> int:
-    """Return what a checkpoint takes on disk, without anchors."""
-    # An anchor is a second link to a file that another checkpoint holds; other links are to files of this one.
-    files = (file.stat() for file in directory.rglob("*") if file.is_file() and file.suffix != ".anchor")
-    return sum({(status.st_dev, status.st_ino): status.st_size for status in files}.values())
+    """Return what a checkpoint takes on disk, without anchors that other checkpoints hold as well."""
+    files = ((file, file.stat()) for file in directory.rglob("*") if file.is_file())
+    # Other links are to files of this checkpoint. An anchor with one link is a copy: the disk has no hard links.
+    own = (status for file, status in files if file.suffix != ANCHOR_SUFFIX or status.st_nlink == 1)
+    return sum({(status.st_dev, status.st_ino): status.st_size for status in own}.values())
 
 
 def _rewriting_bytes(directory: Path) -> int:

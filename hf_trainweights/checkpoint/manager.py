@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
@@ -19,7 +20,7 @@ from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.optimizer_state import optimizer_step_hook, scaler_update_hook
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.progress import Progress, state_from_bytes, state_of_rank
+from hf_trainweights.checkpoint.progress import Boundary, Progress, state_from_bytes, state_of_rank
 from hf_trainweights.checkpoint.run_base import RunBase
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.checkpoint.sharding import all_ranks
@@ -38,7 +39,8 @@ class CheckpointManager:
     `optimizer.step()`, also one that a GradScaler skips, so with gradient accumulation no gradient is half summed in
     it. One more is written when the `with` block ends without an exception, and on SIGTERM, after which the process
     exits with status 143. A step counts as done when the loop asks for the next one, or is left by `break` after
-    `optimizer.step()`.
+    `optimizer.step()`. A loop that accumulates gradients and is left by `break` between two `optimizer.step()` is saved
+    as it was after the first of them; that is exact if its scheduler steps with the optimizer.
 
     Resuming is exact: batches come in the same order, because the random number generators are put back to where they
     were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
@@ -105,6 +107,9 @@ class CheckpointManager:
         self._ranks = Ranks()
         self._saved_step: int | None = None
         self._optimizer_stepped = False
+        self._accumulates = False  # whether some batch has gone by without an optimizer's step
+        self._boundary: Boundary | None = None  # the last optimizer's step, as long as there are batches after it
+        self._is_half_summed = False
         self._entered = False
         self._terminated = False
         self._previous_handler: Any = None
@@ -124,7 +129,7 @@ class CheckpointManager:
             if kind is None:
                 if self._pass is not None:
                     self._pass.close()
-                self._save_if_new()
+                self._save_last()
         finally:
             self._entered = False
             if self._previous_handler is not None:
@@ -190,6 +195,7 @@ class CheckpointManager:
         if progress.passes_to_skip:
             progress.passes_to_skip -= 1
             return
+        self._is_half_summed = False
         _, optimizer, _, scaler = self._parts
         hook = self._on_optimizer_step
         with optimizer_step_hook(optimizer, hook) as is_watched, scaler_update_hook(scaler, hook):
@@ -200,14 +206,17 @@ class CheckpointManager:
                 except GeneratorExit:
                     if self._optimizer_stepped:
                         progress.count_batch()
+                    self._is_half_summed = self._accumulates and not self._optimizer_stepped
                     raise
                 progress.count_batch()
+                self._accumulates |= not self._optimizer_stepped
                 if self._optimizer_stepped:
                     self._at_boundary()
         progress.count_pass()
 
     def _at_boundary(self) -> None:
         """Save if that is due, between two steps and with no gradient half summed."""
+        self._boundary = Boundary.of(self._progress, self._parts[0]) if self._accumulates else None
         self._terminated = self._ranks.any(self._terminated)
         if self._terminated:
             self._save_if_new()
@@ -234,18 +243,33 @@ class CheckpointManager:
         self._ranks.gather(lambda: None)
         self._ranks.decide(lambda: self._remove_old(Path(path)))
 
-    def _save_if_new(self) -> None:
-        step = self._progress.step
+    def _save_last(self) -> None:
+        """Save when the loop is over: a gradient that it has half summed is left out, with its batches."""
+        if not self._is_half_summed:
+            self._save_if_new()
+        elif self._boundary is not None:
+            self._save_if_new(self._boundary)
+        elif self._progress.step > (self._saved_step or 0):
+            left = "the loop was left within the first gradient that it accumulated"
+            newest = f"The newest one is of step {self._saved_step}" if self._saved_step else "There is none yet"
+            warnings.warn(f"No checkpoint of step {self._progress.step}: {left}. {newest}.", stacklevel=3)
+
+    def _save_if_new(self, boundary: Boundary | None = None) -> None:
+        """Save the present state, or that of a boundary behind it."""
+        step = boundary.step if boundary else self._progress.step
         if not self._parts or step == (self._saved_step or 0):
             return
-        states = self._ranks.gather(self._progress.state_bytes)
-        self._ranks.decide(lambda: self._write(step, [*map(state_from_bytes, states)]))
+        states = self._ranks.gather(lambda: boundary.state if boundary else self._progress.state_bytes())
+        self._ranks.decide(lambda: self._write(step, [*map(state_from_bytes, states)], boundary))
         self._saved_step = step
 
-    def _write(self, step: int, states: Sequence[Mapping[str, Any]]) -> None:
+    def _write(self, step: int, states: Sequence[Mapping[str, Any]], boundary: Boundary | None) -> None:
         """Save what this rank has of the model, and the states of all ranks."""
         others = {"ranks": [*states[1:]]} if len(states) > 1 else {}
         checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": states[0]["position"], **others})
+        if boundary:
+            checkpoint["rng"] = states[0]["rng"]
+            checkpoint["model"] = {name: boundary.buffers.get(name, each) for name, each in checkpoint["model"].items()}
         path = self._root / f"checkpoint-{step}"
         if path.exists():  # `latest` passed it over: it is broken
             remove_checkpoint(path)

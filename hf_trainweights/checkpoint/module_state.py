@@ -25,14 +25,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_qua
 def module_state(module: nn.Module) -> dict[str, Any]:
     """Return `module.state_dict()` with every tensor subclass replaced by a dict of plain tensors.
 
-    Args:
-        module: Any module.
-
-    Returns:
-        An ordered dict that shares memory with the module, but for weights that a kernel holds in a layout of its own.
-
-    Raises:
-        ConfigError: A tensor is of a subclass without `__tensor_flatten__`.
+    It shares memory with the module, but for weights that a kernel holds in a layout of its own. ConfigError: a tensor
+    is of a subclass without `__tensor_flatten__`.
     """
     state = module.state_dict()
     for name, value in state.items():
@@ -42,15 +36,9 @@ def module_state(module: nn.Module) -> dict[str, Any]:
 
 
 def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
-    """Copy a state into a module of the same architecture.
+    """Copy a state into a module of the same architecture, whose dtypes and devices stay.
 
-    Args:
-        module: Its parameters and buffers take the values; their dtypes and devices stay.
-        state: What `module_state` returned.
-
-    Raises:
-        CorruptFileError: Names, shapes or inner tensors differ; the error lists them. The module may be partly
-            changed then.
+    CorruptFileError lists names, shapes or inner tensors that differ; the module may be partly changed then.
     """
     own = module.state_dict(keep_vars=True)
     nested = {name for name, value in state.items() if isinstance(value, dict) and isinstance(own.get(name), Tensor)}
@@ -69,14 +57,7 @@ def load_module_state(module: nn.Module, state: Mapping[str, Any]) -> None:
 
 
 def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Return what `module_state` does not say of each quantized weight, as JSON values.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Name to format, float dtype that it shows, and whether it is stored transposed.
-    """
+    """Return as JSON, by name, what `module_state` does not say of a quantized weight: format, dtype, transposed."""
     return {
         name: {
             "format": weight.format.get_config(),
@@ -89,19 +70,9 @@ def quantized_weights(module: nn.Module) -> dict[str, dict[str, Any]]:
 
 
 def adopt_quantized_weights(module: nn.Module, state: Mapping[str, Any], weights: Mapping[str, Any]) -> bool:
-    """Put quantized weights of a state into the place of float ones.
+    """Put quantized weights of a state into the place of a module's float ones; return whether there were any.
 
-    Args:
-        module: Built alike; weights that are quantized already stay.
-        state: What `module_state` returned; its tensors are kept, not copied.
-        weights: What `quantized_weights` returned.
-
-    Returns:
-        Whether there was anything to put.
-
-    Raises:
-        CorruptFileError: The stored tensors do not fit the module, or are none of a quantized weight.
-        ConfigError: A format is unknown.
+    Tensors are kept, not copied. CorruptFileError: they do not fit the module, or are none of a quantized weight.
     """
     own, places = module.state_dict(keep_vars=True), parameter_places(module)
     todo = {name: each for name, each in weights.items() if not isinstance(own.get(name), QuantizedTensor)}
@@ -127,32 +98,14 @@ def _quantized(name: str, description: Any, stored: Any) -> QuantizedTensor:
 
 
 def transient_buffers(module: nn.Module) -> dict[str, Any]:
-    """Return the buffers that a state dict leaves out, such as the frequencies of rotary embeddings.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        Name to tensor, or to the dict of its inner tensors; they share memory with the module.
-
-    Raises:
-        ConfigError: A tensor is of a subclass without `__tensor_flatten__`.
-    """
+    """Return the buffers that a state dict leaves out, such as rotary embeddings' frequencies; memory is shared."""
     persistent = module.state_dict().keys()
     buffers = module.named_buffers(remove_duplicate=False)
     return {name: _plain(buffer, name) for name, buffer in buffers if name not in persistent}
 
 
 def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> None:
-    """Give a module the buffers of another one, dtypes included.
-
-    Args:
-        module: Built alike; devices stay.
-        buffers: What `transient_buffers` returned.
-
-    Raises:
-        CorruptFileError: The module has other buffers.
-    """
+    """Give a module the buffers of another one, dtypes included, on its devices; CorruptFileError: it has others."""
     own = dict(module.named_buffers(remove_duplicate=False))
     if set(buffers) != set(own) - module.state_dict().keys():
         raise _mismatch(f"the buffers {sorted(buffers)}", str(sorted(own)))
@@ -165,13 +118,7 @@ def load_transient_buffers(module: nn.Module, buffers: Mapping[str, Any]) -> Non
 
 
 def state_sha256(state: Mapping[str, Any]) -> str:
-    """Return one digest over the names, dtypes, shapes and bytes of all tensors of a state.
-
-    Args:
-        state: What `module_state` returned. Its order does not matter, nor where its tensors are.
-
-    Returns:
-        64 hexadecimal digits.
+    """Return one digest over names, dtypes, shapes and bytes of all tensors of a state, in any order, on any device.
 
     Examples:
         >>> state_sha256({"w": torch.zeros(2)}) == state_sha256({"w": torch.zeros(1, 2)})

@@ -14,12 +14,7 @@ from torch import nn
 def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
     """Return the names of an optimizer's parameters by the index under which its state dict knows them.
 
-    Args:
-        model: Whose names; parameters of other modules are left out.
-        optimizer: An optimizer with `param_groups`, or None.
-
-    Returns:
-        Index to name: indices run through the groups in their order.
+    Indices run through the groups in their order. Parameters of other modules are left out.
 
     Examples:
         >>> model = nn.Linear(2, 1)
@@ -36,14 +31,7 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[s
     """Load an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
 
     An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
-
-    Args:
-        optimizer: Built as it was.
-        model: Whose parameters it updates.
-        checkpoint: With `model`, `optimizer` and `names`; it shares no memory with the optimizer afterwards.
-
-    Raises:
-        ValueError: torch's own, where the optimizer has other parameter groups.
+    `checkpoint` has `model`, `optimizer` and `names`, and shares no memory with the optimizer afterwards.
     """
     saved = checkpoint["optimizer"]
     optimizer.load_state_dict(copy.deepcopy(saved))
@@ -62,15 +50,7 @@ def load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[s
 
 @contextlib.contextmanager
 def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
-    """Call a hook after every `optimizer.step()` of a block.
-
-    Args:
-        optimizer: An optimizer, one that wraps another, or anything else.
-        hook: What to call.
-
-    Yields:
-        Whether the optimizer, or the one that it wraps, takes hooks.
-    """
+    """Call a hook after every `optimizer.step()` of a block; yield whether it, or what it wraps, takes hooks."""
     register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
     handle = register(hook) if register else None
     try:
@@ -82,14 +62,10 @@ def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[b
 
 @contextlib.contextmanager
 def scaler_update_hook(scaler: Any, hook: Callable[[], None]) -> Iterator[None]:
-    """Call a hook after every `scaler.update()` of a block.
+    """Call a hook after every `scaler.update()` of a block, if there is a scaler.
 
     A GradScaler that finds an infinite gradient skips `optimizer.step()`, and `update` is all that tells of it. It
     takes no hooks, so its method is replaced in this one object until the block ends.
-
-    Args:
-        scaler: A GradScaler, or None.
-        hook: What to call.
     """
     update = getattr(scaler, "update", None)
     if update is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from hf_trainweights.checkpoint.rng_state import rng_state, set_rng_state
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
@@ -36,13 +37,7 @@ class Progress:
 
     @classmethod
     def resumed(cls, step: int, position: Mapping[str, Any], rng: Mapping[str, Any]) -> Progress:
-        """Return the progress of a run that goes on from a checkpoint.
-
-        Args:
-            step: The checkpoint's step.
-            position: What `position` returned when it was saved.
-            rng: The generators as they were then.
-        """
+        """Return the progress of a run that goes on from a checkpoint, given its `position` and generators."""
         return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
 
     def position(self) -> dict[str, Any]:
@@ -89,29 +84,40 @@ class Progress:
         yield from batches
 
 
-def state_from_bytes(data: bytes) -> dict[str, Any]:
-    """Return `position` and `rng` of a rank.
+@dataclass(frozen=True)
+class Boundary:
+    """A loop as it was right after an optimizer's step: what the batches of a half summed gradient change since then.
 
     Args:
-        data: What its `Progress.state_bytes` returned. PyTorch's collectives pickle objects themselves, but they cannot
-            read the uint32 tensor again that holds numpy's state.
+        step: Batches consumed in all passes.
+        state: What `Progress.state_bytes` returned.
+        buffers: Copies of the model's buffers by name.
+    """
+
+    step: int
+    state: bytes
+    buffers: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, progress: Progress, model: nn.Module) -> Boundary:
+        """Return the present state of a loop."""
+        buffers = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+        return cls(progress.step, progress.state_bytes(), buffers)
+
+
+def state_from_bytes(data: bytes) -> dict[str, Any]:
+    """Return `position` and `rng` of a rank, from its `Progress.state_bytes`.
+
+    PyTorch's collectives pickle objects themselves, but they cannot read the uint32 tensor again that holds numpy's
+    state.
     """
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
 def state_of_rank(path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
-    """Return what a manager's checkpoint holds of this rank alone.
+    """Return `position` and `rng` of this rank in a manager's checkpoint, as `Progress.resumed` takes them.
 
-    Args:
-        path: The checkpoint.
-        checkpoint: What was loaded from it.
-        ranks: The ranks that resume.
-
-    Returns:
-        `position` and `rng`, as `Progress.resumed` takes them.
-
-    Raises:
-        ConfigError: No manager wrote it, or one of another number of ranks.
+    ConfigError: no manager wrote it, or one of another number of ranks.
     """
     extra = checkpoint.get("extra")
     position = extra.get("position") if isinstance(extra, dict) else None

@@ -11,11 +11,7 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of all random number generators as plain values and tensors.
-
-    Returns:
-        Copies, for `set_rng_state`: python, torch, and numpy and cuda where they are in use.
-    """
+    """Return copies of the states of all random number generators, numpy's and CUDA's where they are in use."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:
@@ -27,14 +23,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the random number generators.
-
-    Args:
-        state: What `rng_state` returned.
-
-    Raises:
-        ValueError: It holds something else.
-    """
+    """Set the random number generators to what `rng_state` returned."""
     random.setstate(state["python"])
     torch.set_rng_state(state["torch"])
     if "numpy" in state:

@@ -52,28 +52,16 @@ class RunBase:
             require_weights(self.path)
 
     def require_whole_files(self, is_sharded: bool) -> None:
-        """Check that the checkpoints can have a base.
-
-        Args:
-            is_sharded: Whether each rank writes its own part.
-
-        Raises:
-            UnsupportedError: They cannot.
-        """
+        """Check that the checkpoints can have a base; UnsupportedError: each rank writes its own part of them."""
         if is_sharded and (self._is_sought or self.path is not None):
             next_step = "Leave `anchor` out, or have FSDP save FULL_STATE_DICT."
             raise UnsupportedError("anchor", "checkpoints in whole files", "sharded ones", next_step)
 
     def find(self, model: nn.Module | None) -> None:
-        """Find the weights that a model was loaded from, if they are wanted and not found yet.
+        """Find the weights that a model, of an adapter its base model, was loaded from, if they are wanted.
 
         A base that is known already is registered once more: whoever was pickled for this process left that behind.
-
-        Args:
-            model: The model, which may be wrapped; of an adapter, its base model counts. None finds nothing.
-
-        Raises:
-            ConfigError: It was not loaded by `from_pretrained`, or its weights are no longer there.
+        ConfigError: it was not loaded by `from_pretrained`, or its weights are no longer there.
         """
         if self.path is not None:
             register_base(self.path)
@@ -104,11 +92,7 @@ class RunBase:
 
 
 def _snapshot_of(repository: str, model: nn.Module) -> Path:
-    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which.
-
-    Raises:
-        ConfigError: None is there.
-    """
+    """Return the commit in the Hub's cache that a model was loaded from; newer Transformers do not say which."""
     snapshots = cached_snapshots(repository)
     if not snapshots:
         next_step = "Pass the directory of the model that the run starts from."

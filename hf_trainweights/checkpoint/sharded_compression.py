@@ -43,24 +43,19 @@ class ShardedCompression:
         return True
 
     def run(self, savings: Savings) -> str | None:
-        """Make the checkpoint small.
+        """Make the checkpoint small; return on every rank why there is no room, or None, also if it is gone.
 
-        Args:
-            savings: Where the coordinator counts it.
-
-        Returns:
-            On every rank why there is no room to rewrite it; None once it is small, or if it is gone.
-
-        Raises:
-            CorruptFileError: One of its files is damaged; nothing has changed.
-            TrainWeightsError: It could not be rewritten, by whichever rank; every file in it is whole.
+        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: a rank could not rewrite
+        it, and every file in it is whole.
         """
-        plain_bytes, no_room = self.ranks.decide(self._check)
+        return self.ranks.decide(lambda: self._compress(savings))
+
+    def _compress(self, savings: Savings) -> str | None:
+        plain_bytes, no_room = self._check()
         if plain_bytes == 0 or no_room:
             return no_room
         manifest = compress_sharded(self.directory, self.policy, self.ranks, **self.options)
-        if manifest is not None:
-            savings.add(plain_bytes, size_bytes(self.directory), manifest)
+        savings.add(plain_bytes, size_bytes(self.directory), manifest)
         return None
 
     def _check(self) -> tuple[int, str | None]:

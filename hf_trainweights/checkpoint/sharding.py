@@ -26,11 +26,7 @@ class Sharding(Enum):
 
 
 def sharding_of(args: Any) -> Sharding:
-    """Return what a Trainer with these arguments writes.
-
-    Args:
-        args: Its `TrainingArguments`; its accelerator exists.
-    """
+    """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
     if getattr(args, "deepspeed", None):
         return Sharding.OTHER
     state = AcceleratorState() if is_initialized() else None
@@ -45,31 +41,19 @@ def sharding_of(args: Any) -> Sharding:
 
 
 def all_ranks() -> Ranks:
-    """Return all ranks, joined by a group of their own, so that they can talk beside training; every rank calls it.
-
-    Raises:
-        RuntimeError: PyTorch cannot make the group.
-    """
+    """Return all ranks, joined by a group of their own, so that they can talk beside training; every rank calls it."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Ranks()
     return Ranks(dist.new_group(backend="gloo"))
 
 
 def plain_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's weights and buffers as checkpoints have them, whatever wraps its modules.
-
-    Args:
-        model: A model; nothing is gathered from other ranks.
-    """
+    """Return the names of a model's weights and buffers as checkpoints have them, whatever wraps its modules."""
     return [*_unwrapped(name for name, _ in model.named_parameters(remove_duplicate=False)), *plain_buffer_names(model)]
 
 
 def plain_buffer_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's buffers, likewise.
-
-    Args:
-        model: Likewise.
-    """
+    """Return the names of a model's buffers, likewise."""
     return list(_unwrapped(name for name, _ in model.named_buffers(remove_duplicate=False)))
 
 

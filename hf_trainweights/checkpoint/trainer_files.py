@@ -12,11 +12,7 @@ _logger = logging.getLogger(__name__)
 
 
 def remove_leftovers(root: Path) -> None:
-    """Remove what killed saves left in a run; a warning says what stays.
-
-    Args:
-        root: The output directory.
-    """
+    """Remove what killed saves left in a run; a warning says what stays."""
     try:
         collect_garbage(root)
     except OSError as error:
@@ -24,21 +20,12 @@ def remove_leftovers(root: Path) -> None:
 
 
 def checkpoint_of(args: Any, state: Any) -> Path:
-    """Return the directory of the checkpoint that belongs to the step.
-
-    Args:
-        args: The Trainer's arguments.
-        state: Its state.
-    """
+    """Return the directory of the checkpoint that belongs to the step."""
     return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
 
 
 def newest_metrics(state: Any) -> dict[str, float]:
-    """Return the newest number of every name that a Trainer logged.
-
-    Args:
-        state: Its state.
-    """
+    """Return the newest number of every name that a Trainer logged."""
     merged: dict[str, Any] = {}
     for entry in state.log_history:
         merged |= entry

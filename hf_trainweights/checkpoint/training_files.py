@@ -85,25 +85,11 @@ def save_training_state(
     base: BaseChoice | None = None,
     metrics: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Save a checkpoint directory, by itself or as one of a run.
+    """Save what `build_checkpoint` collected in a missing or empty directory, by itself or as one of a run.
 
-    Args:
-        checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
-        path: A missing or an existing empty directory.
-        policy: Which codec for which tensor.
-        anchor_every: The most checkpoints of the run in the same directory that one anchor serves. Default: the
-            checkpoint needs no other.
-        base: Weights outside the run that its first checkpoint is stored against.
-        metrics: For the manifest.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        ConfigError: The checkpoint has no model or an unknown key, a rule names nothing in it, metrics are no JSON, or
-            `base` leads to no weights.
-        UnstorableError: A value cannot be stored; the error names file and key.
-        SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
+    `anchor_every` is how many checkpoints of the run in the same directory one anchor serves at most; by default it
+    needs no other. ConfigError: no model, an unknown key, a rule that names nothing, metrics that are no JSON, or a
+    base without weights. UnstorableError names file and key. SaveError: nothing is left behind.
     """
     unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_PARTS))
     if unknown or "model" not in checkpoint:

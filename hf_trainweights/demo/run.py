@@ -17,6 +17,7 @@ from hf_trainweights.demo.probe import PROMPT, make_probe
 from hf_trainweights.demo.speed import Shape, Speed, measure_speed
 from hf_trainweights.demo.training import Recipe, Report, train_model
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.kernels import compiled
 from hf_trainweights.report.machine import describe_machine
 
 # One of each kind, so that a newcomer sees the choice in little over a minute: whole bytes as integers and as floats,
@@ -37,7 +38,7 @@ class Result:
         prompt: The text that the samples continue.
         losses: The training's loss at each step; empty for a model of the user's.
         rows: The baseline and each format.
-        machine: The processor.
+        machine: The processor, and which compiled products serve on it.
         speeds: How fast a larger model decodes in each format; empty for a model of the user's.
         checkpoints: What the training saved; None for a model of the user's.
     """
@@ -111,10 +112,16 @@ def _measure(
         if not keep:
             shutil.rmtree(out / rows[-1].format)
     if training is None:
-        return Result(source, corpus.name, PROMPT, (), tuple(rows), describe_machine())
+        return Result(source, corpus.name, PROMPT, (), tuple(rows), _describe_machine())
     speeds, checkpoints = measure_speed(formats, shape, report), training.checkpoints
     title = "Llama trained here"
-    return Result(title, corpus.name, PROMPT, training.losses, tuple(rows), describe_machine(), speeds, checkpoints)
+    return Result(title, corpus.name, PROMPT, training.losses, tuple(rows), _describe_machine(), speeds, checkpoints)
+
+
+def _describe_machine() -> str:
+    """Return the processor, and which of the compiled products serve on it."""
+    library = compiled.instructions() if compiled.is_available() else None
+    return f"{describe_machine()}, {f'products compiled for {library}' if library else 'no compiled products'}"
 
 
 @contextlib.contextmanager

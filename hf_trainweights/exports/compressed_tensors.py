@@ -165,7 +165,7 @@ def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, 
     packed = _ready(codes)
     if codes.dtype == torch.int8:
         packed = TensorToWrite(tuple(pack(codes.to("meta")).shape), torch.int32, lambda: pack(codes))
-    shape = torch.tensor(weight.format.shape_of(codes))
+    shape = torch.tensor(weight.format.shape_of(codes), device="cpu")
     return {f"{name}_packed": packed, f"{name}_scale": _ready(scale), f"{name}_shape": _ready(shape)}
 
 

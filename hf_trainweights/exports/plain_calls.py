@@ -42,8 +42,18 @@ class NamedCall(nn.Module):
 
     def forward(self, **inputs: Tensor) -> dict[str, Tensor]:
         """Call the model; what it returns besides tensors, such as a cache, is left out."""
-        outputs = self.model(**inputs, **self._options)
-        return {name: value for name, value in outputs.items() if isinstance(value, Tensor)}
+        return dict(_named_tensors(self.model(**inputs, **self._options)))
+
+
+def _named_tensors(outputs: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a model's outputs, those within others, such as of the parts of SigLIP, by both names."""
+    for name, value in outputs.items():
+        if isinstance(value, Tensor):
+            yield f"{prefix}{name}", value
+        elif isinstance(value, Mapping):
+            yield from _named_tensors(value, f"{prefix}{name}.")
+        elif isinstance(value, tuple):
+            yield from _named_tensors({str(index): each for index, each in enumerate(value)}, f"{prefix}{name}.")
 
 
 class OrderedCall(nn.Module):

@@ -67,7 +67,8 @@ class _Spec(NamedTuple):
 
     @property
     def matrices(self) -> int:
-        return math.prod(self.shape[:-2])
+        # Empty ones are none: a header of 170 bytes can claim 2^50 of them.
+        return math.prod(self.shape[:-2]) if self.matrix_words else 0
 
     @property
     def matrix_words(self) -> int:
@@ -186,12 +187,14 @@ class CodedTensors:
             CorruptFileError: A block is damaged.
         """
         spec = self.specs[name]
-        numbers = range(spec.matrices) if matrix is None else [range(spec.matrices)[matrix]]
         shape = spec.shape if matrix is None else spec.shape[-2:]
         try:
-            out = torch.empty(shape, dtype=spec.dtype)
+            out = torch.empty(shape, dtype=spec.dtype, device="cpu")
         except RuntimeError as error:
             raise self._corrupt("the shape", "a tensor that fits into memory", str(shape)) from error
+        if not out.numel():
+            return out
+        numbers = range(spec.matrices) if matrix is None else [range(spec.matrices)[matrix]]
         words = _words(out).reshape(len(numbers), spec.matrix_words)
         pieces = [
             (words[place], chunk, self._firsts[name] + (number * spec.chunks + chunk) * spec.planes, spec)
@@ -244,7 +247,7 @@ def _is_shape(shape: tuple[object, ...]) -> bool:
 
 def _words(tensor: Tensor) -> np.ndarray:
     """Return the words of a contiguous tensor, 1-D, a view."""
-    plain = tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype)
+    plain = tensor if tensor.numel() else torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return words_of(plain) if tensor.dtype.is_floating_point else plain.reshape(-1).view(torch.uint8).numpy()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 import numpy as np
 import torch
 
+_logger = logging.getLogger(__name__)
+
 _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "f": ctypes.c_float}
 
 
-def load_library(path: Path, functions: Mapping[str, str]) -> ctypes.CDLL | None:
+def load_library(path: Path, functions: Mapping[str, str], abi: int | None = None) -> ctypes.CDLL | None:
     """Load a library and declare its functions.
 
     A CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
@@ -22,9 +25,11 @@ def load_library(path: Path, functions: Mapping[str, str]) -> ctypes.CDLL | None
         path: The library.
         functions: By name the types of result and arguments, a letter each: `p` for a pointer, `l` for 64 bits, `i` for
             an int, `u` for 32 bits without sign, `f` for a float; first the result, `-` if there is none.
+        abi: What its function `abi()` has to return; None where it has no such function.
 
     Returns:
-        The library, whose calls release Python's lock; None if it is missing or does not fit this machine.
+        The library, whose calls release Python's lock; None if it is missing or does not fit this machine, or, with a
+        warning, if it is not that of this Python code.
     """
     if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
@@ -33,11 +38,27 @@ def load_library(path: Path, functions: Mapping[str, str]) -> ctypes.CDLL | None
         library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
     except OSError:
         return None
+    try:
+        _declare(library, functions)
+        found = None if abi is None else library.abi()
+        fault = "" if found == abi else f"abi() is {found} and not {abi}"
+    except AttributeError as error:
+        fault = str(error)
+    if fault:
+        _logger.warning(
+            "%s was compiled from other sources than those beside it, so slower ways serve (%s). "
+            "Run `pip install -e .` again.",
+            path,
+            fault,
+        )
+    return None if fault else library
+
+
+def _declare(library: ctypes.CDLL, functions: Mapping[str, str]) -> None:
     for name, (result, *arguments) in functions.items():
         function = getattr(library, name)
         function.restype = _TYPES.get(result)
         function.argtypes = [_TYPES[each] for each in arguments]
-    return library
 
 
 def address(array: np.ndarray | None) -> int | None:

@@ -95,7 +95,7 @@ def write_safetensors(file: Path, tensors: Mapping[str, TensorToWrite], metadata
         OSError: The file cannot be written.
     """
     # Of tensors without elements safetensors makes a header that has the same names, in the order of the file.
-    template = save({name: torch.empty(0, dtype=each.dtype) for name, each in tensors.items()}, metadata)
+    template = save({name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}, metadata)
     header: dict[str, Any] = json.loads(template[8:])
     names, end = [name for name in header if name in tensors], 0
     # safetensors writes it in random order.

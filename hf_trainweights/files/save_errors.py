@@ -29,8 +29,8 @@ _ADVICE = {
         "The disk reports an error: look into the system's log, and save to another one.",
     ),
     (errno.ENOENT,): (
-        "a directory that stays where it is",
-        "Another process has removed or renamed it, or a file in it: find out which.",
+        "a directory that is there and stays there",
+        "Create it, or check its path; if it was there, another process has removed or renamed it, or a file in it.",
     ),
 }
 # How Rust writes error numbers: "(os error 28)", or "Os { code: 28, ...".

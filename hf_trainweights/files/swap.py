@@ -3,8 +3,8 @@
 No order of renames changes several files at once. So the files that loaders open first, the entry points, go out of the
 way before anything else moves, and the new ones come last: in between a loader finds no model, and never parts of two.
 All that goes is kept in the staging directory, beside a journal, until everything is in place. An error puts it back at
-once; after a kill or a power failure `undo_interrupted` does. Where one entry point is all that changes for a loader,
-one rename does it.
+once; after a kill or a power failure `undo_interrupted` does. Where one file is all that changes for a loader, one
+rename does it.
 
     <directory>/_trainweights-<random>/new/          what is to come
     <directory>/_trainweights-<random>/old/          what was there
@@ -62,8 +62,8 @@ def swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) 
         go += [name for name in present if is_replaced(name) and name not in names]
     try:
         read = [name for name in {*come, *go} if is_read_by_loaders(name)]
-        if len(read) == 1 and read[0] in come and read[0] in go and entry_point_rank(read[0]) is not None:
-            _swap_entry_point(staging, directory, read[0], come, go)
+        if len(read) == 1 and read[0] in come and read[0] in go:
+            _swap_one(staging, directory, read[0], come, go)
         else:
             _swap_all(staging, directory, come, go)
         _forget(staging)
@@ -95,13 +95,14 @@ def undo_interrupted(staging: Path, directory: Path) -> None:
     _undo(staging, directory, come, go)
 
 
-def _swap_entry_point(staging: Path, directory: Path, entry: str, come: list[str], go: list[str]) -> None:
-    """Exchange one file that loaders read, in one step; digests and cards go before it and come after it."""
+def _swap_one(staging: Path, directory: Path, read: str, come: list[str], go: list[str]) -> None:
+    """Exchange the one file that loaders read, in one step; digests and cards go before it and come after it."""
     _make_room(staging, directory, come, go)
-    link_or_copy(directory / entry, staging / OLD / entry)
-    _move([name for name in go if name != entry], directory, staging / OLD)
-    _move([entry], staging / NEW, directory)
-    _move([name for name in come if name != entry], staging / NEW, directory)
+    make_directories((staging / OLD / read).parent)
+    link_or_copy(directory / read, staging / OLD / read)
+    _move([name for name in go if name != read], directory, staging / OLD)
+    _move([read], staging / NEW, directory)
+    _move([name for name in come if name != read], staging / NEW, directory)
 
 
 def _swap_all(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:

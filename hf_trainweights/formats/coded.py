@@ -106,7 +106,7 @@ class Coded(Format):
             rate = _file_bits(huffman_bits(codes) / len(codes)) + overhead
             # The rate falls by one bit where the step doubles, but for rows whose largest magnitude stops it.
             step = max(step * 2.0 ** (rate - self.bits), _SMALLEST_STEP)
-        return _WithStep(self.bits, _significant(torch.tensor(step), torch.round, _STEP_BITS).item())
+        return _WithStep(self.bits, _significant(torch.tensor(step, device="cpu"), torch.round, _STEP_BITS).item())
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill the codes of these rows as of a matrix by themselves."""

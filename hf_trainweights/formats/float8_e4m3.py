@@ -60,7 +60,7 @@ class Float8E4M3(Format):
         if not plain or dtype not in FLOAT_DTYPES:
             return scale_codes(qdata, scale, dtype)
         rows, factors = qdata.reshape(-1, K), scale.reshape(-1, 1).float() * _FLOAT16_OF_CODE
-        out = torch.empty(rows.shape, dtype=dtype)
+        out = torch.empty(rows.shape, dtype=dtype, device=rows.device)
         for block in cache_blocks(rows):
             out[block] = _float16(rows[block]).float().mul_(factors[block])
         return out.view(qdata.shape)

@@ -29,8 +29,8 @@ class Int8(Format):
     Args:
         group_size: Weights that share a scale; None for one scale a row. Where it does not divide K, the whole row
             shares one.
-        activations: "int8" to round the other factor of a product to int8 too, one scale a token, where a product of
-            integers is faster; None to leave it as it is. Not with groups. It changes nothing that is stored.
+        activations: "int8" to round the other factor of a product to int8 too, one scale a token; None to leave it as
+            it is. Not with groups. It changes nothing that is stored.
 
     Raises:
         ConfigError: `group_size` is not a positive integer, or `activations` is not one of these.

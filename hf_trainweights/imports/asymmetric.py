@@ -15,17 +15,15 @@ from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT, by_row, held, integer_weight
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-_INTEGERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
-
-def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor, bits: int) -> QuantizedTensor:
+def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> QuantizedTensor:
     """Return a weight of integer codes and zero points.
 
     Args:
         name: What errors call the weight.
         codes: Int8 `[N, K]`.
         scale: Float, one number, `[N]`, or `[N, G]` for groups of K / G columns.
-        zero: Integers, one, `[N]`, or `[N, G]`; 0 everywhere for symmetric codes.
+        zero: Integers of the scale's shape; None or 0 everywhere for symmetric codes.
         bits: 4 for codes of -8 to 7, else 8.
 
     Returns:
@@ -36,24 +34,24 @@ def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor, bit
         CorruptFileError: Shapes, dtypes or values do not fit each other.
         UnsupportedError: A code and its zero point differ by more than int8 holds.
     """
-    # A damaged file has zeros in any dtype and shape, and codes of which `integer_weight` says what is wrong.
-    if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0 or not bool(zero.double().any()):
+    if zero is None or not bool(zero.any()):
         return integer_weight(name, codes, scale, bits)
+    if zero.shape != scale.shape:
+        found = f"{tuple(zero.shape)} for scales of shape {tuple(scale.shape)}"
+        raise CorruptFileError(name, "as many zero points as scales", found, AGAIN)
     N, K = codes.shape
-    zero = zero.reshape(-1, 1) if zero.dim() < 2 else zero
-    fits = zero.dim() == 2 and zero.shape[0] in (1, N) and K % zero.shape[1] == 0
-    if not fits or zero.dtype not in _INTEGERS:
-        found = f"{zero.dtype} of shape {tuple(zero.shape)}"
-        raise CorruptFileError(name, f"integers as zero points for {N} rows of {K} columns", found, AGAIN)
+    scale, zero = by_row(name, scale, N), zero.reshape(-1, 1).expand(N, 1) if zero.dim() < 2 else zero.expand(N, -1)
+    if K % scale.shape[1]:
+        raise CorruptFileError(name, f"groups that divide {K} columns", f"{scale.shape[1]}", AGAIN)
     differences = codes.int() - zero.int().repeat_interleave(K // zero.shape[1], dim=1)
     low, high = (int(end) for end in differences.aminmax())
     if low < -128 or high > 127:
         expected = "codes that differ from their zero points by -128 to 127"
         raise UnsupportedError(name, expected, f"{low} to {high}", FROM_FLOAT)
     if bits == 4 and not -8 <= low <= high <= 7:
-        form, scale = UInt4(32).fallback((N, K)), by_row(name, scale, N)
-        if isinstance(form, UInt4) and zero.shape[1] == scale.shape[1] == 1:
-            return _uint4(name, codes, scale, zero.expand(N, 1), form)
+        form = UInt4(32).fallback((N, K))
+        if isinstance(form, UInt4) and scale.shape[1] == 1:
+            return _uint4(name, codes, scale, zero, form)
         bits = 8
     return integer_weight(name, differences.to(torch.int8), scale, bits)
 
@@ -65,7 +63,8 @@ def _uint4(name: str, codes: Tensor, scale: Tensor, zero: Tensor, form: UInt4) -
     tensors = {
         "qdata": pack_planes((codes + 8).to(torch.uint8), bits=4),
         "scale": scale,
-        "group_scale": torch.zeros(len(codes), pairs, dtype=torch.uint8),  # stands for a factor of 1
+        # 0 stands for a factor of 1.
+        "group_scale": torch.zeros(len(codes), pairs, dtype=torch.uint8, device=codes.device),
         "zero_point": (zero | zero << 4).expand(-1, pairs),
     }
     return held(name, form, tensors, tuple(codes.shape))

@@ -7,10 +7,10 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.layouts.base import Layout
 from hf_trainweights.imports.skeleton import Skeleton
@@ -63,7 +63,12 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
 
 def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:
     file = f"model-{number:05}.safetensors"
-    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / file, {"format": "pt"})
+    to_write = {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()}
+    try:
+        write_safetensors(target / file, to_write, {"format": "pt"})
+    except KeyError as error:  # complex numbers of 128 bits, for example
+        expected = "tensors of dtypes that safetensors has"
+        raise UnsupportedError(", ".join(tensors)[:200], expected, str(error), FROM_FLOAT) from error
     return dict.fromkeys(tensors, file)
 
 
@@ -81,7 +86,7 @@ def _converted(
                 weight = QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype, True)
             formats[weight.format] += 1
             yield flatten_weight(f"{module}.weight", weight, default=None)
-            leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves}
+            leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
         if module not in of_experts:
             yield {name: source.tensor(name) for name in leaves.values()}
     for name, (shape, matrices) in experts.items():
@@ -95,7 +100,8 @@ def _converted(
 
 
 def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -> QuantizedTensor | None:
-    return layout.read(module, source.tensors({leaf: leaves[leaf] for leaf in leaves if leaf in layout.leaves}))
+    read = layout.leaves | {"weight"}
+    return layout.read(module, source.tensors({leaf: leaves[leaf] for leaf in leaves if leaf in read}))
 
 
 def _merge(

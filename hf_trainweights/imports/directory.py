@@ -22,7 +22,7 @@ from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import convert
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.skeleton import Skeleton
+from hf_trainweights.imports.skeleton import Skeleton, check_counts
 from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.companions import copy_companions
@@ -66,13 +66,17 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
     folder = _folder(source)
     described, config = _read_json(folder)
     files = Source(folder)
-    layout = layout_of(described, files.metadata)
+    check_counts(config, len(files.names), str(folder / CONFIG_NAME))
     saved = read_config(folder)
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
         raise ConfigError(str(source), expected, name, next_step)
     skeleton = Skeleton(cls, saved)
+    # torchao describes tensors by the names of the model, which a checkpoint may not have.
+    described_names = skeleton.names_in_checkpoint(files.metadata)
+    metadata = {described_names.get(name, name): text for name, text in files.metadata.items()}
+    layout = layout_of(described, metadata)
     with new_directory(out) as temporary:
         converted = temporary.with_name(f"{temporary.name}.converted")
         converted.mkdir()
@@ -100,7 +104,7 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         raise ConfigError(str(source), "a quantized model", found, next_step) from error
 
 
-def _read_json(folder: Path) -> tuple[object, dict[str, Any]]:
+def _read_json(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the description of the quantized weights, and the configuration without it."""
     file = folder / CONFIG_NAME
     try:
@@ -114,8 +118,10 @@ def _read_json(folder: Path) -> tuple[object, dict[str, Any]]:
     except (ValueError, AttributeError, TypeError, RecursionError) as error:
         raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], AGAIN) from error
     if described is None:
-        next_step = "Quantize a float model with quantize_directory, or `trainweights quantize`."
+        next_step = "Quantize a float model with quantize_directory."
         raise ConfigError(str(file), "a quantization_config", "none: a float model", next_step)
+    if not isinstance(described, dict):
+        raise ConfigError(str(file), "an object as quantization_config", repr(described)[:200], AGAIN)
     return described, config
 
 

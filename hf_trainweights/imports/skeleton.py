@@ -3,16 +3,40 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.files.model_config import CONFIG_NAME
 from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.layers import is_experts, is_transposed
 
 _Shapes = Mapping[str, tuple[int, ...]]
+
+# Numbers of modules in a configuration, as models name them, and how many of them need no tensor to be believed.
+_COUNTS = re.compile(r".*(layer|expert).*")
+_SOME = 1000
+
+
+def check_counts(config: Mapping[str, Any], most: int, where: str) -> None:
+    """Check that a configuration asks for no more layers or experts than files can fill.
+
+    A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
+
+    Raises:
+        CorruptFileError: It asks for more.
+    """
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            check_counts(value, most, f"{where}: {key}")
+        elif type(value) is int and value > max(most, _SOME) and _COUNTS.fullmatch(key):
+            expected = f"a number of modules that {most} tensors can fill"
+            raise CorruptFileError(f"{where}: {key}", expected, f"{value}", "Download config.json again.")
 
 
 class Skeleton:
@@ -21,13 +45,30 @@ class Skeleton:
     Args:
         cls: Its class.
         config: Its configuration.
+
+    Raises:
+        UnsupportedError: The class cannot be built of it.
     """
 
     def __init__(self, cls: type[PreTrainedModel], config: PretrainedConfig):
         config = copy.deepcopy(config)
         vars(config).pop("quantization_config", None)
-        with torch.device("meta"):
-            self._model = cls(config)
+        try:
+            with torch.device("meta"):
+                self._model = cls(config)
+        except Exception as error:
+            # What is wrong in a configuration, Transformers tells by whatever error that leads to.
+            expected, found = f"what {cls.__name__} can be built of", f"{type(error).__name__}: {error}"[:200]
+            raise UnsupportedError(CONFIG_NAME, expected, found, "Download config.json again.") from error
+
+    def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
+        """Return under which name a checkpoint holds each of some matrices, where that is another one."""
+        parameters = dict(self._model.named_parameters())
+        shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
+        shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
+        found = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        alone = {name: next(iter(each)) for name, each in found.items() if each is not None and len(each) == 1}
+        return {name: saved for name, saved in alone.items() if saved != name}
 
     def transposed_modules(self) -> set[str]:
         """Return the modules that keep their weight transposed, with and without the prefix of the base model."""

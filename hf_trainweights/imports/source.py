@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.stored_weights import check_weight_files
 
 _MODEL_FILES = ENTRY_POINTS[:4]
@@ -43,6 +44,11 @@ class Source:
                     raise CorruptFileError(str(path), f"{name} in one file", "it in several", next_step)
                 self._files[name] = opened
             self.metadata |= opened.metadata()
+
+    @property
+    def names(self) -> Collection[str]:
+        """The names of all tensors."""
+        return self._files.keys()
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor, a view of the mapped file.
@@ -88,7 +94,8 @@ class _Safetensors:
         return self._file.metadata() or {}
 
     def tensor(self, name: str) -> Tensor:
-        return self._file.get_tensor(name)
+        with torch.device("cpu"):  # else safetensors makes it on the default device
+            return self._file.get_tensor(name)
 
 
 class _Bin:
@@ -97,6 +104,11 @@ class _Bin:
             zipped = stream.read(4) == b"PK\x03\x04"
         loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
         self._tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+        for name, tensor in self._tensors.items():
+            plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+            if not isinstance(name, str) or not plain:
+                found = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
+                raise CorruptFileError(str(path), "names to plain tensors with values", found, AGAIN)
 
     def names(self) -> list[str]:
         return list(self._tensors)

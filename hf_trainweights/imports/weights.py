@@ -18,6 +18,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 AGAIN = "The files are damaged or belong to another model; download them again."
 FROM_FLOAT = "Quantize the float model that it was made from."
+# Some files keep scales that are powers of two as their exponents alone.
+FLOAT8_SCALES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 
 
 def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
@@ -95,61 +97,30 @@ def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
     Raises:
         UnsupportedError: They are scattered.
     """
-    ordered = torch.arange(K) // max(1, K // max(1, G))
+    ordered = torch.arange(K, device=g_idx.device) // max(1, K // max(1, G))
     if g_idx.shape != ordered.shape or not torch.equal(g_idx.to(torch.int64), ordered):
         found = "columns in groups by activation order (desc_act, actorder)"
         raise UnsupportedError(name, "groups of neighbouring columns", found, FROM_FLOAT)
 
 
-def check_words(name: str, words: Tensor, shape: tuple[int | None, int | None] = (None, None)) -> None:
-    """Check that a tensor is a matrix of packed codes.
-
-    Args:
-        name: What errors call it.
-        words: The tensor.
-        shape: Its shape; None for what is not known.
-
-    Raises:
-        CorruptFileError: It is not.
-    """
-    fits = words.dim() == 2 and all(want in (None, size) for want, size in zip(shape, words.shape, strict=True))
-    if not fits or words.dtype != torch.int32 or words.numel() == 0:
-        rows, columns = ("any" if size is None else size for size in shape)
-        raise _misfit(name, f"int32 words of shape ({rows}, {columns})", words)
+def group_count(K: int, group_size: int) -> int:
+    """Return in how many groups of a size the columns of a row lie; a size below 1 stands for one group."""
+    return 1 if group_size < 1 else -(-K // group_size)
 
 
-def check_groups(name: str, scale: Tensor, K: int, group_size: int) -> None:
-    """Check that there are as many scales as the configuration says.
-
-    Args:
-        name: What errors call the weight.
-        scale: `[N, G]`.
-        K: Number of columns.
-        group_size: Columns that share a scale; -1 for all.
-
-    Raises:
-        CorruptFileError: There are more, or fewer.
-    """
-    G = 1 if group_size < 1 else -(-K // group_size)
-    if scale.dim() != 2 or scale.shape[1] != G:
-        raise _misfit(name, f"scales for {G} groups of {K} columns, as config.json has it", scale)
+def tensor_shapes() -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one scale for a whole weight."""
+    return (), (1,), (1, 1)
 
 
-def required(name: str, tensors: Mapping[str, Tensor], *leaves: str) -> list[Tensor]:
-    """Return the tensors that a quantized weight must have.
+def channel_shapes(N: int) -> tuple[tuple[int, ...], ...]:
+    """Return the shapes of one scale for each of N rows."""
+    return (N, 1), (N,)
 
-    Args:
-        name: The module, for errors.
-        tensors: The tensors of the module.
-        leaves: Which of them.
 
-    Raises:
-        CorruptFileError: One is missing.
-    """
-    for leaf in leaves:
-        if leaf not in tensors:
-            raise CorruptFileError(f"{name}.{leaf}", "this tensor of a quantized weight", "none", AGAIN)
-    return [tensors[leaf] for leaf in leaves]
+def block_shape(N: int, K: int, block: tuple[int, int]) -> tuple[int, int]:
+    """Return the shape of one scale for each block of some rows and columns."""
+    return -(-N // block[0]), -(-K // block[1])
 
 
 def by_row(name: str, scale: Tensor, N: int) -> Tensor:

@@ -171,7 +171,7 @@ def _difference(key: str, a: StoredTensor, b: StoredTensor) -> Difference:
     pieces = (_dense(each.tensor).detach().reshape(-1).split(_PIECE_ELEMENTS) for each in (a, b))
     for piece_a, piece_b in zip(*pieces, strict=True):
         if piece_a.numel():
-            total += _piece_difference(_as_float64(piece_a), _as_float64(piece_b))
+            total += difference_of(piece_a, piece_b)
     return total
 
 
@@ -185,7 +185,12 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
 
 
-def _piece_difference(a: Tensor, b: Tensor) -> Difference:
+def difference_of(a: Tensor, b: Tensor) -> Difference:
+    """Return the difference of two tensors of one shape that are not empty: every error of a weight is made of these.
+
+    Of a quantized weight that is the one that `dequantize()` returns, rounded to the dtype that the weight shows.
+    """
+    a, b = _as_float64(a), _as_float64(b)
     # Infinities and NaN at the same place are no difference, though subtracting them gives NaN.
     same = (a == b) | (a.isnan() & b.isnan())
     error = torch.where(same, 0.0, a - b)

@@ -1,53 +1,31 @@
-"""Products with quantized weights that do not dequantize them first: one file a format, one line in `KERNELS`.
+"""Products with quantized weights that do not hold a whole float weight in memory.
 
 A kernel is a `torch.library` op of plain tensors, so that torch.compile and torch.export keep it whole and PyTorch's
-dispatcher chooses its implementation by device. A fast path is never needed for a right result: a weight that no
-kernel takes is dequantized and multiplied.
+dispatcher chooses its implementation by device. Ops of stored tensors are in `stored`, those of tiles in
+`tiled_products`; what has no op is dequantized and multiplied in blocks (`dequantized`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.column_scale import ColumnScaled
-from hf_trainweights.kernels import float8, int4, int4_tiles, int8, uint, uint4_tiles
+from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.uint import UInt4
+from hf_trainweights.kernels import int4_tiles, stored, tiled_products, uint4_tiles
+from hf_trainweights.kernels.advice import slowness
+from hf_trainweights.kernels.arguments import MultiplyFew, only_fitting
 from hf_trainweights.kernels.column_scale import WithColumnScale, scale_columns
-from hf_trainweights.kernels.compiled import MultiplyFew
+from hf_trainweights.kernels.int4_tiles import Int4Tiles
 from hf_trainweights.kernels.layouts import Layout
+from hf_trainweights.kernels.thresholds import ALL
+from hf_trainweights.kernels.uint4_tiles import UInt4Tiles, for_int4
 
-
-class Kernel(NamedTuple):
-    """The functions of one format.
-
-    Args:
-        linear: With the arguments of `kernels.linear`, the held tensors contiguous.
-        prepare_few_rows: With the arguments of `kernels.prepare_few_rows`, the held tensors contiguous.
-        choose_layout: From the format and shape of a weight on the CPU and the dtype of its scales to a layout or
-            None; None where the kernel reads the stored tensors as they are.
-        slowness: From the format and dtype of a weight to what users are told where products in it are slow on a CPU,
-            else None.
-    """
-
-    linear: Callable[[Tensor, Mapping[str, Tensor], Any, Any, Tensor | None], Tensor | None]
-    prepare_few_rows: Callable[[Mapping[str, Tensor], Any, Any, torch.dtype], MultiplyFew | None]
-    choose_layout: Callable[[Format, Sequence[int], torch.dtype], Layout | None] | None = None
-    slowness: Callable[[Any, torch.dtype], str | None] | None = None
-
-
-# By the format's name.
-KERNELS = {
-    "int8": Kernel(int8.linear, int8.prepare_few_rows, slowness=int8.slowness),
-    "coded": Kernel(int8.linear, int8.prepare_few_rows),
-    "float8_e4m3": Kernel(float8.linear, float8.prepare_few_rows, slowness=float8.slowness),
-    "int4": Kernel(int4.linear, int4.prepare_few_rows, int4_tiles.choose_layout, int4.slowness),
-    "uint4": Kernel(uint.linear, uint.prepare_few_rows, uint4_tiles.choose_layout, uint.slowness),
-    **{f"uint{bits}": Kernel(uint.linear, uint.prepare_few_rows, slowness=uint.slowness) for bits in (2, 3, 5, 6)},
-}
+__all__ = ["choose_layout", "linear", "prepare_few_rows", "slowness"]
 
 
 def linear(
@@ -57,7 +35,7 @@ def linear(
     layout: Layout | None,
     bias: Tensor | None = None,
 ) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of a quantized weight, without the whole float weight in memory.
+    """Return `F.linear(x, weight, bias)` of a quantized weight by an op.
 
     Args:
         x: Float `[*, K]`, of the dtype that the weight shows; any strides.
@@ -67,17 +45,18 @@ def linear(
         bias: `[N]`, of the dtype of `x`, or None.
 
     Returns:
-        A new tensor `[*, N]` of the dtype of `x`; None where there is no fast path, and the caller dequantizes.
+        A new tensor `[*, N]` of the dtype of `x`; None where there is no op for it.
     """
     if isinstance(form, ColumnScaled):
         inner = layout.inner if isinstance(layout, WithColumnScale) else None
         return linear(scale_columns(x, held), held, form.inner, inner, bias)
-    kernel = KERNELS.get(form.name)
-    if kernel is None:
-        return None
     # Every other row of a weight lies apart, and ops of PyTorch read some tensors by their address alone.
     held = {name: tensor.contiguous() for name, tensor in held.items()}
-    return kernel.linear(x, held, form, layout, bias)
+    if isinstance(layout, UInt4Tiles):
+        return tiled_products.linear(x, for_int4(held), layout.codes, bias)
+    if isinstance(layout, Int4Tiles):
+        return tiled_products.linear(x, held, layout, bias)
+    return stored.linear(x, held, form, bias)
 
 
 def prepare_few_rows(
@@ -92,20 +71,26 @@ def prepare_few_rows(
         held: The tensors that hold a weight `[N, K]`; any strides.
         form: Its format.
         layout: The layout that they are in; None for the stored tensors of `form` themselves.
-        dtype: Dtype of x.
+        dtype: Dtype that the weight shows.
 
     Returns:
-        A function that takes x of that dtype, without a gradient, and gives the same bits as `linear`; None where
-        there is no such function.
+        A function that takes any plain x and bias, without gradients, and gives the same bits as `linear`, or None
+        for those that it leaves to `linear`; None where there is no such function.
     """
     if isinstance(form, ColumnScaled):
         inner = layout.inner if isinstance(layout, WithColumnScale) else None
         multiply_few = prepare_few_rows(held, form.inner, inner, dtype)
-        return multiply_few and (lambda x, bias: multiply_few(scale_columns(x, held), bias))
-    kernel = KERNELS.get(form.name)
-    if kernel is None or not all(tensor.is_contiguous() for tensor in held.values()):
+        if multiply_few is None:
+            return None
+        N, K = len(held["qdata"]), held[COLUMN_SCALE].shape[-1]
+        return only_fitting(lambda x, bias: multiply_few(scale_columns(x, held), bias), N, K, dtype, ALL)
+    if not all(tensor.is_contiguous() for tensor in held.values()):
         return None
-    return kernel.prepare_few_rows(held, form, layout, dtype)
+    if isinstance(layout, UInt4Tiles):
+        return tiled_products.prepare_few_rows(for_int4(held), layout.codes, dtype)
+    if isinstance(layout, Int4Tiles):
+        return tiled_products.prepare_few_rows(held, layout, dtype)
+    return stored.prepare_few_rows(held, form, dtype)
 
 
 def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Layout | None:
@@ -120,20 +105,8 @@ def choose_layout(form: Format, shape: Sequence[int], dtype: torch.dtype, device
     if isinstance(form, ColumnScaled):
         layout = choose_layout(form.inner, shape, dtype, device)
         return layout and WithColumnScale(layout)
-    kernel = KERNELS.get(form.name)
-    if kernel is None or kernel.choose_layout is None or device.type != "cpu":
+    if device.type != "cpu":
         return None
-    return kernel.choose_layout(form, shape, dtype)
-
-
-def slowness(form: Format, dtype: torch.dtype) -> str | None:
-    """Return what users are told of weights whose products on a CPU take longer than those of float weights, or None.
-
-    Args:
-        form: Format of the weights.
-        dtype: Dtype that they show.
-    """
-    if isinstance(form, ColumnScaled):
-        return slowness(form.inner, dtype)
-    kernel = KERNELS.get(form.name)
-    return None if kernel is None or kernel.slowness is None else kernel.slowness(form, dtype)
+    if isinstance(form, UInt4):
+        return uint4_tiles.choose_layout(form, shape, dtype)
+    return int4_tiles.choose_layout(form, shape, dtype) if isinstance(form, Int4) else None

@@ -1,44 +1,47 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
 They serve float32, bfloat16 and float16 activations with the codes of int8, int4 and float8 weights as they are stored.
-There is one library for CPUs with AVX512_VNNI, one for AVX-VNNI and one for AVX2. The package needs none: without
-a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
+There is one library for CPUs with AMX, one for AVX512_VNNI, one for AVX-VNNI and one for AVX2. The package needs none:
+without a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
-import sys
-from collections.abc import Callable
+import logging
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.files.native_library import load_library
-from hf_trainweights.kernels.cpu_features import capabilities, has_amx, product_dtype
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.uint import UInt
+from hf_trainweights.kernels.arguments import storage_freed
+from hf_trainweights.kernels.cpu_features import capabilities
 from hf_trainweights.kernels.guards import ENABLED, Needs, check
 from hf_trainweights.kernels.scratch import SCRATCH
+from hf_trainweights.kernels.thresholds import most_rows
 
+_logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
+# What the functions take and expect of a `Weight`, as in native/product.h; another number is another agreement.
+ABI = 1
 _FUNCTIONS = {"product_bytes": "lpli", "product": "-pppppplippp", "dequantize": "-ppppi"}
 # As in native/product.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 # The instructions that each library needs, the faster library first.
 _LIBRARIES = {
-    "avx512": ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni"),
+    "amx": (*_AVX512, "avx512_bf16", "amx_int8", "amx_bf16"),
+    "avx512": _AVX512,
     "avx_vnni": ("avx2", "fma3", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma3", "f16c"),
 }
 
-# As in native/product.h: up to so many rows, each row of the weight is read once for all of them.
-FEW_ROWS = 4
-# Rows up to which digits take less time than a product in a 16-bit dtype that the CPU multiplies fast.
-_SHORT_ROWS = 48
-# Rows up to which products with float8 codes, and in float32 those with AVX2, take less time than PyTorch's with the
-# dequantized weight: twice as fast at 8 rows, as fast at 32.
-_WIDENED_ROWS = 16
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
 # Multiplications from which on a second thread pays: it takes some microseconds to wake.
@@ -47,14 +50,12 @@ _THREADED = 1 << 19
 # Numbers of rows and threads for which the size of scratch memory is remembered.
 _SIZES = 256
 
-# From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for an x that is left to `kernels.linear`.
-MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
-
 # Group scales and zero points of a uint weight; nothing for other weights.
 Groups = tuple[Tensor, ...]
+_NO_GROUPS = (None, None)
 
 # Bits of a float8 weight in `Weight`: it has no integer codes.
-FLOAT8 = 0
+_FLOAT8_BITS = 0
 
 
 class Weight(ctypes.Structure):
@@ -67,10 +68,10 @@ class Weight(ctypes.Structure):
 
 
 def instructions() -> str | None:
-    """Return the fastest library of this installation that the CPU runs: "avx512", "avx_vnni", "avx2" or None."""
+    """Return the fastest library of this installation that the CPU runs: a name of `_LIBRARIES` or None."""
     found = capabilities()
-    fitting = (name for name, needed in _LIBRARIES.items() if all(map(found.get, needed)))
-    return next((name for name in fitting if _path(name).exists()), None)
+    fitting = (name for name, needed in _LIBRARIES.items() if all(map(found.get, needed)) and _path(name).exists())
+    return next((name for name in fitting if name != "amx" or _open(_path(name)) is not None), None)
 
 
 def _path(name: str) -> Path:
@@ -78,50 +79,27 @@ def _path(name: str) -> Path:
 
 
 @functools.cache
+def _open(path: Path) -> ctypes.CDLL | None:
+    """Return a library; None if it does not fit this code, or if the system refuses AMX or AMX gives other results."""
+    if path.stem != "amx":
+        return load_library(path, _FUNCTIONS, ABI)
+    library = load_library(path, _FUNCTIONS | {"prepare": "i"}, ABI)
+    outcome = None if library is None else library.prepare()
+    if outcome == -1:  # OTHERWISE of native/tiles/prepare.c
+        _logger.warning("Products by AMX differ from the same products without it here, which serve. Please report it.")
+    return library if outcome == 0 else None
+
+
+@functools.cache
 def _load() -> ctypes.CDLL | None:
     """Return the library, or None where there is none for this CPU."""
     name = instructions()
-    return None if name is None else load_library(_path(name), _FUNCTIONS)
+    return None if name is None else _open(_path(name))
 
 
 def is_available() -> bool:
     """Return whether the functions are compiled and this CPU runs them."""
     return _load() is not None
-
-
-@functools.cache
-def most_rows(dtype: torch.dtype, quantize_x: bool = False) -> int:
-    """Return up to how many rows of x a product with integer codes takes less time here than by PyTorch's ops.
-
-    Args:
-        dtype: Dtype of x.
-        quantize_x: Whether x is rounded to one digit.
-    """
-    if not is_available():
-        return 0
-    if has_amx():
-        return FEW_ROWS
-    if dtype == torch.float32 and not quantize_x:
-        return _WIDENED_ROWS if leaves_many_rows(dtype) else sys.maxsize
-    return sys.maxsize if quantize_x or product_dtype(dtype, _SHORT_ROWS + 1) != dtype else _SHORT_ROWS
-
-
-def leaves_many_rows(dtype: torch.dtype) -> bool:
-    """Return whether products of many rows take longer here than those with float weights, and those of few do not.
-
-    Args:
-        dtype: Dtype of x, which is not rounded.
-    """
-    return is_available() and dtype == torch.float32 and instructions() == "avx2"
-
-
-def most_widened_rows(dtype: torch.dtype) -> int:
-    """Return the same as `most_rows` for the codes of float8.
-
-    Args:
-        dtype: Dtype of x.
-    """
-    return FEW_ROWS if dtype == torch.bfloat16 and has_amx() else _WIDENED_ROWS
 
 
 class Product:
@@ -130,10 +108,11 @@ class Product:
     Args:
         library: The compiled functions.
         weight: The shape and format.
+        most_rows: Up to how many rows of x they take less time than PyTorch's ops.
     """
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight) -> None:
-        self._library, self._weight = library, weight
+    def __init__(self, library: ctypes.CDLL, weight: Weight, most_rows: int) -> None:
+        self._library, self._weight, self.most_rows = library, weight, most_rows
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
@@ -148,49 +127,43 @@ class Product:
             Needs("bias", (self._N,), (dtypes[weight.dtype],)),
         )
 
-    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups = ()) -> Tensor:
+    def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear(x, weight, bias)`; all tensors are on the CPU and contiguous.
 
         Args:
-            x: `[*, K]`, at least one row, of the dtype that `find` was asked for.
             qdata: The codes, as `find` was told.
             scale: `[N, G]`, likewise.
-            bias: `[N]` of the dtype of x, or None.
             groups: Of uint weights.
+            x: `[*, K]`, at least one row, of the dtype that `find` was asked for.
+            bias: `[N]` of the dtype of x, or None.
 
         Returns:
             A new tensor `[*, N]` of the dtype of x.
 
         Raises:
-            UnsupportedError: A tensor is not what it should be; told only where guards are on.
+            UnsupportedError: The storage of a tensor was freed. Where guards are on, also: a tensor is not what it
+                should be.
         """
         if ENABLED:
             check("a compiled product", self._needs, (x, qdata, scale, bias), {})
+        numbers = [tensor.data_ptr() for tensor in groups] or _NO_GROUPS
+        codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
+        bias_at = None if bias is None else bias.data_ptr()
+        if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in numbers:
+            raise storage_freed()
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
         scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)
         out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
-        shift = None if bias is None else bias.data_ptr()
-        pointers = (x.data_ptr(), qdata.data_ptr(), scale.data_ptr(), shift, out.data_ptr())
-        numbers = [tensor.data_ptr() for tensor in groups] or (None, None)
+        pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
         self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers)
         return out
 
-    def of_any_strides(
-        self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, groups: Groups = ()
-    ) -> Tensor:
-        """Return the same for tensors of any strides, and a bias of any dtype.
-
-        Args:
-            x: As above.
-            qdata: As above.
-            scale: As above.
-            bias: `[N]` or None.
-            groups: As above.
-        """
+    def of_any_strides(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
+        """Return the same for tensors of any strides, and a bias of any dtype."""
         bias = None if bias is None else bias.to(x.dtype).contiguous()
         whole = tuple(tensor.contiguous() for tensor in groups)
-        return self(x.contiguous(), qdata.contiguous(), scale.contiguous(), bias, whole)
+        return self(qdata.contiguous(), scale.contiguous(), whole, x.contiguous(), bias)
 
     def dequantize(self, qdata: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """Fill and return `out` `[N, K]`, of the dtype that `find` was asked for, with a float8 weight.
@@ -213,71 +186,22 @@ class Product:
         return size
 
 
-def serves(group_size: int | None, dtype: torch.dtype, scale_dtype: torch.dtype) -> bool:
-    """Return whether there are products with weights of one kind, of every size but the largest.
-
-    A compiler that traces with sizes it does not know may ask this, and not `find`.
-
-    Args:
-        group_size: Columns that share a scale; None where a row shares one.
-        dtype: Dtype of the activations.
-        scale_dtype: Dtype of the scales.
-    """
-    size = group_size or 0
-    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
-    return is_available() and fits and dtype in _DTYPES and scale_dtype in _DTYPES
-
-
 @functools.lru_cache(maxsize=4096)
-def find(
-    N: int,
-    K: int,
-    group_size: int | None,
-    bits: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    quantize_x: bool,
-    units: tuple[int, int] = (0, 0),
-) -> Product | None:
-    """Return the products with weights `[N, K]` of one kind; None where the compiled functions do not serve them.
-
-    Args:
-        N: Rows of the weight.
-        K: Its columns.
-        group_size: Columns that share a scale; None where a row shares one.
-        bits: 8 or 4 of an integer code, 2 to 6 of uint, or `FLOAT8`.
-        dtype: Dtype of the activations.
-        scale_dtype: Dtype of the scales.
-        quantize_x: Whether activations are rounded to one digit.
-        units: Of uint, the units of its codes and of its zero points.
-    """
-    library, size = _load(), group_size or 0
-    if library is None or not serves(group_size, dtype, scale_dtype) or not 0 < K <= _MOST_COLUMNS or N == 0:
+def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
+    """Return the products with weights `[N, K]` in int8, int4, float8 or uint, None where the library has none."""
+    library, size = _load(), getattr(form, "group_size", None) or 0
+    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
+    if library is None or not fits or dtype not in _DTYPES or scale_dtype not in _DTYPES:
         return None
-    digits = 1 if quantize_x else 3 if dtype == torch.float32 else 2
-    return Product(library, Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, bits, *units))
+    if not 0 < K <= _MOST_COLUMNS or N == 0:
+        return None
+    digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
+    weight = Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, *_codes(form))
+    return Product(library, weight, most_rows(form, dtype, N * K, instructions() or ""))
 
 
-def settle(
-    product: Product, qdata: Tensor, scale: Tensor, dtype: torch.dtype, rows: int, groups: Groups = ()
-) -> MultiplyFew:
-    """Return a function that multiplies with one weight.
-
-    Args:
-        product: What `find` returned for the weight.
-        qdata: Its codes, contiguous.
-        scale: Its scales, contiguous.
-        dtype: Dtype of the activations.
-        rows: The most rows of x that it takes.
-        groups: Of a uint weight.
-    """
-    most_elements = min(sys.maxsize, rows * product.columns)
-
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
-        if not (0 < x.numel() <= most_elements and x.is_cpu and x.is_contiguous()):
-            return None
-        if bias is not None and not (bias.is_cpu and bias.dtype == dtype and bias.is_contiguous()):
-            return None
-        return product(x, qdata, scale, bias, groups)
-
-    return multiply
+def _codes(form: Format) -> tuple[int, int, int]:
+    """Return `bits`, `code_units` and `zero_units` of a format."""
+    if isinstance(form, UInt):
+        return form.grid.bits, form.grid.code_units, form.grid.zero_units
+    return 4 if isinstance(form, Int4) else _FLOAT8_BITS if isinstance(form, Float8E4M3) else 8, 0, 0

@@ -77,5 +77,7 @@ def _size_bytes(size: object) -> int:
     else:
         count = size if isinstance(size, int) and not isinstance(size, bool) else 0
     if count <= 0:
-        raise ConfigError("size", "a number of bytes, or a text such as '1.2GB' or '900MiB'", repr(size), "Mend it.")
+        raise ConfigError(
+            "size", "a number of bytes, or a text such as '1.2GB' or '900MiB'", repr(size), "Give one of these."
+        )
     return count

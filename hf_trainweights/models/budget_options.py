@@ -75,7 +75,7 @@ def relative_errors(name: str, shape: Sequence[int], rows: Rows) -> dict[Format,
     *lead, K = shape
     count = math.prod(lead)
     taken = min(count, max(2, _SAMPLED_ELEMENTS // max(1, K)))
-    sample = rows(torch.arange(taken) * count // max(1, taken)).detach().cpu().contiguous()
+    sample = rows(torch.arange(taken, device="cpu") * count // max(1, taken)).detach().cpu().contiguous()
     norm = _squares(sample)
     losses = {}
     for form in candidates(shape):

@@ -34,7 +34,7 @@ def matrices_in_checkpoint(
     for name, shape in shapes.items():
         *lead, _ = shape
         ends.append(ends[-1] + math.prod(lead))
-        numbers[name] = torch.arange(ends[-2], ends[-1]).repeat_interleave(2).view(*lead, 2)
+        numbers[name] = torch.arange(ends[-2], ends[-1], device="cpu").repeat_interleave(2).view(*lead, 2)
     matrices: dict[str, dict[str, slice]] = defaultdict(dict)
     broken: set[str] = set()
     for saved_name, rows in checkpoint_tensors(model, numbers).items():
@@ -43,7 +43,8 @@ def matrices_in_checkpoint(
         name, shape = names[place], shapes[names[place]]
         N = shape[-2]
         start = first - ends[place]
-        whole = torch.equal(rows.reshape(-1, 2), torch.arange(first, first + count).view(count, 1).expand(count, 2))
+        expected = torch.arange(first, first + count, device=rows.device)
+        whole = torch.equal(rows.reshape(-1, 2), expected.view(count, 1).expand(count, 2))
         fits = count == N if len(shape) == 2 else start // N == (start + count - 1) // N
         if not (whole and fits and saved_name.endswith(".weight")):
             broken.add(name)

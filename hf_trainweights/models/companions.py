@@ -10,7 +10,8 @@ from pathlib import Path
 
 from huggingface_hub import snapshot_download
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.model_config import CONFIG_NAME
 from hf_trainweights.files.regular_files import open_regular_file
 
 # Files that are not copied: those that the quantized model writes itself, and float weights or training state.
@@ -32,7 +33,7 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
 
     Raises:
         ConfigError: A file cannot be read.
-        CorruptFileError: A link leads to nothing.
+        CorruptFileError: A link leads to nothing, or out of the model.
         OSError: `out` cannot be written.
     """
     folder = Path(source)
@@ -54,11 +55,25 @@ def companions(folder: Path) -> list[Path]:
         folder: The directory of a model.
 
     Raises:
+        CorruptFileError: One is a link out of the model.
         OSError: It cannot be read.
     """
     files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
     files += [path for name in _FOLDERS for path in folder.glob(f"{name}/*")]
-    return sorted(path for path in files if path.is_file())
+    files = sorted(path for path in files if path.is_file())
+    for path in (*files, folder / CONFIG_NAME):
+        _require_own(path, folder)
+    return files
+
+
+def _require_own(path: Path, folder: Path) -> None:
+    """Check that a file is the model's own: a link could put any file of this machine into what is then shared."""
+    home, found = folder.resolve(), path.resolve()
+    # The Hub's cache keeps what a snapshot links to once for all snapshots of a repository.
+    blobs = [home.parent.parent / "blobs"] if home.parent.name == "snapshots" else []
+    if not any(found.is_relative_to(place) for place in (home, *blobs)):
+        next_step = "Put a copy of the file in its place if it belongs to the model, else remove the link."
+        raise CorruptFileError(str(path), f"a file in {folder}", f"a link to {found}", next_step)
 
 
 def _copy(path: Path, target: Path) -> None:

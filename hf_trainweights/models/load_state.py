@@ -76,7 +76,7 @@ class LoadState:
         Args:
             skeleton: The parameter of the model on the meta device.
         """
-        stand_in = torch.zeros((), dtype=skeleton.dtype).expand(local_tensor(skeleton).shape)
+        stand_in = torch.zeros((), dtype=skeleton.dtype, device="cpu").expand(local_tensor(skeleton).shape)
         return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
 
     def shape_read(self, name: str, skeleton: Tensor) -> torch.Size:

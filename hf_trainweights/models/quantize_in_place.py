@@ -42,7 +42,7 @@ def quantize_(
     """Quantize the weights of a module in place.
 
     Args:
-        module: Any module with its weights loaded. Weights that are quantized already stay as they are.
+        module: Any module with its weights loaded. Weights that are in their format already stay as they are.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
         calibration: For a configuration with `bits` or `size`, a few batches such as the model will get, each a dict
             of its arguments or one tensor. They tell which weights matter most. If it is None, random tokens do, where
@@ -52,8 +52,9 @@ def quantize_(
         The choice for each parameter; it is also logged in one line.
 
     Raises:
-        ConfigError: There is nothing to quantize, a selector selects nothing, or the configuration is not valid or has
-            unknown keys, or the module does not run on `calibration`; the module is unchanged.
+        ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
+            nothing, or the configuration is not valid or has unknown keys, or the module does not run on
+            `calibration`; the module is unchanged.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Examples:

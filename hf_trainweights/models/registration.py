@@ -1,4 +1,14 @@
-"""What importing the package changes in Transformers and torch: they get to know the quantizer and two functions."""
+"""All that importing the package changes in Transformers and torch, each with the reason why there is no other way.
+
+- Transformers' registries get the quantizer, and torch's safe globals two functions: both are made for that.
+- A hook for parameters that modules get, which does nothing for a float one: only PyTorch knows when
+  `load_state_dict(assign=True)` or `torch.load` puts a quantized weight into a module. It gives the weight its memory
+  layout, and the module its description and its refusal of TorchScript, which otherwise saves garbage.
+- A hook for modules that modules get, which passes over all but the layers of PEFT over quantized weights: PEFT asks
+  nobody how to write to a weight of another class (`host/adapters`).
+- `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
+  quantizer there, and makes a float model that says of itself that it is quantized (`host/construction`).
+"""
 
 from __future__ import annotations
 
@@ -6,14 +16,19 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch import nn
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.serialization import add_safe_globals
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
 from hf_trainweights.models.host.construction import refuse_quantized_configurations
-from hf_trainweights.models.host.spellings import name_the_right_spelling
+from hf_trainweights.tensor.descriptions import describe
+from hf_trainweights.tensor.layouts import choose_layout_of_registered
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
@@ -31,8 +46,14 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
         register_quantizer(QUANT_METHOD)(quantizer)
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
-        name_the_right_spelling()
+        register_module_parameter_registration_hook(_meet_parameter)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
     for function in callable_by_files:
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])
+
+
+def _meet_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+    """Let a module take in a quantized weight, or part with one; PyTorch calls this for every parameter."""
+    choose_layout_of_registered(module, parameter)
+    describe(module, name, parameter)

@@ -73,15 +73,22 @@ def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = N
 
 
 def is_same_weight(tensor: object, other: object) -> bool:
-    """Return whether two entries of a state dict are one weight.
-
-    Args:
-        tensor: One of them.
-        other: The other.
-    """
-    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor) or type(tensor) is not type(other):
+    """Return whether two entries of a state dict are one weight."""
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
         return False
-    return tensor.data_ptr() == other.data_ptr()
+    return memory_key(tensor) == memory_key(other)
+
+
+def memory_key(tensor: Tensor) -> object:
+    """Return what two tensors have in common that are the same values in the same memory, seen in the same way."""
+    tensor = local_tensor(tensor)
+    if isinstance(tensor, QuantizedTensor):
+        held = tuple((name, memory_key(each)) for name, each in tensor.held.tensors.items())
+        return held, tensor.format, tensor.kernel_layout, tensor.stored_shape, tensor.transposed, tensor.dtype
+    # Tensors without elements have no address.
+    address = tensor.data_ptr() if tensor.numel() else id(tensor)
+    seen = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return address, tensor.device, seen
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import name_and_modules, require_used, select
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
@@ -24,6 +25,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 NOT_IN_CHECKPOINT = "not in the checkpoint"
 # Why a weight has its format, where that is not the configured one.
 OVERRIDE, PLANNED = "override", "planned"
+# Why a weight that is quantized already keeps its format: the configuration leaves it alone, or wants another one.
+LEFT_AS_SAVED, AS_SAVED = "left as saved", "as saved"
 
 
 class _Rules(NamedTuple):
@@ -90,7 +93,7 @@ def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
 
 
 def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig) -> None:
-    """Check that a user's configuration is plausible for a module: its selectors select, and something is quantized.
+    """Check that a user's configuration can be had: its selectors select, and nothing is in another format already.
 
     A saved model's configuration may name what another class of the same model lacks, such as its head: it is not
     checked.
@@ -101,8 +104,19 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
         config: The configuration.
 
     Raises:
-        ConfigError: A selector selects nothing, or nothing is quantized.
+        ConfigError: A selector selects nothing, nothing is quantized, or a weight is quantized to another format.
     """
+    unplanned = config.plan is not None and not config.plan
+    wrong = [choice for choice in summary.quantized if choice.reason == AS_SAVED or unplanned]
+    other = [f"{choice.name} in {choice.format}" for choice in wrong]
+    if other:
+        found = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
+        # The sum of both errors is nothing that anybody chooses without being told, and float weights may be at hand.
+        next_step = (
+            "Quantize the float model: quantizing twice adds both errors. To accept that, call dequantize_(module) "
+            "first; to keep these weights as they are, name them in modules_to_not_convert."
+        )
+        raise ConfigError("module", "float weights, or weights in the format of the configuration", found, next_step)
     names = [name for name, _ in module.named_modules(remove_duplicate=False)]
     names += [name for name, _ in module.named_parameters(remove_duplicate=False)]
     for where, selectors in (
@@ -142,8 +156,11 @@ def _choose(
     if isinstance(weight, QuantizedTensor):
         # The whole weight's shape, of which this rank may hold a part.
         stored = _stored_shape(parameter, weight.transposed)
+        if rules.config.budget is not None and reason != OVERRIDE:
+            wanted = None  # a budget counts what is quantized already, and chooses for the rest
         form, expected = weight.format, wanted.fallback(stored) if wanted else None
-        reason = reason if form == wanted else _misfit(wanted) if form == expected else "as saved"
+        if form != wanted:
+            reason = LEFT_AS_SAVED if wanted is None else _misfit(wanted) if form == expected else AS_SAVED
         after, in_file = (size_of(stored, weight.scale_dtype) for size_of in (form.stored_bytes, form.file_bytes))
         return Choice(name, owner, form, reason, weight.transposed, numel, size, after, in_file)
     if wanted is None:

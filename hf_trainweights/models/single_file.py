@@ -1,7 +1,7 @@
 """`save_file` and `load_file`: the weights of any module in one safetensors file, quantized ones included.
 
-The file is what `save_pretrained` writes, but that each quantized weight has its format beside it: it needs no
-config.json. Of weights that are one tensor the file holds the first, and its metadata names the others.
+The file is what `save_pretrained` writes, guards included, but that each quantized weight has its format beside it: it
+needs no config.json. Of weights that are one tensor the file holds the first, and its metadata names the others.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from hf_trainweights.files.safetensors_file import TensorToWrite, align_int8, wr
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.saved_tensors import memory_key
 from hf_trainweights.models.stored_weights import check_weight_files
-from hf_trainweights.tensor.guards import is_notice
+from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, is_notice, make_guard
 from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
@@ -55,13 +56,15 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
             found = "one on the meta device" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(name, "a tensor with values", found, "Leave it out, or load it first.")
     first: dict[object, str] = {}
-    aliases = {name: first.setdefault(_key(tensor), name) for name, tensor in state.items()}
+    aliases = {name: first.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
     # "format" is Transformers' own entry of the metadata.
     aliases = {name: kept for name, kept in aliases.items() if name not in (kept, "format")}
-    kept = {name: tensor.detach() for name, tensor in state.items() if name not in aliases}
+    kept = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
     path = _checked(path)
     with staged_files(path.parent, lambda _: False) as staged, canonical_layouts(kept.values()):
         flat = flatten_state_dict(kept, None)
+        guarded = guarded_names(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor))
+        flat = {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])} | flat
         tensors = {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in flat.items()}
         write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
         align_int8(staged.path / path.name)
@@ -74,13 +77,9 @@ def _checked(path: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _key(tensor: Tensor) -> object:
-    """Return what two entries of a state dict have in common that are one tensor."""
-    if isinstance(tensor, QuantizedTensor):
-        return tensor.data_ptr(), tensor.shape
-    # Tensors without elements have no address.
-    address = tensor.data_ptr() if tensor.numel() else id(tensor)
-    return address, tensor.device, tensor.dtype, tensor.shape, tensor.stride()
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes are its values: of conjugated and negated views copies."""
+    return tensor if isinstance(tensor, QuantizedTensor) else tensor.resolve_conj().resolve_neg()
 
 
 def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
@@ -108,7 +107,8 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
     if not path.exists():
         raise ConfigError(str(path), "a safetensors file", "nothing there", "Check the path.")
     check_weight_files([path])
-    with safe_open(path, framework="pt", device=str(device)) as file:
+    # safetensors makes its tensors on the default device, whatever it was told.
+    with torch.device("cpu"), safe_open(path, framework="pt", device=str(device)) as file:
         metadata: dict[str, str] = file.metadata() or {}
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
     groups = group_stored(stored)

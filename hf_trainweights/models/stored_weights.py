@@ -142,7 +142,11 @@ def _read_bin(file: Path) -> dict[str, Tensor]:
         raise CorruptFileError(str(file), "a file that torch.save wrote", _reason(error), _AGAIN) from error
     if not isinstance(state_dict, dict):
         raise CorruptFileError(str(file), "a dict of tensors", type(state_dict).__name__, _AGAIN)
-    return {str(name): tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+    tensors = {str(name): tensor for name, tensor in state_dict.items() if isinstance(tensor, Tensor)}
+    for name, tensor in tensors.items():
+        if tensor.layout is not torch.strided:
+            raise CorruptFileError(str(file), "dense tensors", f"{name} in {tensor.layout}", _AGAIN)
+    return tensors
 
 
 def _reason(error: Exception) -> str:

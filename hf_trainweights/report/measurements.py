@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS
+from hf_trainweights.inspection.difference import Difference, difference_of
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _INPUTS = 32
@@ -25,7 +26,7 @@ class Error:
     """How far a weight is from another one.
 
     Args:
-        snr_db: Signal to noise, 10 log10(|b|² / |a - b|²) in dB; infinite if both are equal.
+        snr_db: Signal to noise in dB, as `Difference.snr_db` defines it; infinite if both are equal.
         output_error: |x a - x b| / |x b| of the dequantized weights for 32 rows x of Gaussian noise, always the same;
             None for a tensor of one dimension.
     """
@@ -61,14 +62,16 @@ def measure_error(weight: Tensor, reference: Tensor) -> Error | None:
     """
     if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
         return None
+    if not weight.numel():
+        return Error(math.inf, 0.0 if weight.dim() > 1 else None)
     turned = isinstance(weight, QuantizedTensor) and weight.transposed
-    signal = noise = output = difference = 0.0
+    error, output, difference = Difference(""), 0.0, 0.0
     x = torch.randn(_INPUTS, _rows_last(weight, turned).shape[-1], generator=torch.Generator().manual_seed(_SEED))
     for a, b in zip(_float_blocks(weight, turned), _float_blocks(reference, turned), strict=True):
-        signal, noise = signal + _squares(b), noise + _squares(a - b)
+        error += difference_of(b, a)
         output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
     ratio = math.sqrt(difference / output) if output else math.inf if difference else 0.0
-    return Error(_decibels(signal, noise), ratio if weight.dim() > 1 else None)
+    return Error(error.snr_db, ratio if weight.dim() > 1 else None)
 
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
@@ -142,11 +145,13 @@ def _rows_last(weight: Tensor, turned: bool) -> Tensor:
 
 def _float_blocks(weight: Tensor, turned: bool) -> Iterator[Tensor]:
     for block in _blocks(_rows_last(weight, turned)):
-        yield (block.dequantize(torch.float32) if isinstance(block, QuantizedTensor) else block).detach().float()
+        yield (block.dequantize() if isinstance(block, QuantizedTensor) else block).detach().float()
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:
-    """Yield the rows of a weight `[*, N, K]` in order, some `[n, K]` at a time."""
+    """Yield the rows of a weight `[*, N, K]` in order, some `[n, K]` at a time; none of one without elements."""
+    if not weight.numel():
+        return
     if weight.dim() > 2:
         for index in range(weight.shape[0]):
             yield from _blocks(weight[index])
@@ -158,9 +163,3 @@ def _blocks(weight: Tensor) -> Iterator[Tensor]:
 
 def _squares(block: Tensor) -> float:
     return block.double().square().sum().item()
-
-
-def _decibels(signal: float, noise: float) -> float:
-    if not noise:
-        return math.inf
-    return 10 * math.log10(signal / noise) if signal else -math.inf

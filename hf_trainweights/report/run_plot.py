@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.report.run_sections import run_picture
 from hf_trainweights.report.runs import read_losses, read_run
-from hf_trainweights.report.write import write_report
+from hf_trainweights.report.write import write_alone, write_report
 
 _SUFFIXES = (".svg", ".html")
 
@@ -38,8 +36,7 @@ def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
         write_report(root, out)
         return
     picture = run_picture(root.absolute().name, checkpoints, read_losses(root, checkpoints))
-    with save_errors(out, "No picture was written."), replace_file(out) as file:
-        file.write(picture.standalone(page=True).encode())
+    write_alone(out, picture.standalone(page=True), "No picture was written.")
 
 
 def check_plot_name(out: Path) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.report.models import (
     WORST,
@@ -103,8 +104,24 @@ def write_page(page: Page, out: Path) -> None:
     Raises:
         SaveError: It cannot be written.
     """
-    with save_errors(out, "No report was written."), replace_file(out) as file:
-        file.write(page.html().encode())
+    write_alone(out, page.html(), "No report was written.")
+
+
+def write_alone(out: Path, text: str, outcome: str) -> None:
+    """Write a file that is replaced as a whole or not at all, and remove what killed writers left beside it.
+
+    Args:
+        out: The file.
+        text: What it is to hold.
+        outcome: What is true after an error, a sentence.
+
+    Raises:
+        SaveError: It cannot be written.
+    """
+    with save_errors(out, outcome):
+        clean_up(out.parent)
+        with replace_file(out) as file:
+            file.write(text.encode())
 
 
 def _of_run(source: Source, against: Source | None) -> tuple[str, list[str], Sequence[Section]]:

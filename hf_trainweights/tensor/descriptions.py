@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, unsupported_by_torchscript
 
@@ -31,9 +30,6 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
             del own["__prepare_scriptable__"]
             if getattr(own["extra_repr"], "func", None) is extra_repr:
                 del own["extra_repr"]
-
-
-register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
 
 
 def extra_repr(module: nn.Module) -> str:

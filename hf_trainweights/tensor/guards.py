@@ -23,7 +23,7 @@ _LAYER_NUMBER = re.compile(r"\.\d+\.")
 
 def make_guard() -> Tensor:
     """Return a guard: one zero byte, a tensor of its own."""
-    return torch.zeros(_GUARD_SHAPE, dtype=torch.uint8)
+    return torch.zeros(_GUARD_SHAPE, dtype=torch.uint8, device="cpu")
 
 
 def is_guard(value: object) -> bool:

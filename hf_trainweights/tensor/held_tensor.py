@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Self, overload
+from typing import Any, Self, overload
 
 import torch
 from torch import Tensor, nn
 
 from hf_trainweights import kernels
 from hf_trainweights.formats.base import Format
+from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.stored_checks import check_stored
 
 
-class Held(NamedTuple):
-    """The tensors that a weight holds in memory.
+class Held:
+    """The tensors that a weight holds in memory, and what a kernel prepared for them: exchanged as one attribute.
+
+    Another thread may multiply meanwhile, so nothing here changes but `multiply_few`, which depends on the rest alone.
 
     Args:
         tensors: By the names of the format's stored tensors.
         layout: The kernel's layout that they are in; None for the stored tensors themselves.
     """
 
-    tensors: dict[str, Tensor]
-    layout: Layout | None = None
+    __slots__ = ("layout", "multiply_few", "tensors")
+
+    def __init__(self, tensors: dict[str, Tensor], layout: Layout | None = None):
+        self.tensors, self.layout = tensors, layout
+        # The kernel's function for the few rows of a decoding step; None until the first of them.
+        self.multiply_few: MultiplyFew | None = None
 
     def to_canonical(self) -> dict[str, Tensor]:
         """Return the stored tensors: those that are held, or new ones where a layout holds them."""
@@ -50,10 +57,7 @@ class HeldTensor(Tensor):
     format: Format
     stored_shape: tuple[int, ...]
     transposed: bool
-    # The tensors in memory and their layout: one attribute, since another thread may multiply while they are exchanged.
     held: Held
-    # The kernel's function for the few rows of a decoding step; None until the first of them.
-    multiply_few: Callable[[Tensor, Tensor | None], Tensor | None] | None
     # Whether the layout was chosen, or will be, by the one who made the weight a parameter.
     layout_is_settled: bool
 
@@ -214,8 +218,7 @@ class HeldTensor(Tensor):
         Args:
             function: From a held tensor to itself or a copy.
         """
-        tensors, layout = self.held
-        held = Held({name: function(tensor) for name, tensor in tensors.items()}, layout)
+        held = Held({name: function(tensor) for name, tensor in self.held.tensors.items()}, self.held.layout)
         return self.from_held(held, self.format, self.stored_shape, self.dtype, self.transposed)
 
     def best_layout(self) -> Layout | None:
@@ -244,11 +247,7 @@ class HeldTensor(Tensor):
         return self.in_layout(None)
 
     def hold_(self, held: Held) -> Self:
-        """Take over tensors in place of those that are held.
-
-        Args:
-            held: Tensors of this weight's format, shape and device, in any layout; kept, not copied.
-        """
-        self.held = held
-        self.multiply_few = None
+        """Take over tensors of this weight's format, shape and device in place of those that are held; not copied."""
+        # What was prepared for another weight may serve another dtype.
+        self.held = Held(held.tensors, held.layout)
         return self

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.memory import return_freed_memory
@@ -45,25 +44,20 @@ def _is_gathered(module: nn.Module) -> bool:
     return any(isinstance(each, FSDPModule) for each in module.modules())
 
 
-def choose_layout_of_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+def choose_layout_of_registered(module: nn.Module, parameter: nn.Parameter | None) -> None:
     """Hold a quantized weight that a module gets in the layout in which it is multiplied fastest, in place.
 
     PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
 
     Args:
         module: The module. An embedding looks rows up, for which the stored tensors are best.
-        name: Name of the parameter there.
         parameter: What it is to be. Left alone where `as_parameter` made it: a load chooses when it is over, since
             weights may be memory-mapped until then, and accelerate may yet place parts of the model elsewhere.
     """
-    del name
     if not isinstance(parameter, QuantizedTensor) or parameter.layout_is_settled or parameter.is_traced:
         return
     if not isinstance(module, nn.Embedding):
         _hold_in_best_layout_(parameter)
-
-
-register_module_parameter_registration_hook(choose_layout_of_registered)  # type: ignore[arg-type]
 
 
 def _hold_in_best_layout_(weight: QuantizedTensor) -> None:

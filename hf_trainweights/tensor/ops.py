@@ -140,11 +140,9 @@ def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tens
     """Apply an indexing function along one stored dimension to every held tensor; not possible along K."""
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    tensors, layout = _divisible(tensor, dim)
-    shared = _shared_along(tensor, dim)
-    return _part(
-        tensor, Held({name: held if name in shared else function(held) for name, held in tensors.items()}, layout)
-    )
+    whole, shared = _divisible(tensor, dim), _shared_along(tensor, dim)
+    tensors = {name: held if name in shared else function(held) for name, held in whole.tensors.items()}
+    return _part(tensor, Held(tensors, whole.layout))
 
 
 def _divisible(tensor: QuantizedTensor, dim: int) -> Held:
@@ -190,11 +188,12 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    (tensors, layout), shared = _divisible(tensor, dim), _shared_along(tensor, dim)
-    pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in tensors.items() if name not in shared}
-    pieces |= {name: [tensors[name]] * len(pieces["qdata"]) for name in shared}
+    whole, shared = _divisible(tensor, dim), _shared_along(tensor, dim)
+    cut = {name: held for name, held in whole.tensors.items() if name not in shared}
+    pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in cut.items()}
+    pieces |= {name: [whole.tensors[name]] * len(pieces["qdata"]) for name in shared}
     parts = (dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True))
-    return [_part(tensor, Held(part, layout)) for part in parts]
+    return [_part(tensor, Held(part, whole.layout)) for part in parts]
 
 
 @implements(aten.unbind.int, any_layout=True)
@@ -229,8 +228,8 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
-    (tensors, layout), K = tensor.held, tensor.stored_shape[-1]
-    rows = (tensor.format if layout is None else layout).take_rows(tensors, indices.flatten())
+    held, K = tensor.held, tensor.stored_shape[-1]
+    rows = (held.layout or tensor.format).take_rows(held.tensors, indices.flatten())
     return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
 
 

@@ -74,7 +74,7 @@ class Placed(NamedTuple):
         Args:
             coordinate: The rank's place in the mesh.
         """
-        own = [torch.arange(size) for size in self.stored_shape]
+        own = [torch.arange(size, device="cpu") for size in self.stored_shape]
         mesh_shape, placements = self.whole.device_mesh.shape, self.whole.placements
         for placement, dim, rank, ranks in zip(placements, self.stored_dims, coordinate, mesh_shape, strict=True):
             if dim is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,19 +12,14 @@ from torch import Tensor, nn
 from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.kernels.compiled import MultiplyFew
-from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.kernels.arguments import MultiplyFew
+from hf_trainweights.kernels.dequantized import multiply_dequantized
 from hf_trainweights.tensor.dispatch import compute_dequantized
 from hf_trainweights.tensor.handlers import implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
-
-# Weights that are dequantized at a time: 4 MB of float32 stay near the last-level cache and are reused from block to
-# block, where a whole float weight of 32 MB or more is mapped, page by page, and given back at every product.
-BLOCK_ELEMENTS = 1 << 20
 
 # Held tensors, format and shape `[N, K]` of one weight.
 Expert = tuple[Held, Format, tuple[int, ...]]
@@ -56,16 +51,7 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     tensors = held.to_canonical()
     if not plain:
         return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
-    N, K = shape
-    dtype = product_dtype(x.dtype, x.numel() // max(1, K)) if x.device.type == "cpu" else x.dtype
-    given, shift = x.to(dtype), None if bias is None else bias.to(dtype)
-    rows = max(1, BLOCK_ELEMENTS // max(1, K))
-    if rows >= N:
-        return F.linear(given, form.dequantize(tensors, shape, dtype), shift).to(x.dtype)
-    blocks = [cut_rows(form, tensors, lambda stored, i=i: stored[i : i + rows]) for i in range(0, N, rows)]
-    weights = (form.dequantize_rows(block, K, dtype) for block in blocks)
-    out = torch.cat([F.linear(given, weight) for weight in weights], dim=-1)
-    return (out if shift is None else out.add_(shift)).to(x.dtype)
+    return multiply_dequantized(x, tensors, form, shape, bias)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -87,15 +73,16 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
         and not isinstance(x, QuantizedTensor)
         and weight.transposed == transposed
         and x.dtype == weight.dtype
+        and not x.is_nested
         and x.dim() > 0
         and x.shape[-1] == weight.stored_shape[-1]
     )
 
 
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
-    """Return whether the weight is a quantized matrix, and x and the bias are of its sizes."""
+    """Return whether the weight is a quantized matrix, and x and the bias are of its sizes and dtype."""
     fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
-    return fits and (bias is None or bias.shape == weight.shape[:1])
+    return fits and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
 
 
 @implements(aten.linear.default, any_layout=True)
@@ -115,7 +102,8 @@ def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
 
 @implements(aten.addmm.default, any_layout=True)
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
-    if not factors and _fits(x, weight, transposed=True) and bias.shape == weight.shape[1:]:
+    fits = bias.shape == weight.shape[1:] and bias.dtype == weight.dtype
+    if not factors and fits and _fits(x, weight, transposed=True):
         return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, bias, x, weight, **factors)
 
@@ -144,8 +132,8 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
 
 
 def _expert(weight: QuantizedTensor, index: int) -> Expert:
-    tensors, layout = weight.held
-    part = Held({name: tensor[index] for name, tensor in tensors.items()}, layout)
+    held = weight.held
+    part = Held({name: tensor[index] for name, tensor in held.tensors.items()}, held.layout)
     return part, weight.format, weight.stored_shape[1:]
 
 
@@ -163,53 +151,48 @@ implements(aten.baddbmm.default)(compute_dequantized)
 @replaces(F.linear)
 def _linear_at_once(input: Any, weight: Any, bias: Any = None) -> Any:  # noqa: A002  (callers pass it by this name)
     """Multiply without the way through the dispatcher, which costs as much as the product of one token."""
-    if type(weight) is not QuantizedTensor or not is_plain(input, bias) or not _nobody_watches():
+    if type(weight) is not QuantizedTensor or not is_plain(input, bias) or _is_watched():
         return NotImplemented
-    multiply_few = weight.multiply_few or _settle(weight)
-    out = multiply_few(input, bias)
+    held = weight.held
+    out = (held.multiply_few or _settle(weight, held))(input, bias)
     return out if out is not None else _linear(F.linear, input, weight, bias)
 
 
-def _nobody_watches() -> bool:
-    """Return whether nothing but the result of a product is asked for; False where a release of torch cannot tell.
-
-    Autograd, autocast, transforms, modes that watch ops and compilers want to see each op.
-    """
+def _watch() -> Callable[[], bool]:
+    """Return whether autograd, autocast, transforms, modes or compilers want to see each op; True in doubt."""
     try:
-        return not (
-            torch.compiler.is_compiling()
-            or torch.is_grad_enabled()
-            or torch._C._is_any_autocast_enabled()
-            or torch._C._len_torch_dispatch_stack() != 0
-            or torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
-            or torch.autograd.forward_ad._current_level >= 0
+        is_compiling, has_gradients = torch.compiler.is_compiling, torch.is_grad_enabled
+        is_casting, modes = torch._C._is_any_autocast_enabled, torch._C._len_torch_dispatch_stack
+        transform = torch._C._functorch.peek_interpreter_stack  # type: ignore[attr-defined]
+        tangents = torch.autograd.forward_ad
+        _ = tangents._current_level
+    except AttributeError:  # another release of torch has other names
+        return lambda: True
+
+    def is_watched() -> bool:
+        return bool(
+            has_gradients()
+            or is_compiling()
+            or is_casting()
+            or modes()
+            or transform() is not None
+            or tangents._current_level >= 0
         )
-    except AttributeError:
-        return False
+
+    return is_watched
 
 
-def _settle(weight: QuantizedTensor) -> MultiplyFew:
-    """Return the weight's function for x of its dtype, and keep it on the weight until that holds other tensors."""
-    weight.multiply_few = _leave_to_linear
+# Bound once: to look these names up at each product takes 3 % of a small one.
+_is_watched = _watch()
+
+
+def _settle(weight: QuantizedTensor, held: Held) -> MultiplyFew:
+    """Return the function for what a weight holds, and keep it there: what is exchanged meanwhile takes it along."""
+    multiply_few = None
     if weight.dim() == 2 and not weight.transposed:
-        tensors, layout = weight.held
-        prepared = kernels.prepare_few_rows(tensors, weight.format, layout, weight.dtype)
-        weight.multiply_few = weight.multiply_few if prepared is None else _only_fitting(prepared, weight)
-    return weight.multiply_few
-
-
-def _only_fitting(multiply_few: MultiplyFew, weight: QuantizedTensor) -> MultiplyFew:
-    """Return a function that leaves what does not fit the weight: as `_takes` in a fifth of its 2 us."""
-    (N, K), dtype = weight.stored_shape, weight.dtype
-
-    def multiply(x: Tensor, bias: Tensor | None) -> Tensor | None:
-        if x.dtype != dtype or x.dim() == 0 or x.size(-1) != K:
-            return None
-        if bias is not None and (bias.dim() != 1 or bias.size(0) != N):
-            return None
-        return multiply_few(x, bias)
-
-    return multiply
+        multiply_few = kernels.prepare_few_rows(held.tensors, weight.format, held.layout, weight.dtype)
+    held.multiply_few = multiply_few or _leave_to_linear
+    return held.multiply_few
 
 
 def _leave_to_linear(x: Tensor, bias: Tensor | None) -> None:

@@ -8,14 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoint.directory.runs import save
 from checkpoint.trainers import STEPS, build, trainer_of
 from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import callback as callback_module
 from hf_trainweights.checkpoint import compression
+from hf_trainweights.checkpoint.backlog import Backlog
 from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.errors import SaveError
+
+pytestmark = pytest.mark.slow  # each trains
 
 REAL = compression.compress_directory
 
@@ -149,3 +153,23 @@ def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_ov
     assert "checkpoint-8 stays as the Trainer wrote it" in caplog.text
     with pytest.warns(UserWarning, match="checkpoint-8 is passed over"):
         assert latest(tmp_path) == str(tmp_path / "checkpoint-6")
+
+
+def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(path: Path, **_: Any) -> Any:
+        raise MemoryError("full") if path.name == "checkpoint-1" else TRANSIENT
+
+    monkeypatch.setattr(compression, "compress_directory", fail)
+    backlog = Backlog("raise")
+    for step in (1, 2, 3):
+        save(tmp_path, step, manifest=False)
+        backlog.add(compression.Compression(tmp_path / f"checkpoint-{step}", 1, {}))
+    with pytest.raises(MemoryError, match="full"):
+        backlog.finish()
+    calls = fail_for(monkeypatch, TRANSIENT)
+    save(tmp_path, 4, manifest=False)
+    backlog.add(compression.Compression(tmp_path / "checkpoint-4", 1, {}))
+    backlog.finish()
+    assert sorted(calls) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoint.trainers import assert_equal, build, trainer_of, weights
+from covering import exhaustive
 from torch import Tensor, nn
 from transformers import TrainerCallback
 
@@ -18,6 +19,8 @@ from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint.directory.converted_weights import MARK_NAME
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files import disk
+
+pytestmark = pytest.mark.slow  # most train a second or two
 
 KILLED = 137
 # Where a process dies: at the Trainer's save of this step, or at what the callback does about it.
@@ -89,18 +92,18 @@ def train(root: Path, name: str, die_at: int | None) -> int:
     return count
 
 
-@pytest.fixture(scope="module", params=["gpt_neox", "qwen3_moe"])
+@pytest.fixture(scope="module", params=["gpt_neox", *exhaustive("qwen3_moe")])
 def expected(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Tensor]]:
     trainer, _ = trainer_of(tmp_path_factory.mktemp("whole"), model=build(request.param), save_strategy="no")
     trainer.train()
     return request.param, weights(trainer)
 
 
-def states(root: Path, name: str) -> Iterator[tuple[int, Path]]:
-    """Yield what lies there after a death at each call, or after about ten of them."""
+def states(root: Path, name: str, kills: int) -> Iterator[tuple[int, Path]]:
+    """Yield what lies there after a death at the first two calls, and at about so many others."""
     calls = train(root / "whole", name, None)
     assert calls > 20
-    for die_at in sorted({0, 1, *range(2, calls, max(1, calls // 8))}):
+    for die_at in sorted({0, 1, *range(2, calls, max(1, calls // kills))}):
         run = root / f"killed-{die_at}"
         train(run, name, die_at)
         yield die_at, run
@@ -112,13 +115,14 @@ def resume(root: Path, name: str, checkpoint: str | None) -> dict[str, Tensor]:
     return weights(trainer)
 
 
+@pytest.mark.parametrize("kills", [4, *exhaustive(8)])
 @pytest.mark.filterwarnings("ignore:.*is passed over")
 def test_a_run_that_is_killed_in_a_save_ends_as_if_it_had_not_been(
-    tmp_path: Path, expected: tuple[str, dict[str, Tensor]]
+    tmp_path: Path, expected: tuple[str, dict[str, Tensor]], kills: int
 ) -> None:
     name, final = expected
     offered = []
-    for die_at, run in states(tmp_path, name):
+    for die_at, run in states(tmp_path, name, kills):
         checkpoint = latest(run)
         assert checkpoint is not None
         offered.append(Path(checkpoint).name)
@@ -144,7 +148,7 @@ def by_name(trainer: Any, checkpoint: Path) -> None:
     trainer.train(resume_from_checkpoint=str(checkpoint))
 
 
-@pytest.mark.parametrize("start", [by_true, by_name])
+@pytest.mark.parametrize("start", [by_name, *exhaustive(by_true)])
 def test_a_resume_that_does_not_ask_latest_is_stopped(tmp_path: Path, start: Callable[[Any, Path], None]) -> None:
     checkpoint = interrupted(tmp_path)
     trainer, _ = trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build("gpt_neox"))

@@ -1,5 +1,6 @@
 """What is left when the process is killed, the power fails or the disk is full, at every single call."""
 
+import contextlib
 import errno
 import json
 import os
@@ -23,9 +24,11 @@ from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint, save_training_state
-from hf_trainweights.errors import SaveError
+from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
 from hf_trainweights.files.temporary import claim_directory
+
+pytestmark = pytest.mark.slow  # each replays a save at every call to the file system
 
 
 @pytest.mark.parametrize("opener", [atomic.create_file, atomic.replace_file])
@@ -295,6 +298,45 @@ def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypa
             break
         assert latest(root) == str(root / "checkpoint-2")
         assert is_whole(root / "checkpoint-2", 2)
+    assert fail_at > 10
+    assert verify_checkpoint(root / "checkpoint-2").ok
+
+
+REWRITES = {
+    "raw weights": lambda path: compress_directory(path, rules={"weight": "raw"}, buffers=[]),
+    "int8 weights": lambda path: compress_directory(path, rules={"weight": "int8"}, buffers=[]),
+    "near-lossless": lambda path: compress_directory(path, mode="near-lossless"),
+    "restore": restore_directory,
+}
+
+
+def is_nearly_whole(path, step):
+    optimizer = load_file(path / "optimizer.pt")
+    is_near = torch.allclose(loaded_by_transformers(path)["w"], example(step)["model"]["w"], atol=0.05)
+    return is_near and optimizer["state"].keys() == {0}
+
+
+@pytest.mark.filterwarnings("ignore:.*stored without reference")
+@pytest.mark.parametrize("rewrite", REWRITES)
+def test_a_failing_disk_leaves_a_small_checkpoint_loadable(tmp_path, monkeypatch, rewrite):
+    root, source = tmp_path / "run", tmp_path / "source"
+    for step in (1, 2):
+        compress_directory(trainer_directory(root, step, shards=False))
+    assert list((root / "checkpoint-2").glob("*.anchor"))
+    root.rename(source)
+    for fail_at in range(1, 1000):
+        shutil.rmtree(root, ignore_errors=True)
+        shutil.copytree(source, root)
+        failing = FailingDisk(fail_at, errno.EIO, for_good=False)
+        with monkeypatch.context() as patch:
+            patch.setattr(disk, "file_system", failing)
+            with contextlib.suppress(SaveError, CorruptFileError):  # what it writes, and what it reads first
+                REWRITES[rewrite](root / "checkpoint-2")
+        if failing.count < fail_at:
+            break
+        shutil.rmtree(root / "checkpoint-1")  # the other must not need it
+        assert latest(root) == str(root / "checkpoint-2")
+        assert is_nearly_whole(root / "checkpoint-2", 2)
     assert fail_at > 10
     assert verify_checkpoint(root / "checkpoint-2").ok
 

@@ -23,6 +23,8 @@ from hf_trainweights.checkpoint.manager import CheckpointManager
 from hf_trainweights.checkpoint.training_files import load_checkpoint
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
+pytestmark = pytest.mark.slow  # each goes through many places of a file
+
 WEIGHTS = "pytorch_model.bin"
 LAST_STEP = 3
 

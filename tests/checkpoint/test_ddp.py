@@ -15,6 +15,7 @@ import pytest
 import torch
 import transformers
 from checkpoint.trainers import STEPS, assert_equal, trainer_of, weights
+from covering import exhaustive
 from ranks import run_ranks
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -26,6 +27,8 @@ from hf_trainweights.checkpoint import CheckpointManager, compression, verify_ch
 from hf_trainweights.checkpoint import manager as manager_module
 from hf_trainweights.checkpoint.rng_state import rng_state
 from hf_trainweights.errors import ConfigError
+
+pytestmark = pytest.mark.slow  # each trains on two ranks
 
 RANKS = 2
 
@@ -78,7 +81,7 @@ def train_stock(rank: int, out: Path, resume: str | None = None, **options: Any)
 
 
 @stock_trainer_resumes
-@pytest.mark.parametrize("options", [{}, {"save_on_each_node": True}], ids=["plain", "each node"])
+@pytest.mark.parametrize("options", [{}, *exhaustive({"save_on_each_node": True})], ids=["plain", "each node"])
 def test_the_first_rank_makes_checkpoints_small_and_both_resume_exactly(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

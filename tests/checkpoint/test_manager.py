@@ -151,6 +151,44 @@ def test_gradient_accumulation_goes_on_exactly(tmp_path):
     assert resumed.state() == straight.state()
 
 
+class Accumulating:
+    """A training whose forward passes draw random numbers and change buffers."""
+
+    def __init__(self):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(1, 8), nn.Dropout(0.3), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def __call__(self, root, *, stop=None, every=4):
+        with CheckpointManager(root, every_steps=100) as manager:
+            for step, (x,) in manager.steps(loader(), self.model, self.optimizer):
+                self.model(x).square().mean().backward()
+                if step % every == 0:
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                if step == stop:
+                    break
+        return fingerprint([self.model.state_dict(), rng_state()])
+
+
+@pytest.mark.parametrize(("stop", "every", "saved"), [(2, 2, 2), (3, 2, 2), (4, 2, 4), (5, 2, 4), (5, 3, 3)])
+def test_a_loop_that_is_left_within_a_gradient_goes_on_exactly(tmp_path, stop, every, saved):
+    straight = Accumulating()(tmp_path / "a", every=every)
+    Accumulating()(tmp_path / "b", stop=stop, every=every)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == [f"checkpoint-{saved}"]
+    assert Accumulating()(tmp_path / "b", every=every) == straight
+
+
+def test_a_loop_that_is_left_within_its_first_gradient_saves_nothing_and_says_so(tmp_path):
+    with pytest.warns(UserWarning, match=r"No checkpoint of step 1: .*There is none yet"):
+        Accumulating()(tmp_path, stop=2)
+    assert not list(tmp_path.iterdir())
+    Accumulating()(tmp_path, stop=4)
+    with pytest.warns(UserWarning, match=r"No checkpoint of step 5: .*The newest one is of step 4"):
+        Accumulating()(tmp_path, stop=6)
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
+
+
 def test_checkpoints_are_saved_when_due_and_the_last_are_kept(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=2)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-16", "checkpoint-18"}

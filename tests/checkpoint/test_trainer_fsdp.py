@@ -16,6 +16,7 @@ from accelerate import PartialState
 from accelerate.utils import DistributedType
 from checkpoint.test_callback_kills import KILLED, DyingDisk
 from checkpoint.trainers import STEPS, assert_equal, build, trainer_of
+from covering import exhaustive
 from ranks import outcomes_of_ranks, run_ranks
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from transformers import TrainerCallback
@@ -90,13 +91,17 @@ def resume_stock(rank: int, out: Path, kind: str, step: int) -> Any:
 
 DDP = pytest.param(
     "DDP",
-    marks=pytest.mark.skipif(
-        transformers.__version__ < "5.18", reason="this Trainer asks torch.load for cpu:0, which torch does not know"
-    ),
+    marks=[
+        pytest.mark.exhaustive,
+        pytest.mark.skipif(
+            transformers.__version__ < "5.18",
+            reason="this Trainer asks torch.load for cpu:0, which torch does not know",
+        ),
+    ],
 )
 
 
-@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", "FULL_STATE_DICT", DDP])
+@pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT", *exhaustive("FULL_STATE_DICT"), DDP])
 def test_checkpoints_become_small_and_an_unmodified_trainer_resumes_from_them(tmp_path: Path, kind: str) -> None:
     plain = run_ranks(RANKS, train, tmp_path / "plain", kind)
     small = run_ranks(RANKS, train_small, tmp_path / "small", kind)
@@ -145,7 +150,7 @@ def train_and_die(rank: int, out: Path, dying_rank: int, die_at: int) -> Any:
     return train(rank, out, "SHARDED_STATE_DICT", (Arm(system, 4), TrainWeightsCheckpointCallback()))
 
 
-@pytest.mark.parametrize(("dying_rank", "die_at"), [(0, 4), (0, 20), (1, 1), (1, 6)])
+@pytest.mark.parametrize(("dying_rank", "die_at"), [(0, 20), (1, 1), *exhaustive((0, 4), (1, 6))])
 def test_a_killed_rank_leaves_checkpoints_from_which_all_ranks_resume(
     tmp_path: Path, dying_rank: int, die_at: int
 ) -> None:

@@ -23,11 +23,14 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded
 # One epoch has 8 batches and ends at step 8 without accumulation, so a run that saves here stops within an epoch.
 SAVED = 3
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",  # peft asks for it
-    "ignore:.*expected a plain dense tensor, found a torchao:UserWarning",  # their files stay plain
-    "ignore:Paged optimizers are not supported on CPU:UserWarning",  # bitsandbytes keeps them in memory then
-)
+pytestmark = [
+    pytest.mark.slow,  # each trains
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing.* is deprecated:FutureWarning",  # peft asks for it
+        "ignore:.*expected a plain dense tensor, found a torchao:UserWarning",  # their files stay plain
+        "ignore:Paged optimizers are not supported on CPU:UserWarning",  # bitsandbytes keeps them in memory then
+    ),
+]
 
 
 @pytest.fixture(autouse=True)

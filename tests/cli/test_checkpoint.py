@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from command_line import exit_code_of, fork_command
 from safetensors.torch import save_file
 from transformers import BertConfig, BertModel
 from trees import trained
@@ -301,14 +301,6 @@ def test_compress_prints_what_it_rounded(run_directory: Path) -> None:
     assert result.stderr == "nothing was changed: this was a dry run\n"
 
 
-ON_A_TERMINAL = """
-import sys
-sys.stdin.isatty = lambda: True
-from hf_trainweights_cli.main import main
-main()
-"""
-
-
 @pytest.mark.parametrize(
     ("arguments", "answer", "is_changed"),
     [
@@ -319,13 +311,21 @@ main()
     ],
 )
 def test_whoever_sits_at_a_terminal_is_asked_before_anything_is_rounded(
-    arguments: tuple[str, ...], answer: str, is_changed: bool, run_directory: Path
+    arguments: tuple[str, ...], answer: str, is_changed: bool, run_directory: Path, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", ON_A_TERMINAL, "checkpoint", "compress", str(run_directory), *arguments]
-    done = subprocess.run(command, input=answer, capture_output=True, text=True, timeout=300, check=False)
+    (tmp_path / "answer").write_text(answer)
+    with (tmp_path / "answer").open() as stdin, (tmp_path / "stderr").open("w+") as output:
+        child = fork_command(
+            *("checkpoint", "compress", run_directory, *arguments),
+            stdin=stdin.fileno(),
+            stdout=output.fileno(),
+            stderr=output.fileno(),
+            prepare=lambda: setattr(sys.stdin, "isatty", lambda: True),
+        )
+        code, said = exit_code_of(child), (tmp_path / "stderr").read_text()
     assert bool(list(run_directory.rglob(MANIFEST_NAME))) == is_changed
-    assert done.returncode == (0 if is_changed else 1), done.stderr
-    assert ("compact may round 2 checkpoints in place" in done.stderr) == bool(answer)
+    assert code == (0 if is_changed else 1), said
+    assert ("compact may round 2 checkpoints in place" in said) == bool(answer)
 
 
 def test_diff_measures_what_the_mode_costs(plain_run: Path, small_run: Path) -> None:

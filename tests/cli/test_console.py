@@ -7,13 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import typer
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
+import hf_trainweights
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.signed_json import sign_json
-from hf_trainweights_cli.console import one_line, printable
+from hf_trainweights_cli.console import _COMMANDS, errors_in_one_line, one_line, printable
+from hf_trainweights_cli.export import Layout
 from hf_trainweights_cli.main import app
 
 # Colors, a new title of the window, a new line, text that runs from right to left, half a character, and markup.
@@ -61,3 +65,18 @@ def test_a_long_text_is_cut_and_an_ordinary_one_is_as_it_was() -> None:
     assert printable("checkpoint-1/ä.bin: 3 x 4") == "checkpoint-1/ä.bin: 3 x 4"
     assert len(printable("x" * 10**6)) < 3000
     assert one_line("two\n lines\t") == "two lines"
+
+
+def test_advice_names_commands_in_place_of_functions(capsys: pytest.CaptureFixture[str]) -> None:
+    error = UnsupportedError("export_onnx", "a", "b", "Use export_program, or hf_trainweights.quantize_directory.")
+    with pytest.raises(typer.Exit), errors_in_one_line(debug=False):
+        raise error
+    told = "Use `trainweights export --to pt2`, or `trainweights quantize`."
+    assert capsys.readouterr().err == f"error: export_onnx: expected a, found b. {told}\n"
+
+
+def test_every_function_that_advice_may_name_is_public_and_its_command_is_there() -> None:
+    assert set(_COMMANDS) <= set(hf_trainweights.__all__)
+    commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
+    assert {name.partition(" ")[0] for name in _COMMANDS.values()} <= commands
+    assert {name.partition("--to ")[2] for name in _COMMANDS.values()} - {""} == {layout.value for layout in Layout}

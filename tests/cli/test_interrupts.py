@@ -5,34 +5,32 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
+import threading
+from functools import partial
 from pathlib import Path
+from pkgutil import resolve_name
 
 import pytest
 import torch
-from command_line import run_json
+from command_line import exit_code_of, fork_command, run_json
 
-# Runs a command that stops for good where it calls a function, once it has said so.
-CHILD = """
-import signal, sys, threading
+pytestmark = pytest.mark.slow  # each runs a command as a process
 
-signal.signal(signal.SIGINT, signal.default_int_handler)  # whoever started the tests may ignore it
-path, _, name = sys.argv[1].rpartition(".")
 
-def stop(*arguments, **options):
-    print("reached", file=sys.stderr, flush=True)
-    while True:
-        threading.Event().wait(60)
+def stop_at(place: str) -> None:
+    """Let a function say on stderr that it was reached, and go no further."""
+    owner_path, _, name = place.rpartition(".")
+    owner = resolve_name(owner_path)
+    assert hasattr(owner, name)
 
-from pkgutil import resolve_name
-owner = resolve_name(path)
-assert hasattr(owner, name)
-setattr(owner, name, stop)
-sys.argv[1:2] = []
-from hf_trainweights_cli.main import main
-main()
-"""
+    def stop(*_: object, **__: object) -> None:
+        print("reached", file=sys.stderr, flush=True)
+        while True:
+            threading.Event().wait(60)
+
+    setattr(owner, name, stop)
+
 
 # What each command is doing when it is interrupted: all but those that only read have written files aside by then.
 MOMENTS = {
@@ -71,23 +69,20 @@ def test_an_interrupt_is_one_line_and_leaves_nothing(
         run_json("checkpoint", "compress", trained_run)
     before = files_of(tmp_path)
     paths = {"llama": llama, "int4": int4, "run": trained_run, "out": tmp_path / "out"}
-    command = [sys.executable, "-c", CHILD, MOMENTS[line], *line.format(**paths).split()]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    child = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment, start_new_session=True
-    )
-    assert child.stderr is not None
-    said = []
-    while (each := child.stderr.readline()) and each != "reached\n":
-        said.append(each)
-    assert each == "reached\n", "".join(said)
-    os.killpg(child.pid, signal.SIGINT)  # a terminal interrupts all processes of a command
-    try:
-        stdout, stderr = child.communicate(timeout=60)
-    finally:
-        child.kill()
-    assert (child.returncode, stdout) == (130, "")
-    assert stderr == "interrupted: nothing half-written is left behind\n"
+    arguments = line.format(**paths).split()
+    with open(os.devnull) as stdin, (tmp_path / "stdout").open("w+") as stdout:
+        reader, stderr = os.pipe()
+        prepare = partial(stop_at, MOMENTS[line])
+        child = fork_command(*arguments, stdin=stdin.fileno(), stdout=stdout.fileno(), stderr=stderr, prepare=prepare)
+        os.close(stderr)
+        with open(reader) as said:
+            first = said.readline()
+            os.killpg(child, signal.SIGINT)  # a terminal interrupts all processes of a command
+            rest = said.read()
+        assert first == "reached\n", first + rest
+        assert (exit_code_of(child), stdout.read()) == (130, "")
+    assert rest == "interrupted: nothing half-written is left behind\n"
+    (tmp_path / "stdout").unlink()
     after = files_of(tmp_path)
     assert without_manifest_of_the_interrupted(after) == without_manifest_of_the_interrupted(before)
 

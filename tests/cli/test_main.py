@@ -14,9 +14,11 @@ from typer.testing import CliRunner
 
 from hf_trainweights_cli.main import app, main
 
+pytestmark = pytest.mark.slow  # most start an interpreter
+
 COMMANDS = (
     *("quantize", "dequantize", "inspect", "verify", "diff", "export", "push", "report", "demo", "import"),
-    "checkpoint",
+    *("run", "checkpoint"),
 )
 
 

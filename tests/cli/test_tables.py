@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from command_line import exit_code_of, fork_command
 from safetensors.torch import save_file
 
 from hf_trainweights_cli.tables import Table, new_table, shorten
@@ -89,6 +90,7 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-c", "from hf_trainweights_cli.main import main; main()", *arguments]
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(two_files: list[str]) -> None:
     # COLUMNS, which some shells export, is for terminals.
     environment = {**os.environ, "COLUMNS": "40"}
@@ -101,6 +103,7 @@ def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(two_files
     assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_who_stops_reading_hears_no_complaint(two_files: list[str]) -> None:
     child = subprocess.Popen(
         command("inspect", two_files[0], "--tensors"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -113,15 +116,18 @@ def test_who_stops_reading_hears_no_complaint(two_files: list[str]) -> None:
     assert child.wait(timeout=300) == 141
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("width", [120, 80, 50])
-def test_on_a_terminal_lines_fit(width: int, two_files: list[str], tmp_path: Path) -> None:
+def test_on_a_terminal_lines_fit(
+    width: int, two_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     leader, follower = pty.openpty()
     ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 24, width, 0, 0))
-    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
+    for name in ("COLUMNS", "LINES"):
+        monkeypatch.delenv(name, raising=False)
     with (tmp_path / "stderr").open("wb") as stderr:
-        child = subprocess.Popen(
-            command("diff", *two_files, "--top", "3"), stdout=follower, stderr=stderr, env=environment
-        )
+        arguments = ("diff", *two_files, "--top", "3")
+        child = fork_command(*arguments, stdin=follower, stdout=follower, stderr=stderr.fileno())
         os.close(follower)
         shown = b""
         try:
@@ -130,7 +136,7 @@ def test_on_a_terminal_lines_fit(width: int, two_files: list[str], tmp_path: Pat
         except OSError:  # Linux: the other end is closed
             pass
         os.close(leader)
-    assert child.wait(timeout=300) == 0
+    assert exit_code_of(child) == 0
     lines = shown.decode().splitlines()
     table = lines[: next(index for index, line in enumerate(lines) if "are equal" in line)]
     assert max(map(len, table)) <= width

@@ -11,12 +11,18 @@ from hf_trainweights.demo.run import Result, _each_warning_once, run_demo
 from hf_trainweights.demo.training import Recipe
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
+from hf_trainweights.kernels import compiled
 
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 
 
 def no_report(line: str, stage: str, done: int, total: int) -> None:
     pass
+
+
+def test_the_machine_is_described_with_the_products_that_serve_on_it(result: Result) -> None:
+    library = compiled.instructions() if compiled.is_available() else None
+    assert result.machine.endswith(f"products compiled for {library}" if library else "no compiled products")
 
 
 def test_every_format_comes_back_bit_equal_after_the_baseline(result: Result) -> None:

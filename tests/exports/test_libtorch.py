@@ -16,7 +16,7 @@ from torch.utils import cpp_extension
 from hf_trainweights.exports import export_torchscript
 
 pytestmark = [
-    pytest.mark.slow,  # the fixture compiles PyTorch's headers
+    pytest.mark.exhaustive,  # the fixture compiles PyTorch's headers
     pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler, and there is no g++ here"),
 ]
 

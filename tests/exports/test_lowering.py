@@ -35,6 +35,8 @@ def held(model: nn.Module) -> dict[str, tuple[int, object]]:
     return {name: (id(weight), weight.kernel_layout) for name, weight in parameters if is_quantized(weight)}
 
 
+@pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("config", ATEN_FORMATS)
 @pytest.mark.parametrize(
     "architecture", ["llama", "llama_tied", "gpt2", "qwen3_moe", "gpt_oss", "whisper", "vit", "t5"]

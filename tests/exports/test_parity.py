@@ -16,8 +16,9 @@ import onnx
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs, random_floats
+from covering import exhaustive
 from exports.models import Convolutional, dequantized_outputs, images
-from stock_reader import StockReader, stock_reader
+from stock_reader import StockReader
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -26,7 +27,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, export_compress
 from hf_trainweights.exports import OnnxModel, export_onnx, export_program, export_torchscript
 
 # What tracers say of Transformers' own code.
-pytestmark = pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")]
 
 FORMATS: tuple[dict[str, Any], ...] = (
     {"format": "int8"},
@@ -79,12 +80,6 @@ class Stored:
     def of(cls, tensor: Tensor) -> Stored:
         octets = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
         return cls(tensor.dtype == torch.float32, tuple(tensor.shape), octets)
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[StockReader]:
-    with stock_reader() as reader:
-        yield reader
 
 
 class OnnxFile:
@@ -140,11 +135,12 @@ class ProgramFile:
         yield from map(Stored.of, unique([*program.state_dict.values(), *constants]))
 
 
+# The quick ones first: a covering array takes them most often.
 TARGETS: dict[str, OnnxFile | TorchScriptFile | ProgramFile] = {
-    "portable.onnx": OnnxFile("portable"),
-    "onnxruntime.onnx": OnnxFile("onnxruntime"),
     "script.pt": TorchScriptFile(),
     "program.pt2": ProgramFile(),
+    "onnxruntime.onnx": OnnxFile("onnxruntime"),
+    "portable.onnx": OnnxFile("portable"),
 }
 
 
@@ -201,6 +197,7 @@ def payload_bytes(model: nn.Module) -> int:
     return sum(tensor.nbytes for tensors in parts for tensor in tensors) + sum(each.nbytes for each in model.buffers())
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_file_computes_what_the_model_computes_from_its_codes_alone(tmp_path: Path, name: str, target: str) -> None:
@@ -213,6 +210,7 @@ def test_a_file_computes_what_the_model_computes_from_its_codes_alone(tmp_path: 
     assert_holds_the_codes_alone(list(file.stored(path)), model)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("target", ["script.pt", "program.pt2"])
 @pytest.mark.parametrize("name", ["llama_tied", "vit", "qwen3_moe", "gpt2"])
 def test_a_file_of_a_bfloat16_model_computes_what_it_computes(tmp_path: Path, name: str, target: str) -> None:
@@ -224,7 +222,7 @@ def test_a_file_of_a_bfloat16_model_computes_what_it_computes(tmp_path: Path, na
         assert (own - other).abs().max() <= (2e-2 * other.abs().max() if name == "gpt2" else 0)
 
 
-@pytest.mark.parametrize("name", ["vit", "whisper", "bert", "minilm"])
+@pytest.mark.parametrize("name", ["vit", "whisper", *exhaustive("bert", "minilm")])
 def test_a_checkpoint_of_all_formats_is_read_to_the_same_model(tmp_path: Path, name: str, reader: StockReader) -> None:
     make = quality.load if name == "minilm" else ARCHITECTURES[name].build
     model = quantized_by_turns(make, len(name), embeddings=False)

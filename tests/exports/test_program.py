@@ -9,12 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from exports.elsewhere import read_elsewhere
 from exports.models import ATEN_FORMATS, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_program
+
+pytestmark = pytest.mark.slow  # an export takes seconds
 
 
 @pytest.mark.parametrize("config", ATEN_FORMATS)
@@ -30,7 +33,7 @@ def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: s
     assert "scores.1.weight" not in program.state_dict
 
 
-@pytest.mark.parametrize("architecture", ["bert", "llama_tied", "vit"])
+@pytest.mark.parametrize("architecture", ["bert", *exhaustive("llama_tied", "vit")])
 def test_a_program_of_a_transformer_returns_named_tensors(tmp_path: Path, architecture: str) -> None:
     model = quantized(architecture, "int4 g32")
     inputs = ARCHITECTURES[architecture].inputs(model)
@@ -65,6 +68,7 @@ def test_an_argument_that_dynamic_shapes_leaves_out_keeps_its_shape(tmp_path: Pa
         program(pixel_values=inputs["pixel_values"][:1])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("g++") is None, reason="AOTInductor compiles C++, and there is no g++ here")
 @pytest.mark.parametrize("architecture", ["linear", "convolutional", "bert"])
 def test_a_program_is_compiled_ahead_of_time(tmp_path: Path, architecture: str) -> None:

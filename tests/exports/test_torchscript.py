@@ -9,6 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from exports.elsewhere import read_elsewhere
 from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
@@ -16,6 +17,8 @@ from torch import nn
 from benchmarks import quality
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_torchscript
+
+pytestmark = pytest.mark.slow  # an export of a transformer takes a second
 
 IDS = torch.arange(12).view(2, 6)
 
@@ -50,7 +53,7 @@ def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, con
         assert torch.equal(stored.view(torch.uint8), model.up.weight.qdata.view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", ["int8", *exhaustive(*(name for name in FORMATS if name != "int8"))])
 def test_a_traced_module_is_read_without_this_package(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     export_torchscript(model, tmp_path / "model.pt", images(2))
@@ -116,6 +119,7 @@ def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 # Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", FORMATS)
 @pytest.mark.parametrize("architecture", ["bert", "llama", "llama_tied", "gpt2", "qwen3_moe", "vit", "whisper"])
 def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
@@ -132,9 +136,8 @@ def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
             assert (own - other).abs().max() <= 1e-6 * other.abs().max()
 
 
-@pytest.mark.slow  # each case reads a model of 90 MB
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", ["int4 g32", *exhaustive(*(name for name in FORMATS if name != "int4 g32"))])
 def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, config: str) -> None:
     model = quantized(quality.load(), config)
     ids = torch.arange(1000, 1048).view(3, 16)

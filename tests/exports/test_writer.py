@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +14,15 @@ import transformers
 from architectures import ARCHITECTURES, outputs
 from packaging.version import Version
 from safetensors.torch import load_file
-from stock_reader import StockReader, stock_reader
+from stock_reader import StockReader
 from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.tensor.dispatch import FALLBACKS
+
+pytestmark = pytest.mark.slow  # the process that reads takes seconds to start
 
 INT4 = {"format": "int4", "group_size": 32}
 FORMATS: dict[str, dict[str, Any]] = {
@@ -40,12 +41,6 @@ FORMATS: dict[str, dict[str, Any]] = {
 # What docs/export.md says that the oldest supported Transformers does not read, or not exactly.
 OLD_READER = Version(transformers.__version__) < Version("5.18")
 NOT_BY_5_17 = pytest.mark.skipif(OLD_READER, reason="Transformers 5.17 initializes T5's dequantized Linears by name")
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[StockReader]:
-    with stock_reader() as reader:
-        yield reader
 
 
 @pytest.fixture
@@ -78,6 +73,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "qwen3_moe"])
@@ -107,6 +103,7 @@ def test_stock_transformers_reads_other_architectures(tmp_path: Path, reader: St
     assert_reads_the_same(reader, tmp_path / "out", model, architecture)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ["llama", "qwen3_moe", pytest.param("t5", marks=NOT_BY_5_17)])
 @pytest.mark.parametrize("name", ["int8", "int4_g32", "float8"])
 def test_stock_transformers_dequantizes_while_it_loads(

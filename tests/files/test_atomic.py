@@ -3,6 +3,7 @@ import hashlib
 import os
 
 import pytest
+from simulated_disk import RecordingDisk
 
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
@@ -63,6 +64,29 @@ def test_replacing_keeps_readers_of_the_old_file_unharmed(tmp_path):
         with atomic.replace_file(path) as file:
             file.write(b"new")
         assert reader.read() == b"old"
+
+
+def test_a_moved_file_is_on_the_disk_before_its_name_and_its_name_before_the_call_returns(tmp_path, monkeypatch):
+    recorded = RecordingDisk()
+    monkeypatch.setattr(disk, "file_system", recorded)
+    source, target = tmp_path / "aside", tmp_path / "file"
+    source.write_bytes(b"new")
+    atomic.move_file(source, target)
+    assert recorded.calls == [("sync_file", source, b"new"), ("rename", source, target), ("sync_directory", tmp_path)]
+
+
+def test_a_tree_is_on_the_disk_with_the_data_of_each_file_and_every_name(tmp_path, monkeypatch):
+    outside, tree = tmp_path / "outside", tmp_path / "tree"
+    inner = tree / "a" / "b"
+    for directory in (outside, inner):
+        directory.mkdir(parents=True)
+        (directory / "file").write_bytes(b"data")
+    (tree / "link").symlink_to(outside)
+    recorded = RecordingDisk()
+    monkeypatch.setattr(disk, "file_system", recorded)
+    atomic.sync_tree(tree)
+    directories = [("sync_directory", path) for path in (inner, inner.parent, tree)]
+    assert recorded.calls == [("sync_file", inner / "file", b"data"), *directories]
 
 
 @pytest.mark.parametrize("exists", [False, True])

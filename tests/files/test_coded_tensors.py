@@ -142,3 +142,11 @@ def test_other_bytes_are_refused(coded: Tensor) -> None:
 def test_other_tensors_are_refused() -> None:
     with pytest.raises(CorruptFileError, match="layer, coded bytes: expected uint8"):
         decode_tensors(torch.zeros(9, 9, dtype=torch.int8), "layer")
+
+
+@pytest.mark.parametrize("shape", [(2**50, 0, 1), (2**28, 0, 4), (2**20, 2**20, 0)])
+def test_matrices_without_elements_take_no_time(shape: tuple[int, ...]) -> None:
+    tensor = torch.empty(shape)
+    reader = CodedTensors(encode_tensors({"empty": tensor}), "w")
+    assert reader.read("empty").shape == shape
+    assert reader.read("empty", 0).shape == shape[-2:]

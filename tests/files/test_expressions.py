@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import json
 import re
+import resource
 import subprocess
+import sys
 import time
 
 import pytest
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.files import expressions
+from hf_trainweights.files import expression_worker, expressions
 from hf_trainweights.files.expressions import matching
 
 NAMES = [
@@ -91,3 +95,16 @@ def test_plain_names_and_the_commonest_expressions_need_no_process(monkeypatch: 
     }
     with pytest.raises(UnsupportedError, match=r"found .*not here.* Write full names instead of regular expressions\."):
         matching(["(refused)"], ["a"])
+
+
+def test_the_process_answers_each_expression_in_a_line_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)  # it would hold for this process
+    request = json.dumps({"expressions": ["a.", "(", "b"], "names": ["ab", "b", "ac"]})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(request))
+    expression_worker.main()
+    first, second, third = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {"matched": [0, 2]}
+    assert "unterminated" in second["invalid"]
+    assert third == {"matched": [1]}

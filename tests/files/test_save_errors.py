@@ -15,7 +15,7 @@ NEXT_STEPS = {
     errno.EPERM: "Check its permissions",
     errno.EROFS: "Check its permissions",
     errno.EIO: "The disk reports an error",
-    errno.ENOENT: "Another process has removed or renamed it",
+    errno.ENOENT: "Create it, or check its path",
     errno.ENOTDIR: "remove what is in the way",
     errno.ENODEV: "Check the disk",
 }

@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from covering import by_default
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
 from hf_trainweights.errors import SaveError
@@ -79,7 +80,15 @@ SAVES = {
 }
 
 
-@pytest.mark.parametrize("name", SAVES)
+# Of each way to replace files, the one with the most of them.
+DIFFERENT = (
+    *("one file over one, equal config", "fewer shards", "one file over shards", "bin over safetensors"),
+    *("one over two families", "into an empty directory"),
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", by_default(DIFFERENT, SAVES))
 def test_a_loader_finds_the_old_model_the_new_one_or_none_at_every_moment(tmp_path, monkeypatch, name):
     old, new = SAVES[name]
     root, expected = tmp_path / "root", tmp_path / "expected"
@@ -103,6 +112,7 @@ def test_a_loader_finds_the_old_model_the_new_one_or_none_at_every_moment(tmp_pa
         assert None not in found
 
 
+@pytest.mark.slow
 def test_a_variant_is_replaced_at_every_moment_as_a_whole(tmp_path, monkeypatch):
     old, new = (model(letter, shards=2, variant="fp16", config="C") for letter in "AB")
     root, directory = tmp_path / "root", tmp_path / "root" / "model"
@@ -118,6 +128,8 @@ def test_a_variant_is_replaced_at_every_moment_as_a_whole(tmp_path, monkeypatch)
     assert last == models[1]
 
 
+@pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk full", "input/output error"])
 @pytest.mark.parametrize("name", ["one file over one, equal config", "one file over one", "fewer shards"])
@@ -197,6 +209,7 @@ def test_a_living_save_is_not_disturbed_and_a_second_one_is_refused(tmp_path):
     assert tree(tmp_path) == model("A")
 
 
+@pytest.mark.slow
 def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path):
     models = [SAVES["fewer shards"][0], SAVES["fewer shards"][1]]
     directory = tmp_path / "model"
@@ -205,7 +218,7 @@ def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path)
     save(directory, models[1])
     whole.append(seen(directory))
     results = []
-    for number in range(30):
+    for number in range(0, 30, 3):
         child = os.fork()
         if child == 0:
             while True:
@@ -220,3 +233,15 @@ def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path)
         assert not list(directory.glob("_trainweights-*"))
         results.append(seen(directory))
     assert all(each in results for each in whole)
+
+
+def test_one_file_of_any_name_is_replaced_in_one_step(tmp_path, monkeypatch):
+    def write(content):
+        with staged_files(tmp_path / "root", lambda name: name == "unet.pt") as staged:
+            (staged.path / "unet.pt").write_bytes(content)
+
+    write(b"old")
+    found = []
+    for _ in replay(tmp_path / "root", lambda: write(b"new"), monkeypatch):
+        found.append((tmp_path / "root" / "unet.pt").read_bytes())
+    assert set(found) == {b"old", b"new"}

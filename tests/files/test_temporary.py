@@ -109,6 +109,22 @@ def test_a_cleaner_that_comes_before_the_lock_costs_a_new_name_and_no_more(tmp_p
     claimed.release()
 
 
+def test_a_link_to_what_was_created_is_not_what_was_created(tmp_path, monkeypatch):
+    original, moved = temporary._lock, tmp_path / "moved"
+
+    def late(*arguments, **options):
+        if not moved.exists():
+            (path,) = tmp_path.iterdir()
+            path.rename(moved)
+            path.symlink_to(moved)
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(temporary, "_lock", late)
+    claimed = claim(tmp_path, "file")
+    assert not claimed.path.is_symlink()
+    claimed.release()
+
+
 def test_a_link_is_abandoned_and_is_not_followed(tmp_path):
     link = tmp_path / f"{TEMPORARY_PREFIX}a"
     link.symlink_to(tmp_path / "elsewhere")

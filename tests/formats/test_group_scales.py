@@ -45,12 +45,12 @@ def test_a_scale_has_the_nearest_code_and_only_zero_has_code_zero() -> None:
 
 
 @pytest.mark.parametrize("bits", range(1, 8))
-@pytest.mark.parametrize("shape", [(3, 12), (2, 3, 1), (1, 8), (5, 17), (0, 4), (4, 0)])
-def test_packed_codes_come_back(bits: int, shape: tuple[int, ...]) -> None:
-    codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(bits))
-    packed = pack_bits(codes, bits)
-    assert (packed.dtype, packed.shape[-1]) == (torch.uint8, packed_bytes(shape[-1], bits))
-    assert torch.equal(unpack_bits(packed, bits, shape[-1]), codes)
+def test_packed_codes_come_back(bits: int) -> None:
+    for shape in ((3, 12), (2, 3, 1), (1, 8), (5, 17), (0, 4), (4, 0)):
+        codes = torch.randint(0, 1 << bits, shape, generator=torch.Generator().manual_seed(bits))
+        packed = pack_bits(codes, bits)
+        assert (packed.dtype, packed.shape[-1]) == (torch.uint8, packed_bytes(shape[-1], bits))
+        assert torch.equal(unpack_bits(packed, bits, shape[-1]), codes)
 
 
 def test_the_first_code_lies_in_the_lowest_bits() -> None:

@@ -19,12 +19,12 @@ def random_codes(*shape: int, bits: int, seed: int = 0) -> torch.Tensor:
 
 
 @each_width
-@pytest.mark.parametrize("shape", [(32,), (3, 64), (2, 3, 96), (0, 32), (4, 0)], ids=str)
-def test_codes_come_back(shape: tuple[int, ...], bits: int) -> None:
-    codes = random_codes(*shape, bits=bits)
-    packed = pack_planes(codes, bits)
-    assert (packed.dtype, packed.shape) == (torch.int32, (*shape[:-1], shape[-1] // 32 * bits))
-    assert torch.equal(unpack_planes(packed, bits), codes)
+def test_codes_come_back(bits: int) -> None:
+    for shape in ((32,), (3, 64), (2, 3, 96), (0, 32), (4, 0)):
+        codes = random_codes(*shape, bits=bits)
+        packed = pack_planes(codes, bits)
+        assert (packed.dtype, packed.shape) == (torch.int32, (*shape[:-1], shape[-1] // 32 * bits))
+        assert torch.equal(unpack_planes(packed, bits), codes)
 
 
 @each_width

@@ -61,24 +61,24 @@ def test_zero_points_spread_over_all_codes(form: UInt) -> None:
 
 
 @each_form
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_a_row_scale_is_one_or_one_and_a_half_times_a_power_of_two(form: UInt, dtype: torch.dtype) -> None:
-    rows = (normal(64, 128) * torch.logspace(-5, 3, 64).unsqueeze(1)).to(dtype)
-    fractions = torch.frexp(form.quantize(rows)["scale"].float()).mantissa
-    assert set(fractions.flatten().tolist()) == {0.5, 0.75}
+def test_a_row_scale_is_one_or_one_and_a_half_times_a_power_of_two(form: UInt) -> None:
+    for dtype in FLOAT_DTYPES:
+        rows = (normal(64, 128) * torch.logspace(-5, 3, 64).unsqueeze(1)).to(dtype)
+        fractions = torch.frexp(form.quantize(rows)["scale"].float()).mantissa
+        assert set(fractions.flatten().tolist()) == {0.5, 0.75}
 
 
 @each_form
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_values_of_the_grid_come_back_exactly(form: UInt, dtype: torch.dtype) -> None:
-    grid, generator = form.grid, torch.Generator().manual_seed(0)
-    codes = torch.randint(0, grid.largest_code + 1, (6, 4, form.group_size), generator=generator)
-    # Each group has both ends of its range, and every row a group of the largest scale.
-    codes[..., 0], codes[..., 1] = 0, grid.largest_code
-    scales = torch.tensor([16, 8, 12, 4]).view(4, 1)
-    middle = 8 * grid.code_units * grid.zero_units // grid.code_units
-    weight = ((codes * grid.code_units - middle) * scales * 2.0**-9).flatten(1).to(dtype)
-    assert torch.equal(after(form, weight), weight)
+def test_values_of_the_grid_come_back_exactly(form: UInt) -> None:
+    for dtype in FLOAT_DTYPES:
+        grid, generator = form.grid, torch.Generator().manual_seed(0)
+        codes = torch.randint(0, grid.largest_code + 1, (6, 4, form.group_size), generator=generator)
+        # Each group has both ends of its range, and every row a group of the largest scale.
+        codes[..., 0], codes[..., 1] = 0, grid.largest_code
+        scales = torch.tensor([16, 8, 12, 4]).view(4, 1)
+        middle = 8 * grid.code_units * grid.zero_units // grid.code_units
+        weight = ((codes * grid.code_units - middle) * scales * 2.0**-9).flatten(1).to(dtype)
+        assert torch.equal(after(form, weight), weight)
 
 
 @each_form
@@ -120,6 +120,7 @@ def test_a_group_of_zeros_beside_others_stays_zero() -> None:
         assert not after(form, weight)[1, 32:96].any(), form
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize(
     ("shape", "group_size", "found"),
@@ -143,6 +144,7 @@ def test_shapes_fall_back_to_smaller_groups_and_then_to_int8(
     assert width(group_size).fallback(shape) == (Int8() if found is None else width(found))
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["uint2", "uint4", "uint6"])
 @pytest.mark.parametrize("group_size", [None, 0, 8, 24, 64, 16.0, "16", True])
 def test_a_bad_group_size_is_refused_with_the_good_ones(name: str, group_size: object) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from covering import exhaustive
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
@@ -22,6 +23,8 @@ from tests.fuzz.harness import run_count, run_seconds
 from tests.fuzz.mutate_json import change_json
 from tests.fuzz.target import CANARY, BrokenPromiseError, Outcome, Target
 from tests.fuzz.targets.pickled_weights import PickledFiles
+
+pytestmark = pytest.mark.slow  # each starts processes
 
 ADVICE = "you can re-run it with `weights_only` set to `False`, do it only if you got the file from a trusted source"
 
@@ -100,7 +103,15 @@ DEFECTS = {
 }
 
 
-@pytest.mark.parametrize("defect", DEFECTS, ids=lambda defect: defect.__name__)
+# These wait for a limit, or fill the memory.
+SLOW_DEFECTS = (be_stuck, allocate, sleep)
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [*(each for each in DEFECTS if each not in SLOW_DEFECTS), *exhaustive(*SLOW_DEFECTS)],
+    ids=lambda defect: defect.__name__,
+)
 def test_a_planted_defect_is_a_finding_and_the_run_goes_on(defect, tmp_path):
     tally = run_count(Planted(defect), tmp_path, range(8), seed=3)
     broken = [index for index in range(8) if random.Random(f"planted 3 {index}").random() < 1 / 3]

@@ -12,6 +12,8 @@ from tests.fuzz.__main__ import main
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.target import Outcome, Target
 
+pytestmark = pytest.mark.slow  # each fuzzes for a second
+
 
 class Sound(Target):
     name = "sound"

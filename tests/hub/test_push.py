@@ -76,6 +76,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 # ---- round trips
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_what_is_pushed_comes_back(
     serialization: str, model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
@@ -185,6 +186,7 @@ def test_a_dequantized_model_replaces_a_quantized_one(
         assert computes_the_same(pull("me/model", tmp_path / directory), plain)
 
 
+@pytest.mark.slow
 def test_the_cards_own_snippet_loads_the_model_in_a_fresh_process(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:

@@ -84,6 +84,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("layout", "form"), EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_weights_are_those_that_the_peer_dequantizes(
@@ -106,6 +107,7 @@ def test_weights_with_float16_scales_are_those_that_the_peer_dequantizes(
     assert_stands_for(out, expected)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt2", "llama_tied"])
 @pytest.mark.parametrize("layout", [compressed_tensors("int", 4, "group", 32), gptq()], ids=["ct", "gptq"])
 def test_experts_are_merged_and_transposed_weights_stay_so(
@@ -392,3 +394,77 @@ def test_an_expert_that_is_missing_is_named(source: Path, out: Path) -> None:
         import_directory(source, out)
     shutil.rmtree(source)
     assert list(out.parent.iterdir()) == []
+
+
+def _as_bin(source: Path, change: Callable[[dict[Any, Any]], object]) -> None:
+    tensors: dict[Any, Any] = load_file(source / "model.safetensors")
+    change(tensors)
+    (source / "model.safetensors").unlink()
+    torch.save(tensors, source / "pytorch_model.bin")
+
+
+ODD_TENSORS: dict[str, Callable[[dict[Any, Any]], object]] = {
+    "integer keys": lambda tensors: tensors.update({0: torch.ones(2)}),
+    "sparse": lambda tensors: tensors.update({f"{Q_PROJ}.qweight": tensors[f"{Q_PROJ}.qweight"].to_sparse()}),
+    "meta": lambda tensors: tensors.update({f"{Q_PROJ}.scales": tensors[f"{Q_PROJ}.scales"].to("meta")}),
+    "zero-dimensional": lambda tensors: tensors.update({f"{Q_PROJ}.qweight": torch.tensor(1, dtype=torch.int32)}),
+    "complex": lambda tensors: tensors.update({"model.norm.weight": torch.ones(64, dtype=torch.complex128)}),
+}
+
+
+@pytest.mark.parametrize("change", ODD_TENSORS)
+def test_tensors_that_no_checkpoint_has_are_refused(change: str, source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    _as_bin(source, ODD_TENSORS[change])
+    with pytest.raises((CorruptFileError, UnsupportedError), match=r"pytorch_model\.bin|q_proj|model\.norm"):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def test_one_tensor_under_two_names_is_written_twice(source: Path, out: Path) -> None:
+    expected = write_model(source, gptq(), dtype=torch.float16)
+    norms = ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
+    _as_bin(source, lambda tensors: tensors.update({norms[1]: tensors[norms[0]]}))
+    import_directory(source, out)
+    assert_stands_for(out, {**expected, norms[1]: expected[norms[0]].clone()})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_hidden_layers": 10**9}, r"num_hidden_layers: expected a number of modules that \d+ tensors can fill"),
+        ({"rope_parameters": {"rope_type": "x"}}, r"config\.json: expected what LlamaForCausalLM can be built of"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_refused(change: dict[str, Any], message: str, source: Path, out: Path) -> None:
+    write_model(source, gptq())
+    file = source / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **change}))
+    with pytest.raises((CorruptFileError, UnsupportedError), match=message):
+        import_directory(source, out)
+    assert list(out.parent.iterdir()) == [source]
+
+
+def test_torchao_describes_weights_by_the_names_of_the_model(source: Path, out: Path) -> None:
+    model = ARCHITECTURES["vit"].build(torch.bfloat16)
+    model.save_pretrained(source)
+    saved, metadata = load_file(source / "model.safetensors"), {"format": "pt"}
+    expected, tensors = dict(saved), dict(saved)
+    for name, weight in model.state_dict().items():
+        if ".layer" not in name or weight.dim() != 2:
+            continue
+        saved_name = next(each for each in saved if torch.equal(saved[each], weight))
+        del tensors[saved_name]
+        scale = (weight.float().abs().amax(1, keepdim=True) / 127).to(weight.dtype)
+        codes = (weight.float() / scale.float()).round().clamp(-128, 127).to(torch.int8)
+        attributes = {"_type": "Int8Tensor", "_data": {"block_size": [1, weight.shape[1]]}}
+        metadata[name] = json.dumps({**attributes, "_tensor_data_names": ["qdata", "scale"]})
+        stem = saved_name.removesuffix("weight")
+        tensors |= {f"{stem}_weight_qdata": codes, f"{stem}_weight_scale": scale}
+        expected[saved_name] = (codes.float() * scale.float()).to(weight.dtype)
+    assert not {name for name in metadata if name in saved}
+    save_file(tensors, source / "model.safetensors", metadata)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "torchao"}}))
+    import_directory(source, out)
+    assert_stands_for(out, expected)

@@ -1,4 +1,4 @@
-"""What tests of compiled products share: each library in turn, on one thread and on two."""
+"""What tests of compiled products share: each CPU in turn, each library, and one thread or two."""
 
 from __future__ import annotations
 
@@ -6,27 +6,28 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from cpus import ALDER_LAKE, CPUS, GENOA, HASWELL, runs_here, use_cpu
 
 from hf_trainweights.kernels import compiled
 
 
-def forget() -> None:
-    for cached in (compiled._load, compiled.find, compiled.most_rows):
-        cached.cache_clear()
+def _use(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
+    if not runs_here(cpu):
+        pytest.skip("this machine does not run that CPU's library, or had no C compiler at installation")
+    use_cpu(cpu, monkeypatch)
 
 
-@pytest.fixture(params=compiled._LIBRARIES)
-def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Take the products of each library that this CPU runs."""
-    if not all(map(compiled.capabilities().get, compiled._LIBRARIES[request.param])):
-        pytest.skip(f"this CPU does not run the library for {request.param}")
-    monkeypatch.setattr(compiled, "instructions", lambda: request.param)
-    forget()
-    if not compiled.is_available():
-        pytest.skip("there was no C compiler when the package was installed")
-    yield request.param
-    monkeypatch.undo()
-    forget()
+@pytest.fixture(params=CPUS)
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Multiply as each CPU does: by its library, for as many rows as that serves there."""
+    _use(CPUS[request.param], monkeypatch)
+    return request.param
+
+
+@pytest.fixture(params=[GENOA, ALDER_LAKE, HASWELL], ids=["avx512", "avx_vnni", "avx2"])
+def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply by each library."""
+    _use(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])

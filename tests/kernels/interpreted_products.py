@@ -54,6 +54,7 @@ def assert_product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bia
         assert_close_product(result, dense, exact)
 
 
+@pytest.mark.covering(1)
 @every_case
 @pytest.mark.parametrize(
     ("M", "dtype"),
@@ -66,6 +67,7 @@ def test_every_shape_keeps_the_bound(M: int, dtype: torch.dtype, form: Int8 | In
     assert_product(random_weight(M, K, dtype=dtype, seed=1), tensors, form, bias)
 
 
+@pytest.mark.exhaustive
 @every_case
 def test_one_row_of_bfloat16(form: Int8 | Int4, N: int, K: int) -> None:
     tensors = form.quantize(random_weight(N, K, dtype=torch.bfloat16))
@@ -73,6 +75,7 @@ def test_one_row_of_bfloat16(form: Int8 | Int4, N: int, K: int) -> None:
     assert_product(x, tensors, form, bias)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 @pytest.mark.parametrize("M", [1, 20])
 def test_strides_do_not_matter(form: Int8 | Int4, M: int) -> None:
@@ -80,6 +83,7 @@ def test_strides_do_not_matter(form: Int8 | Int4, M: int) -> None:
     assert_product(random_weight(2 * M, 192, seed=1)[::2, ::2], tensors, form, random_weight(160, seed=2)[::2])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 @pytest.mark.parametrize("M", [1, 20])
 def test_a_scale_of_another_dtype_is_used_as_it_is(form: Int8 | Int4, M: int) -> None:
@@ -96,6 +100,7 @@ def before_a_forbidden_page(tensor: Tensor) -> Tensor:
     return bytes_.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
+@pytest.mark.covering(1)
 @every_case
 @pytest.mark.parametrize("M", [1, 17])
 def test_nothing_is_touched_past_the_end(
@@ -127,6 +132,7 @@ def test_what_is_not_finite_stays_in_its_row(form: Int8 | Int4, value: float) ->
     assert torch.equal(result[4:], expected[4:])
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", [Int8(), Int8(64), Int4(32)], ids=str)
 @pytest.mark.parametrize(
     ("M", "dtype"), [(1, torch.float32), (16, torch.float32), (1, torch.float16), (128, torch.float16)], ids=str

@@ -38,6 +38,7 @@ def error(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.covering(2)
 @each_inner
 @each_dtype
 @pytest.mark.parametrize("rows", ROWS)

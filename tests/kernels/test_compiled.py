@@ -18,10 +18,11 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import compiled, linear, prepare_few_rows, slowness
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows
+from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
-on_every_library = pytest.mark.usefixtures("library")
+on_every_cpu = pytest.mark.usefixtures("cpu")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Float8E4M3()]
@@ -38,13 +39,14 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | 
     return out
 
 
-def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> compiled.MultiplyFew:
+def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew:
     multiply = prepare_few_rows(tensors, form, None, dtype)
     assert multiply is not None
     return multiply
 
 
-@on_every_library
+@pytest.mark.covering(3)
+@pytest.mark.usefixtures("library")
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(1, 384), (50, 128), (100, 896)])
@@ -55,7 +57,19 @@ def test_products_are_as_exact_as_dequantizing(form: Format, N: int, K: int, dty
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
+@every_dtype
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_every_number_of_rows_is_as_exact_on_every_cpu(form: Format, dtype: torch.dtype) -> None:
+    form = form.fallback((50, 128))
+    tensors = form.quantize(random_weight(50, 128, dtype=dtype))
+    weight = form.dequantize(tensors, (50, 128), torch.float32)
+    assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (1, 17, 65, 129, 257))
+
+
+@pytest.mark.covering(2)
+@on_every_cpu
 @pytest.mark.parametrize("K", [1, 3, 70, 130])
 @pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Float8E4M3()], ids=str)
 def test_columns_that_fill_no_vector_are_multiplied_and_nothing_behind_them(form: Format, K: int) -> None:
@@ -72,7 +86,8 @@ def test_columns_that_fill_no_vector_are_multiplied_and_nothing_behind_them(form
         assert error.norm() <= limit * x.double().norm() * weight.norm()
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
 @every_dtype
 def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(dtype: torch.dtype, threads: int) -> None:
     form, N, K = Int8(activations="int8"), 40, 200
@@ -87,7 +102,8 @@ def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(dtype: torch.dty
         assert error <= 1e-3 + torch.finfo(dtype).eps
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_threads_change_no_bit(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "_THREADED", 0)
@@ -102,7 +118,8 @@ def test_threads_change_no_bit(form: Format, monkeypatch: pytest.MonkeyPatch) ->
         assert torch.equal(results[0], results[2])
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
 @every_dtype
 @pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int8(32), Int4(32)], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -110,14 +127,16 @@ def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(
     form: Format, value: float, dtype: torch.dtype
 ) -> None:
     tensors = form.quantize(random_weight(20, 64, dtype=dtype))
-    for M in (2, 4, 16):
+    # By every way that serves the weight somewhere: from 257 rows on none is compiled with AMX and in bfloat16.
+    for M in (2, 4, 16, 65, 260):
         x = random_weight(M, 64, dtype=dtype)
         x[1, 3] = value
         rows = product(x, tensors, form).isnan().float().mean(1)
         assert rows.tolist() == [float(m == 1) for m in range(M)]
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
 @pytest.mark.parametrize("top", [0.0, 1e-44, 1e-38, 1e32, 3e38])
 @pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int4(32), Float8E4M3()], ids=str)
 def test_the_smallest_and_the_largest_rows_are_multiplied(form: Format, top: float) -> None:
@@ -132,7 +151,8 @@ def test_the_smallest_and_the_largest_rows_are_multiplied(form: Format, top: flo
         torch.testing.assert_close(product(x, tensors, form).double(), exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
 
 
-@on_every_library
+@pytest.mark.covering(2)
+@on_every_cpu
 @every_dtype
 @pytest.mark.parametrize("form", [Int8(), Int8(activations="int8"), Int8(32), Int4(32), Float8E4M3()], ids=str)
 def test_a_layer_multiplies_without_dequantizing(form: Format, dtype: torch.dtype) -> None:
@@ -149,7 +169,20 @@ def test_a_layer_multiplies_without_dequantizing(form: Format, dtype: torch.dtyp
     assert not FALLBACKS
 
 
-@on_every_library
+@pytest.mark.usefixtures("library")
+def test_guards_check_what_a_function_gets_where_they_are_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = Int8().quantize(random_weight(64, 64))
+    few = compiled.find(Int8(), 64, 64, torch.float32, torch.float32)
+    assert few is not None
+    checked: list[str] = []
+    monkeypatch.setattr(compiled, "check", lambda op, *_: checked.append(op))
+    for enabled in (False, True):
+        monkeypatch.setattr(compiled, "ENABLED", enabled)
+        few(tensors["qdata"], tensors["scale"], (), torch.ones(1, 64), None)
+        assert checked == ["a compiled product"] * enabled
+
+
+@on_every_cpu
 def test_what_the_functions_do_not_take_is_left_to_other_ways() -> None:
     form = Int8()
     tensors = form.quantize(random_weight(20, 64))
@@ -161,11 +194,11 @@ def test_what_the_functions_do_not_take_is_left_to_other_ways() -> None:
     assert multiply(x, torch.ones(20)) is not None
 
 
-@on_every_library
+@on_every_cpu
 @pytest.mark.parametrize(("K", "group_size"), [(48, 24), (96, 48), (66_000, None)])
 def test_shapes_that_the_functions_do_not_serve_are_multiplied_in_another_way(K: int, group_size: int | None) -> None:
     form = Int8(group_size)
-    assert compiled.find(3, K, group_size, 8, torch.float32, torch.float32, False) is None
+    assert compiled.find(form, 3, K, torch.float32, torch.float32) is None
     layer = nn.Linear(K, 3)
     layer.weight = nn.Parameter(QuantizedTensor.quantize(layer.weight.detach(), form), requires_grad=False)
     x = torch.randn(5, K)
@@ -187,27 +220,12 @@ def test_a_program_from_elsewhere_runs_without_the_library(op: str, form: Format
         assert_close_product(out, F.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
 
 
-def test_with_avx2_many_rows_of_float32_are_left_to_pytorch_and_that_is_said(library: str) -> None:
-    is_left = library == "avx2"
-    for form in (Int8(), Int8(32), Int4(32)):
-        text = slowness(form, torch.float32)
-        assert (text is not None) == is_left
-        assert text is None or "float32: on this CPU a product of many tokens takes longer" in text
-        tensors = form.quantize(random_weight(20, 64))
-        taken = [prepared(tensors, form, torch.float32)(torch.ones(M, 64), None) is not None for M in (16, 17)]
-        assert taken == [True, not is_left or compiled.has_amx()]
-    for form, dtype in (
-        (Int8(activations="int8"), torch.float32),
-        (Int8(), torch.bfloat16),
-        (Int4(32), torch.bfloat16),
-    ):
-        assert slowness(form, dtype) is None
-
-
 @pytest.mark.parametrize(
     ("missing", "chosen"),
     [
-        ((), "avx512"),
+        ((), "amx"),
+        (("amx_int8",), "avx512"),
+        (("avx512_bf16",), "avx512"),
         (("avx512_vnni",), "avx_vnni"),
         (("avx512_bw",), "avx_vnni"),
         (("avx512_vnni", "avx_vnni"), "avx2"),
@@ -221,6 +239,7 @@ def test_a_cpu_takes_the_library_whose_instructions_it_has(
     names = {name for needed in compiled._LIBRARIES.values() for name in needed}
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True) | dict.fromkeys(missing, False))
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
+    monkeypatch.setattr(compiled, "_open", lambda _: object())
     for name in compiled._LIBRARIES:
         (tmp_path / f"{name}.so").touch()
     assert compiled.instructions() == chosen
@@ -234,6 +253,7 @@ def test_a_library_that_a_compiler_could_not_make_leaves_its_cpus_to_the_next(
     names = {name for needed in compiled._LIBRARIES.values() for name in needed}
     monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True))
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
+    monkeypatch.setattr(compiled, "_open", lambda _: object())
     assert compiled.instructions() is None
     for name in reversed(compiled._LIBRARIES):
         (tmp_path / f"{name}.so").touch()
@@ -243,6 +263,7 @@ def test_a_library_that_a_compiler_could_not_make_leaves_its_cpus_to_the_next(
 def test_an_installation_without_the_library_does_without(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(compiled, "instructions", lambda: "avx512")
     monkeypatch.setattr(compiled, "_NATIVE", tmp_path)
+    monkeypatch.setattr(compiled, "_open", compiled._open.__wrapped__)
     assert compiled._load.__wrapped__() is None
     (tmp_path / "avx512.so").write_bytes(b"no library")
     assert compiled._load.__wrapped__() is None

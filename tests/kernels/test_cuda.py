@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from cpus import needs_integer_products
 from helpers import assert_close_product
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -17,7 +18,7 @@ from weights import random_weight
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda, int4, int8, linear
+from hf_trainweights.kernels import cuda, linear, stored
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
@@ -44,6 +45,38 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
+@pytest.mark.parametrize("tile", [*cuda._TILES, cuda._FLOAT32_TILE], ids=str)
+def test_a_tile_has_sizes_that_triton_takes(tile: cuda.Tile) -> None:
+    assert all(size.bit_count() == 1 and size >= 16 for size in (tile.M, tile.N, tile.K))
+
+
+@pytest.mark.parametrize(
+    ("M", "N", "K", "grid"),
+    [
+        (16, 64, 4096, (1, 1, 8)),  # 32 blocks of columns, of which a program takes four or more
+        (16, 64, 256, (1, 1, 1)),
+        (16, 64 * 64, 4096, (1, 64, 4)),
+        (16, 64 * 256, 4096, (1, 256, 1)),
+    ],
+)
+def test_columns_are_divided_only_until_there_are_enough_programs(
+    M: int, N: int, K: int, grid: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched: list[tuple[int, ...]] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            launched.append(grid)
+            return lambda x, qdata, scale, bias, sums, *_, **__: sums.fill_(1.0)
+
+    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel()))
+    codes = torch.zeros(1, K, dtype=torch.int8).expand(N, K)
+    out = cuda.multiply(torch.zeros(M, K, dtype=torch.bfloat16), codes, torch.ones(N, 1), torch.full((N,), 0.5))
+    assert launched == [grid]
+    parts = grid[-1]
+    assert torch.equal(out, torch.full((M, N), parts + (0.5 if parts > 1 else 0.0), dtype=torch.bfloat16))
+
+
 def product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor | None = None) -> Tensor:
     if isinstance(form, Int8):
         return cuda.linear_int8(x, tensors["qdata"], tensors["scale"], bias, form.activations is not None)
@@ -57,6 +90,7 @@ def assert_product(result: Tensor, x: Tensor, tensors: dict[str, Tensor], form: 
     assert_close_product(result, dense, exact)
 
 
+@pytest.mark.covering(2)
 @every_form
 @every_dtype
 @pytest.mark.parametrize("shape", [(96,), (0, 96), (2, 3, 96), (600, 96)], ids=str)
@@ -132,16 +166,14 @@ def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
     assert torch.equal(product(torch.empty(2, 3, K), tensors, Int8(), bias), bias.expand(2, 3, N))
 
 
-@needs_integer_products
 @every_dtype
 def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
-    monkeypatch.setattr(int8, "_CAST_WEIGHTS", 0)  # The CPU rounds no x for a weight as small as this one.
     tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
     x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     before = x.clone()
     result = product(x, tensors, Int8(activations="int8"), bias)
-    expected = int8.LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
+    expected = stored.INT8_LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
     assert torch.equal(x, before)
     assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
 
@@ -187,5 +219,5 @@ def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPat
         graph = make_fx(multiply)(x, *on_gpu, bias)
         result = graph(x, *on_gpu, bias)
     calls = [node.target for node in graph.graph.nodes if node.op == "call_function"]
-    assert calls == [int8.LINEAR if isinstance(form, Int8) else int4.LINEAR]
+    assert calls == [stored.INT8_LINEAR if isinstance(form, Int8) else stored.INT4_LINEAR]
     assert (result.shape, result.dtype, result.device.type) == ((2, 3, 80), torch.float32, "cuda")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_trainweights import kernels
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import int4
+from hf_trainweights.kernels import dequantized, stored, tiled_products
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -19,7 +20,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 pytestmark = pytest.mark.usefixtures("without_compiled")
 
 # Few rows and many, for PyTorch's op and for blocks.
-M_VALUES = (1, 5, int4.TILED_ROWS, int4.TILED_ROWS + 1, 70)
+M_VALUES = (1, 5, tiled_products.MOST_ROWS, tiled_products.MOST_ROWS + 1, 70)
 SHAPES = [(64, 32, 32), (192, 192, 64), (320, 256, 128)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYOUTS = ("canonical", "tiled")
@@ -66,8 +67,8 @@ def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtyp
         x = random(M, shape[1], dtype=dtype, seed=100 + M)
         for added in (None, bias):
             exact = F.linear(x.double(), weight.dequantize(torch.float64), None if added is None else added.double())
-            tensors, layout = weight.held
-            result = int4.linear(x, tensors, weight.format, layout, added)
+            tensors, layout = weight.held.tensors, weight.kernel_layout
+            result = kernels.linear(x, tensors, weight.format, layout, added)
             assert result is not None
             assert (result.dtype, result.shape) == (dtype, exact.shape)
             assert error(result, exact) <= 1.5 * floor(x, weight, exact, added), M
@@ -76,11 +77,12 @@ def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtyp
 @pytest.mark.parametrize("where", LAYOUTS)
 def test_weights_of_many_blocks_are_put_together_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of((320, 256, 128), torch.bfloat16, where), random(40, 256)
-    tensors, layout = weight.held
-    whole = int4.linear(x, tensors, weight.format, layout, None)
-    monkeypatch.setattr(int4, "BLOCK_ELEMENTS", 1)
-    monkeypatch.setattr(int4, "BLOCK_ROWS", 128)
-    torch.testing.assert_close(int4.linear(x, tensors, weight.format, layout, None), whole)
+    tensors, layout = weight.held.tensors, weight.kernel_layout
+    whole = kernels.linear(x, tensors, weight.format, layout, None)
+    for module in (dequantized, tiled_products):
+        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1)
+        monkeypatch.setattr(module, "_BLOCK_ROWS", 128)
+    torch.testing.assert_close(kernels.linear(x, tensors, weight.format, layout, None), whole)
 
 
 def test_tiles_of_another_cpu_give_the_same_product() -> None:
@@ -132,22 +134,29 @@ def test_linear_takes_the_op_and_does_not_dequantize(where: str, monkeypatch: py
     assert not FALLBACKS
 
 
-def test_a_scale_that_x_cannot_hold_has_no_fast_path() -> None:
+def test_what_is_no_float_of_the_cpu_has_no_op() -> None:
     weight = weight_of((64, 32, 32), torch.float32)
-    assert int4.linear(random(2, 32), weight.tensors, weight.format, None, None) is None
-    assert int4.linear(random(2, 32).double(), weight.tensors, weight.format, None, None) is None
-    assert int4.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None, None) is None
+    assert kernels.linear(random(2, 32).double(), weight.tensors, weight.format, None, None) is None
+    assert kernels.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None, None) is None
+
+
+@pytest.mark.parametrize("M", [1, 5, 70])
+def test_scales_that_x_cannot_hold_are_used_as_they_are(M: int) -> None:
+    weight, x = weight_of((64, 32, 32), torch.float32), random(M, 32)
+    result = kernels.linear(x, weight.tensors, weight.format, None, None)
+    exact = F.linear(x.double(), weight.dequantize(torch.float64))
+    assert error(result, exact) <= 1.5 * floor(x, weight.bfloat16(), exact)
 
 
 @pytest.mark.parametrize("M", [2, 40])
 def test_the_ops_are_well_behaved(M: int) -> None:
     weight, tiles = (weight_of((64, 64, 32), torch.bfloat16, where) for where in LAYOUTS)
-    held, layout = tiles.held
+    held, layout = tiles.held.tensors, tiles.kernel_layout
     assert isinstance(layout, Int4Tiles)
     for bias in (None, random(64)):
-        torch.library.opcheck(int4.LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
+        torch.library.opcheck(stored.INT4_LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
         arguments = (random(M, 64), held["qdata"], held["scale"], bias, layout.tile_rows)
-        torch.library.opcheck(int4.TILED_LINEAR, arguments)
+        torch.library.opcheck(tiled_products.LINEAR, arguments)
 
 
 @pytest.mark.parametrize("where", LAYOUTS)

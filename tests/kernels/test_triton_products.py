@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import exhaustive
 
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -24,11 +25,13 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reas
 MAX_SHARED_BYTES = 99 << 10
 
 
-def test_every_kernel_is_right_in_the_interpreter() -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("cases", ["not exhaustive", *exhaustive("exhaustive")])
+def test_every_kernel_is_right_in_the_interpreter(cases: str) -> None:
     # Triton reads the variable when it is imported.
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     file = Path(__file__).with_name("interpreted_products.py")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(file)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", cases, str(file)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=environment)
     assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
     assert "skipped" not in done.stdout
@@ -64,7 +67,7 @@ class AbsentGpu:
         return name, name, registers, spills, threads
 
 
-@pytest.fixture(params=[80, 90])
+@pytest.fixture(params=[80, *exhaustive(90)])
 def gpu(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AbsentGpu:
     from triton.runtime import driver
 
@@ -88,13 +91,20 @@ def stack_bytes(kernel: bytes, folder: Path) -> list[int]:
 # By each tile, and in each dtype by the first one; int8 with groups takes the most registers.
 FORMS = [Int8(), Int8(64), Int4(32)]
 COMPILED = [
-    *((M, torch.bfloat16, form) for M in (1, *(tile.M for tile in cuda._TILES)) for form in FORMS),
-    *((cuda._FLOAT32_TILE.M, torch.float32, form) for form in FORMS),
-    (1, torch.float32, Int8(64)),
+    (1, torch.bfloat16, Int8()),
+    (cuda._TILES[-1].M, torch.bfloat16, Int8(64)),
     (16, torch.float16, Int4(32)),
+    *exhaustive(
+        *((1, torch.bfloat16, form) for form in FORMS[1:]),
+        *((tile.M, torch.bfloat16, form) for tile in cuda._TILES[:-1] for form in FORMS),
+        *((cuda._TILES[-1].M, torch.bfloat16, form) for form in (Int8(), Int4(32))),
+        *((cuda._FLOAT32_TILE.M, torch.float32, form) for form in FORMS),
+        (1, torch.float32, Int8(64)),
+    ),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("M", "dtype", "form"), COMPILED, ids=str)
 def test_every_kernel_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, gpu: AbsentGpu, tmp_path: Path) -> None:
     # Sizes that Triton knows to be multiples of 16, in one part; then others, in several parts.

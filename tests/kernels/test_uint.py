@@ -32,6 +32,7 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | No
     return out
 
 
+@pytest.mark.covering(3)
 @pytest.mark.usefixtures("library", "threads")
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -42,6 +43,7 @@ def test_products_are_as_exact_as_dequantizing(form: UInt, N: int, K: int, dtype
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_the_largest_sums_fit(form: UInt) -> None:
@@ -68,6 +70,7 @@ def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(form: UInt, d
     assert product(x, tensors, form).isnan().float().mean(1).tolist() == [0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -107,9 +110,11 @@ def test_many_rows_in_float32_are_multiplied_with_the_dequantized_weight() -> No
 
 
 @pytest.mark.usefixtures("without_compiled")
-def test_without_the_library_the_caller_dequantizes() -> None:
+@every_dtype
+def test_without_the_library_blocks_are_dequantized(dtype: torch.dtype) -> None:
     form = UInt5()
-    tensors = form.quantize(random_weight(20, 64))
-    assert linear(torch.ones(2, 64), tensors, form, None) is None
-    assert prepare_few_rows(tensors, form, None, torch.float32) is None
-    assert "each product dequantizes" in (slowness(form, torch.float32) or "")
+    tensors = form.quantize(random_weight(20, 64, dtype=dtype))
+    weight = form.dequantize(tensors, (20, 64), torch.float32)
+    assert prepare_few_rows(tensors, form, None, dtype) is None
+    assert_close_products(lambda x, bias: linear(x, tensors, form, None, bias), weight, dtype, ROWS)
+    assert "each product dequantizes" in (slowness(form, dtype) or "")

@@ -14,13 +14,13 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, kernels, quantize_
 from hf_trainweights.formats.uint import UInt3, UInt4
-from hf_trainweights.kernels.int4 import TILED_ROWS
 from hf_trainweights.kernels.int4_tiles import tile_rows
+from hf_trainweights.kernels.tiled_products import MOST_ROWS
 from hf_trainweights.kernels.uint4_tiles import UInt4Tiles
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 SHAPES = [(192, 64), (128, 320), (320, 256)]
-M_VALUES = [1, 3, TILED_ROWS, TILED_ROWS + 1, 100]
+M_VALUES = [1, 3, MOST_ROWS, MOST_ROWS + 1, 100]
 
 
 @pytest.fixture(autouse=True)

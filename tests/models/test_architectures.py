@@ -8,11 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, Architecture, generate, outputs
+from architectures import ARCHITECTURES, FAMILIES, Architecture, generate, of_each_family, outputs
 from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+
+# Each test is short, but there are hundreds.
+pytestmark = pytest.mark.slow
 
 # The group size must divide 64, the rows of the tiny models.
 FORMATS = {
@@ -51,7 +54,7 @@ class Quantized:
     tokens: Tensor | None
 
 
-@pytest.fixture(scope="session", params=ARCHITECTURES)
+@pytest.fixture(scope="session", params=of_each_family())
 def architecture(request: pytest.FixtureRequest) -> Architecture:
     return ARCHITECTURES[request.param]
 
@@ -117,6 +120,10 @@ def assert_same(actual: list[Tensor], expected: list[Tensor]) -> None:
 # ---- the tiny models, in float
 
 
+def test_each_architecture_is_of_one_family() -> None:
+    assert sorted(name for family in FAMILIES.values() for name in family) == sorted(ARCHITECTURES)
+
+
 def test_building_twice_gives_the_same_weights(architecture: Architecture, float_model: PreTrainedModel) -> None:
     again = architecture.build().state_dict()
     assert again.keys() == float_model.state_dict().keys()
@@ -154,6 +161,8 @@ def test_every_layer_counts_in_the_outputs(architecture: Architecture, float_mod
 # ---- quantized on load
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", ARCHITECTURES, indirect=True)
 def test_defaults_quantize_exactly_the_expected_weights(
     architecture: Architecture, float_model: PreTrainedModel, quantized: Quantized
 ) -> None:
@@ -187,13 +196,15 @@ def test_dequantized_model_computes_the_same(architecture: Architecture, quantiz
         assert torch.allclose(actual, expected, rtol=1e-3, atol=1e-3 * float(expected.abs().max()))
 
 
-@pytest.mark.parametrize("architecture", GENERATING, indirect=True)
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("architecture", of_each_family(GENERATING), indirect=True)
 def test_quantized_model_generates_as_many_tokens_as_the_float_model(
     architecture: Architecture, float_model: PreTrainedModel, quantized: Quantized
 ) -> None:
     assert quantized.tokens.shape == tokens(architecture, float_model).shape
 
 
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_roundtrip_is_bit_exact_and_saves_repeat(
     architecture: Architecture, quantized: Quantized, serialization: str, tmp_path: Path
@@ -215,6 +226,7 @@ def test_roundtrip_is_bit_exact_and_saves_repeat(
     assert (len(weight_files) > 1) == ("max_shard_size" in options)
 
 
+@pytest.mark.covering(1)
 def test_roundtrip_is_bit_exact_in_bfloat16(architecture: Architecture, format_name: str, tmp_path: Path) -> None:
     float_directory = save(architecture.build(torch.bfloat16), tmp_path / "float")
     model = load_quantized(architecture, float_directory, format_name)
@@ -230,8 +242,9 @@ def test_roundtrip_is_bit_exact_in_bfloat16(architecture: Architecture, format_n
 # ---- one property each
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", ["safetensors", "sharded_bin"])
-@pytest.mark.parametrize("architecture", CAUSAL, indirect=True)
+@pytest.mark.parametrize("architecture", of_each_family(CAUSAL), indirect=True)
 def test_auto_model_loads_the_body_of_a_causal_lm(
     architecture: Architecture, quantized: Quantized, serialization: str, tmp_path: Path
 ) -> None:
@@ -243,7 +256,7 @@ def test_auto_model_loads_the_body_of_a_causal_lm(
     assert_same(outputs(body, inputs), outputs(quantized.model.base_model, inputs))
 
 
-@pytest.mark.parametrize("architecture", MOE, indirect=True)
+@pytest.mark.parametrize("architecture", of_each_family(MOE), indirect=True)
 def test_experts_are_quantized_as_three_dimensional_weights(
     architecture: Architecture, float_model: PreTrainedModel, quantized: Quantized
 ) -> None:
@@ -254,6 +267,7 @@ def test_experts_are_quantized_as_three_dimensional_weights(
         assert weight.ndim == 3
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("name", "weight_name", "output_dim"),
     [
@@ -297,6 +311,7 @@ def test_t5_keeps_wo_in_float(dtype: torch.dtype, tmp_path: Path) -> None:
         assert {value.dtype for value in kept.values()} == {expected}
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("architecture", ["llama_tied"], indirect=True)
 def test_quantized_embeddings_stay_tied(

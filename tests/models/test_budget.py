@@ -70,6 +70,8 @@ def test_a_value_that_is_no_budget_is_refused(arguments: dict[str, Any], message
         TrainWeightsConfig(**arguments)
 
 
+@pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("budget", [{"bits": 6.5}, {"bits": 5.2, "include_embeddings": True}, {"size": 0.4}])
 def test_a_model_is_planned_alike_in_memory_and_from_its_files(
     name: str, budget: dict[str, Any], tmp_path: Path
@@ -95,6 +97,7 @@ def test_a_model_is_planned_alike_in_memory_and_from_its_files(
         assert (tmp_path / "loaded" / "model.safetensors").stat().st_size <= budget["size"]
 
 
+@pytest.mark.slow
 def test_a_planned_model_reloads_with_equal_outputs_and_saves_equal_bytes(name: str, tmp_path: Path) -> None:
     architecture = ARCHITECTURES[name]
     model = architecture.build()

@@ -70,6 +70,7 @@ def same(tensor: QuantizedTensor, expected: QuantizedTensor) -> bool:
 # ---- what comes out
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", [*MERGED, "gpt_oss", "gpt2", "llama"])
 def test_a_weight_quantized_on_load_equals_the_float_weight_quantized(
@@ -229,6 +230,7 @@ DOWN = ("deepseek_v3", f"{EXPERT}.3.down_proj.weight")
 MERGED_AND_TRANSPOSED = ("gpt_oss", f"{EXPERT}.gate_up_proj")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("damage", [set_nan, set_inf])
 @pytest.mark.parametrize(("name", "tensor"), [LINEAR, CONV1D, GATE, UP, DOWN, MERGED_AND_TRANSPOSED])
 def test_a_weight_that_is_not_finite_is_named_with_its_file(
@@ -241,6 +243,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_file(
     assert str(directory / "model.safetensors") in raised.value.where
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("damage", [cut_rows, add_rows, cut_columns])
 @pytest.mark.parametrize(("name", "tensor"), [LINEAR, CONV1D, GATE, UP, DOWN, MERGED_AND_TRANSPOSED])
 def test_a_weight_of_another_shape_is_named_with_its_file(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from architectures import ARCHITECTURES, Architecture, outputs
+from architectures import ARCHITECTURES, of_each_family, outputs
 from safetensors.torch import load_file, save_file
 from stock_reader import StockReader, stock_reader
 from torch import Tensor
@@ -77,20 +77,22 @@ def load(cls: Any, directory: Path, **options: Any) -> PreTrainedModel:
 # ---- without the package
 
 
+@pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("include_embeddings", [False, True], ids=["linears", "embeddings_too"])
-@pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=ARCHITECTURES.keys())
+@pytest.mark.parametrize("name", of_each_family())
 def test_without_the_package_every_class_refuses_the_model(
-    architecture: Architecture, include_embeddings: bool, serialization: str, reader: StockReader, tmp_path: Path
+    name: str, include_embeddings: bool, serialization: str, reader: StockReader, tmp_path: Path
 ) -> None:
-    model = quantized(architecture.name, include_embeddings=include_embeddings)
+    architecture, model = ARCHITECTURES[name], quantized(name, include_embeddings=include_embeddings)
     model.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
     classes = {type(model).__name__, architecture.auto_class.__name__, "AutoModel"}
-    for cls in sorted(classes | set(OTHER_CLASSES.get(architecture.name, ()))):
+    for cls in sorted(classes | set(OTHER_CLASSES.get(name, ()))):
         assert_refused(reader.refusal(tmp_path, cls))
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", of_each_family(("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")))
 def test_a_model_in_which_only_experts_are_quantized_is_refused(name: str, reader: StockReader, tmp_path: Path) -> None:
     model = quantized(name, overrides=EXPERTS)
     assert {key.rpartition(".")[0].rpartition(".")[2] for key in quantized_names(model)} == {"experts"}
@@ -168,6 +170,7 @@ def test_a_reader_that_ignores_sizes_is_not_stopped(reader: StockReader, tmp_pat
 # ---- with the package
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "qwen3_moe", "gpt_neox", "clip"])
 def test_with_the_package_guards_are_not_seen(name: str, serialization: str, tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ def test_a_second_call_quantizes_only_the_rest() -> None:
     only_mlp = {"re:.*self_attn.*": None}
     quantize_(model, TrainWeightsConfig("int8", overrides=only_mlp))
     up_proj = model.model.layers[0].mlp.up_proj.weight
-    summary = quantize_(model, TrainWeightsConfig("float8_e4m3"))
+    summary = quantize_(model, TrainWeightsConfig("float8_e4m3", overrides={"re:.*mlp.*": None}))
     assert model.model.layers[0].mlp.up_proj.weight is up_proj
     assert isinstance(model.model.layers[0].self_attn.q_proj.weight, QuantizedTensor)
     assert str(summary) == str(model.hf_quantizer.summary())
@@ -105,3 +105,39 @@ def test_the_name_of_a_format_is_a_configuration() -> None:
         quantize_(ARCHITECTURES["llama"].build(), "nf4")
     with pytest.raises(ConfigError, match=r"module: expected an nn\.Module, found 'me/model'\. Load it first"):
         quantize_("me/model", "int8")  # type: ignore[arg-type]
+
+
+QUANTIZED_ALREADY = {
+    "another format": {"format": "int4", "group_size": 32},
+    "other parameters": {"format": "int8", "group_size": 32},
+    "an override": {"format": "int8", "overrides": {"0": "float8_e4m3"}},
+}
+
+
+@pytest.mark.parametrize("name", QUANTIZED_ALREADY)
+def test_weights_of_another_format_are_refused_and_stay(name: str) -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(module, TrainWeightsConfig("int8"))
+    module.append(nn.Linear(64, 64))
+    kept = [layer.weight for layer in module]
+    with pytest.raises(ConfigError, match=r"0\.weight in int8.*dequantize_\(module\).*modules_to_not_convert"):
+        quantize_(module, TrainWeightsConfig(**QUANTIZED_ALREADY[name]))
+    assert [layer.weight for layer in module] == kept
+
+
+def test_weights_of_another_format_stay_where_the_configuration_leaves_them_alone() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(module, TrainWeightsConfig("int8", modules_to_not_convert=["1", "2"]))
+    quantize_(module, TrainWeightsConfig("int4", group_size=32, modules_to_not_convert=["0"], overrides={"2": "int8"}))
+    quantize_(module, TrainWeightsConfig("int4", group_size=32, overrides={"0": None, "2": "int8"}))
+    assert [str(layer.weight.format) for layer in module] == ["int8", "int4 g32", "int8"]
+
+
+def test_a_budget_counts_what_is_quantized_and_refuses_to_choose_where_nothing_is_left() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(module, TrainWeightsConfig("int4", group_size=32, modules_to_not_convert=["1"]))
+    quantize_(module, TrainWeightsConfig(bits=6.5))
+    assert str(module[0].weight.format) == "int4 g32"
+    assert isinstance(module[1].weight, QuantizedTensor)
+    with pytest.raises(ConfigError, match=r"0\.weight in int4 g32.*dequantize_"):
+        quantize_(module, TrainWeightsConfig(bits=6.5))

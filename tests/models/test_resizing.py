@@ -18,6 +18,9 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, veri
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats import FORMATS, parameters_of
 
+# Each of many tests saves and loads a model.
+pytestmark = pytest.mark.slow
+
 NAMES = ["llama", "llama_tied", "bert", "gpt2", "t5"]
 EMBEDDINGS = TrainWeightsConfig("int8", include_embeddings=True)
 HEAD_ALONE = TrainWeightsConfig("int8", overrides={"lm_head": "int8"})
@@ -54,6 +57,7 @@ def assert_saved_and_reloaded(name: str, model: PreTrainedModel, directory: Path
     }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("size", "how"), [(90, "in place"), (104, "while it was loaded"), (104, "before it was saved")]
 )
@@ -69,6 +73,7 @@ def test_float_embeddings_are_resized(name: str, size: int, how: str, tmp_path: 
     assert_saved_and_reloaded(name, model, tmp_path / "resized")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     ("size", "options"), [(90, {"mean_resizing": False}), (104, {}), (PRESENT, {"pad_to_multiple_of": 64})]
 )
@@ -119,6 +124,7 @@ def test_a_size_that_transformers_refuses_changes_nothing(tmp_path: Path) -> Non
     assert model.get_output_embeddings().weight is before
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"new_num_tokens": PRESENT}, {"pad_to_multiple_of": 32}], ids=repr)
 @pytest.mark.parametrize("name", NAMES)
 def test_quantized_embeddings_of_the_right_size_stay(name: str, options: dict[str, int], tmp_path: Path) -> None:
@@ -154,6 +160,7 @@ REDO: dict[str, Callable[[PreTrainedModel], object]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("call", REDO)
 @pytest.mark.parametrize("name", NAMES)
 def test_tying_and_initializing_again_change_no_quantized_weight(name: str, call: str, tmp_path: Path) -> None:

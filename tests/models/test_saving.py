@@ -166,6 +166,8 @@ def test_max_shard_size_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:
         assert all(path.stat().st_size < 40_000 for path in shards)
 
 
+@pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("earlier", SERIALIZATIONS)
@@ -188,6 +190,8 @@ def test_variants_do_not_touch_each_other(model: PreTrainedModel, tmp_path: Path
     assert computes_the_same(load(tmp_path, variant="zero"), zeroed(model))
 
 
+@pytest.mark.slow
+@pytest.mark.covering(2)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("earlier", SERIALIZATIONS)
 @pytest.mark.parametrize("dequantize", [False, True])
@@ -299,6 +303,8 @@ def layouts(
     return plain, tiled
 
 
+@pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("options", [{}, {"variant": "v"}, {"save_original_format": False}], ids=str)
 def test_the_layout_in_memory_changes_no_byte_of_a_file(
@@ -416,7 +422,12 @@ def test_a_given_state_dict_is_not_remembered(model: PreTrainedModel, tmp_path: 
     assert computes_the_same(load(tmp_path), model)
 
 
-def test_a_given_state_dict_of_a_tied_model_is_saved_once(tied: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["int8", "int4 in tiles"])
+def test_a_given_state_dict_of_a_tied_model_is_saved_once(name: str, tied: PreTrainedModel, tmp_path: Path) -> None:
+    if name == "int4 in tiles":
+        config = TrainWeightsConfig("int4", group_size=32, include_embeddings=True)
+        tied = in_layouts(quantize_on_load(tmp_path / "float", "llama_tied", config), tiled=True)
+        assert tied.get_output_embeddings().weight.kernel_layout is not None
     # state_dict() detaches, so that the tied weight is two objects.
     tied.save_pretrained(tmp_path / "given", state_dict=tied.state_dict())
     tied.save_pretrained(tmp_path / "own")
@@ -689,6 +700,7 @@ print("alive")
 """
 
 
+@pytest.mark.slow
 def test_a_model_that_is_mapped_from_the_files_it_replaces_lives_on(model: PreTrainedModel, tmp_path: Path) -> None:
     # In a process of its own: to read from a mapped file that was cut short kills the process with SIGBUS.
     model.save_pretrained(tmp_path / "bin", safe_serialization=False)

@@ -16,6 +16,7 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, load_file, quantize_, save_file
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.formats import get_format
 from hf_trainweights.tensor.guards import make_guard
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, stored_name
 
@@ -217,3 +218,80 @@ def test_what_cannot_be_saved_is_refused_and_what_is_there_stays(tmp_path: Path,
         save_file({"a": torch.zeros(2)}, tmp_path / "model.bin")
     assert file.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["model.safetensors"]
+
+
+def quantized(**config: Any) -> QuantizedTensor:
+    layer = nn.Linear(64, 64, bias=False)
+    quantize_(layer, TrainWeightsConfig("int8", **config))
+    return layer.weight.detach()
+
+
+def _of_shared_codes(weight: QuantizedTensor, **changed: Any) -> QuantizedTensor:
+    tensors = {**weight.tensors, **changed.pop("tensors", {})}
+    parts = {"tensors": tensors, "format": weight.format, "shape": weight.stored_shape, "dtype": weight.dtype}
+    return QuantizedTensor(**{**parts, **changed})
+
+
+SHARING = {
+    "transposed": lambda weight: weight.t(),
+    "another dtype": lambda weight: weight.bfloat16(),
+    "another scale": lambda weight: _of_shared_codes(weight, tensors={"scale": weight.scale * 2}),
+    "another format": lambda weight: _of_shared_codes(
+        weight, format=get_format({"format": "int8", "activations": "int8"})
+    ),
+}
+
+
+@pytest.mark.parametrize("change", SHARING)
+def test_weights_that_share_codes_alone_are_two_weights(tmp_path: Path, change: str) -> None:
+    weight = quantized()
+    state = {"a": weight, "b": SHARING[change](weight), "c": weight}
+    save_file(state, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    for name, tensor in state.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name].dequantize(), tensor.dequantize())
+    assert loaded["a"] is loaded["c"]
+
+
+@pytest.mark.parametrize("view", [torch.Tensor.conj, torch._neg_view, torch.Tensor.t])
+def test_a_view_that_shows_other_values_is_a_tensor_of_its_own(
+    tmp_path: Path, view: Callable[[Tensor], Tensor]
+) -> None:
+    tensor = torch.randn(4, 4, dtype=torch.complex64)
+    save_file({"a": tensor, "b": view(tensor)}, tmp_path / "model.safetensors")
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(loaded["a"], tensor)
+    assert torch.equal(loaded["b"], view(tensor))
+
+
+def _load_as_diffusers_does(module: nn.Module, path: Path) -> None:
+    """Take what a module has by name, and leave the rest as it is; only another shape is an error."""
+    own = module.state_dict()
+    for name, tensor in safetensors.torch.load_file(path).items():
+        if name in own and own[name].shape != tensor.shape:
+            raise ValueError(f"{name} has shape {tuple(tensor.shape)}")
+        if name in own:
+            own[name].copy_(tensor)
+
+
+@pytest.mark.parametrize("part", ["0", "blocks.1", "head"])
+def test_a_reader_of_plain_names_takes_no_quantized_weight_for_a_missing_one(tmp_path: Path, part: str) -> None:
+    def build() -> nn.Module:
+        blocks = nn.ModuleList(nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64)) for _ in range(3))
+        return nn.ModuleDict({"0": nn.Linear(64, 64), "blocks": blocks, "head": nn.Linear(64, 64)})
+
+    module = build()
+    others = {name for name in ("0", "blocks.1", "head") if name != part}
+    quantize_(module, TrainWeightsConfig("int8", modules_to_not_convert=sorted(others)))
+    path = tmp_path / "diffusion_pytorch_model.safetensors"
+    save_file(module, path)
+    with pytest.raises(ValueError, match=r"weight has shape \(1,\)"):
+        _load_as_diffusers_does(build(), path)
+    assert_same(load_file(path), module.state_dict())
+    assert "import_hf_trainweights_before_loading" in safetensors.torch.load_file(path)
+
+
+def test_a_file_of_float_weights_has_no_guards(tmp_path: Path) -> None:
+    save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
+    assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"weight"}

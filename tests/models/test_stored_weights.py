@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.safetensors_file import align_int8, read_safetensors_header
+from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 
@@ -266,36 +266,3 @@ def test_a_legacy_file_that_claims_more_than_there_is_takes_no_memory(tmp_path: 
     with pytest.raises(CorruptFileError, match=r"pytorch_model\.bin: expected") as raised:
         check_weight_files([file])
     assert "In PyTorch 2.6" not in str(raised.value)
-
-
-def int8_starts(file: Path) -> list[int]:
-    """Return the addresses of the int8 tensors within the page-aligned memory that a file is mapped to."""
-    data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
-    entries = read_safetensors_header(file).values()
-    return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
-
-
-@pytest.mark.parametrize("length", range(1, 17))
-@pytest.mark.parametrize("columns", [9_000_000, 32])
-def test_int8_tensors_are_aligned_whatever_the_length_of_the_header(tmp_path: Path, length: int, columns: int) -> None:
-    codes = (torch.arange(columns) % 251 - 125).to(torch.int8)
-    # Sorted behind wider dtypes; 9 MB is more than is moved at a time.
-    tensors = {"x" * length: codes, "y": codes[:32].clone(), "head.bias": torch.arange(4, dtype=torch.bfloat16)}
-    file = write(tmp_path, "model.safetensors", tensors)
-    align_int8(file)
-    assert {start % 16 for start in int8_starts(file)} == {0}
-    once = file.read_bytes()
-    align_int8(file)
-    assert file.read_bytes() == once
-    stored = load_file(file)
-    assert stored.keys() == tensors.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
-
-
-def test_a_file_whose_int8_tensors_cannot_be_aligned_stays_as_it_is(tmp_path: Path) -> None:
-    tensors = {"codes": torch.ones(32, dtype=torch.int8), "head.bias": torch.zeros(3, dtype=torch.bfloat16)}
-    file = write(tmp_path, "model.safetensors", tensors)
-    before = file.read_bytes()
-    align_int8(file)
-    assert file.read_bytes() == before
-    assert [start % 8 for start in int8_starts(file)] == [6]

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from architectures import ARCHITECTURES, DECODER, MOE, generate, outputs, random_floats, text_inputs
+from covering import by_default
 from ranks import Outcome, outcomes_of_ranks, run_ranks
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -113,17 +114,14 @@ def assert_same_model(model: PreTrainedModel, expected: PreTrainedModel) -> int:
 
 
 def loads_as_one_process_does(
-    rank: int, path: Path, names: list[str], quantized: Path, sizes: dict[str, int] | None = None
+    rank: int, path: Path, config: str, quantized: Path, sizes: dict[str, int] | None = None
 ) -> list[int]:
-    cuts = []
-    for name in names:
-        expected = one_process(path, CONFIGS[name])
-        cuts.append(assert_same_model(on_ranks(path, CONFIGS[name], **(sizes or {})), expected))
-        if rank == 0:
-            expected.save_pretrained(quantized / name)
-        dist.barrier()
-        cuts.append(assert_same_model(on_ranks(quantized / name, None, **(sizes or {})), expected))
-    return cuts
+    expected = one_process(path, CONFIGS[config])
+    cuts = [assert_same_model(on_ranks(path, CONFIGS[config], **(sizes or {})), expected)]
+    if rank == 0:
+        expected.save_pretrained(quantized)
+    dist.barrier()
+    return [*cuts, assert_same_model(on_ranks(quantized, None, **(sizes or {})), expected)]
 
 
 # Transformers 5.17 refuses a head whose rows do not divide.
@@ -131,18 +129,26 @@ CUTS_EVENLY = not hasattr(DistributedConfig, "dp_size")
 ODD = pytest.param("llama_of_odd_rows", marks=pytest.mark.skipif(CUTS_EVENLY, reason="later than this Transformers"))
 
 
-@pytest.mark.parametrize("name", [ODD, *(name for name in MAKERS if "_of_" not in name)])
-def test_two_ranks_hold_the_codes_and_give_the_results_of_one_process(name: str, tmp_path: Path) -> None:
+TWO_RANKS = by_default(("llama", "llama_tied", "qwen3_moe", "gpt_oss"), [name for name in MAKERS if "_of_" not in name])
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("name", [ODD, *TWO_RANKS])
+def test_two_ranks_hold_the_codes_and_give_the_results_of_one_process(name: str, config: str, tmp_path: Path) -> None:
     """On the fly and from a quantized checkpoint, in each format, with merged experts and packed gate and up."""
     path = float_model(tmp_path, name)
-    for cuts in run_ranks(2, loads_as_one_process_does, path, list(CONFIGS), tmp_path / "quantized"):
+    for cuts in run_ranks(2, loads_as_one_process_does, path, config, tmp_path / "quantized"):
         assert min(cuts) > 0 or name == "gpt_oss"
 
 
-@pytest.mark.parametrize("name", ["llama_of_four_heads", "mixtral_of_four_heads"])
-def test_four_ranks_hold_the_codes_and_give_the_results_of_one_process(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", by_default(("int8",), ("int8", "float8")))
+@pytest.mark.parametrize(
+    "name", by_default(("mixtral_of_four_heads",), ("llama_of_four_heads", "mixtral_of_four_heads"))
+)
+def test_four_ranks_hold_the_codes_and_give_the_results_of_one_process(name: str, config: str, tmp_path: Path) -> None:
     path = float_model(tmp_path, name)
-    for cuts in run_ranks(4, loads_as_one_process_does, path, ["int8", "float8"], tmp_path / "quantized"):
+    for cuts in run_ranks(4, loads_as_one_process_does, path, config, tmp_path / "quantized"):
         assert min(cuts) > 0
 
 
@@ -172,17 +178,22 @@ def experts_are_divided(rank: int, path: Path) -> list[torch.Size]:
     ]
 
 
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("config", CONFIGS)
 @pytest.mark.parametrize("name", ["llama_of_odd_rows", "llama_tied", "qwen3_moe"])
-def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(name: str, tmp_path: Path) -> None:
+def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(
+    name: str, config: str, tmp_path: Path
+) -> None:
     path = float_model(tmp_path, name)
-    for cuts in run_ranks(2, loads_as_one_process_does, path, list(CONFIGS), tmp_path / "quantized", {"fsdp_size": 2}):
+    for cuts in run_ranks(2, loads_as_one_process_does, path, config, tmp_path / "quantized", {"fsdp_size": 2}):
         assert min(cuts) > 0
 
 
 @pytest.mark.skipif(CUTS_EVENLY, reason="Transformers 5.17 loads no model so")
-def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(tmp_path: Path) -> None:
+@pytest.mark.parametrize("config", by_default(("int4_g32",), ("int8", "int4_g32")))
+def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(config: str, tmp_path: Path) -> None:
     path, sizes = float_model(tmp_path, "llama"), {"fsdp_size": 2, "tp_size": 2}
-    for cuts in run_ranks(4, loads_as_one_process_does, path, ["int8", "int4_g32"], tmp_path / "quantized", sizes):
+    for cuts in run_ranks(4, loads_as_one_process_does, path, config, tmp_path / "quantized", sizes):
         assert min(cuts) > 0
 
 
@@ -218,7 +229,7 @@ def saves(rank: int, path: Path, config: dict[str, Any], directory: Path, option
     on_ranks(path, config).save_pretrained(directory / "first", is_main_process=rank == 0, **options)
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", by_default(("safetensors", "bin in shards", "experts"), SAVES))
 def test_a_save_from_ranks_writes_the_files_of_one_process(name: str, tmp_path: Path) -> None:
     architecture, config, options = SAVES[name]
     path = float_model(tmp_path, architecture)

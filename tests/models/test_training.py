@@ -28,7 +28,10 @@ from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
 # PEFT, and here and there a test, uses names that Transformers is about to change.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
+    pytest.mark.slow,
+]
 
 CONFIGS = {
     "int8": TrainWeightsConfig("int8"),
@@ -128,6 +131,7 @@ def first_batch(index: int = 0) -> dict[str, Tensor]:
 # ---- adapters
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", TARGETS)
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
 def test_lora_trains_saves_and_resumes_in_trainer(

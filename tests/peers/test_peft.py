@@ -29,6 +29,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:.*quantized weights were changed and rounded:UserWarning"),
     pytest.mark.filterwarnings("ignore::UserWarning:peft"),
+    pytest.mark.slow,
 ]
 
 TARGETS = {"target_modules": ["q_proj", "v_proj"]}
@@ -113,6 +114,7 @@ def test_each_method_trains_its_adapter_alone(method: str, base: PreTrainedModel
     assert not torch.equal(result(model), outcome)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize("method", METHODS)
 def test_each_method_merges_up_to_half_a_step_of_int8(method: str, safe_merge: bool, base: PreTrainedModel) -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import snr_db
+from safetensors.torch import save_file
 from weights import random_weight
 
+from hf_trainweights import compare_checkpoints
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.report import measurements
 from hf_trainweights.report.measurements import code_histogram, measure_error, weight_histogram
@@ -24,6 +27,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measurements, "BLOCK_ELEMENTS", 1000)
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("shape", [(24, 256), (3, 128, 256)])
 @pytest.mark.parametrize("name", FORMATS)
@@ -109,3 +113,27 @@ def test_codes_of_groups_with_more_than_a_scale_have_a_bin_each(name: str, codes
 
 def test_a_float_weight_has_no_codes() -> None:
     assert code_histogram(random_weight(4, 8)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_error_is_the_one_that_a_comparison_of_files_tells(
+    dtype: torch.dtype, transposed: bool, tmp_path: Path
+) -> None:
+    reference = torch.randn(96, 64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    weight = QuantizedTensor.quantize(reference, get_format({"format": "int8"}), transposed)
+    found = measure_error(weight, reference)
+    save_file({"w": reference}, tmp_path / "a.safetensors")
+    save_file({"w": weight.dequantize().contiguous()}, tmp_path / "b.safetensors")
+    told = compare_checkpoints(tmp_path / "a.safetensors", tmp_path / "b.safetensors").tensors[0].snr_db
+    assert found is not None
+    assert found.snr_db == pytest.approx(told, abs=1e-9)
+
+
+@pytest.mark.parametrize("shape", [(2**50, 0), (2**50, 0, 1), (0, 2**50), (0,)])
+def test_a_weight_without_elements_takes_no_time(shape: tuple[int, ...]) -> None:
+    weight = torch.empty(shape)
+    found = measure_error(weight, weight)
+    assert found is not None
+    assert (found.snr_db, found.output_error) == (math.inf, 0.0 if len(shape) > 1 else None)
+    assert weight_histogram(weight) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,8 +16,10 @@ from transformers import PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, write_report
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.files.temporary import claim_file
 from hf_trainweights.report import write
 from hf_trainweights.report.sources import read_weights
+from hf_trainweights.report.write import write_alone
 
 HOSTILE = '"><img src=x onerror=alert(1)><script>alert(2)</script>{{ 7 * 7 }}&amp;\x1b[31m'
 SAFE_TAGS = {
@@ -198,3 +201,11 @@ def test_the_page_names_machine_and_versions(monkeypatch: pytest.MonkeyPatch, tm
     monkeypatch.undo()
     write_report(nn.Linear(2, 2), tmp_path / "r.html")
     assert re.search(r"hf_trainweights \S+, torch \S+, transformers \S+; .*\d cores; ", page_of(tmp_path / "r.html"))
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_report(tmp_path: Path) -> None:
+    claim, descriptor = claim_file(tmp_path)
+    os.close(descriptor)
+    claim.release()
+    write_alone(tmp_path / "report.html", "text", "Nothing was written.")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]

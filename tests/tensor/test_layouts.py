@@ -16,7 +16,7 @@ from weights import random_weight
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import int4, int4_tiles
+from hf_trainweights.kernels import int4_tiles, tiled_products
 from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
 from hf_trainweights.tensor.layouts import canonical_layouts, choose_layouts_
 from hf_trainweights.tensor.modules import as_parameter
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("without_compiled")
 has_tiles = pytest.mark.skipif(tile_rows() is None, reason="PyTorch has no tiled int4 product for this CPU")
 CONFIG = TrainWeightsConfig("int4", group_size=32, include_embeddings=True)
 # One row for PyTorch's op, some, and more than it takes.
-ROWS = (1, 7, int4.TILED_ROWS + 9)
+ROWS = (1, 7, tiled_products.MOST_ROWS + 9)
 
 
 class Experts(nn.Module):
@@ -141,7 +141,7 @@ def test_a_reloaded_module_multiplies_by_the_kernels_own_product(name: str, monk
         return multiply_tiles(*arguments)
 
     multiply_tiles = int4_tiles.multiply_tiles
-    monkeypatch.setattr(int4, "multiply_tiles", watched)
+    monkeypatch.setattr(int4_tiles, "multiply_tiles", watched)
     with torch.inference_mode():
         results(reloaded, 1)
     assert len(products) == 6

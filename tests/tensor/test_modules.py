@@ -157,15 +157,15 @@ def test_parameters_stay_parameters_and_frozen() -> None:
     assert module.first.weight.grad is None
 
 
-def test_quantized_weights_stay_as_they_are() -> None:
+def test_quantized_weights_that_a_configuration_leaves_alone_stay_as_they_are() -> None:
     module = net()
     quantize_(module.first, TrainWeightsConfig("int8"))
-    before = module.first.weight
-    summary = quantize_(module, INT4)
+    before, config = module.first.weight, TrainWeightsConfig("int4", group_size=32, modules_to_not_convert=["first"])
+    summary = quantize_(module, config)
     assert module.first.weight is before
     assert type(module.conv.weight) is QuantizedTensor
-    assert str(summary).startswith("quantized: 1 int8 (as saved), 1 int4 g32; left alone: ")
-    assert quantize_(module, INT4) == summary
+    assert str(summary).startswith("quantized: 1 int8 (left as saved), 1 int4 g32; left alone: ")
+    assert quantize_(module, config) == summary
 
 
 def test_hooks_buffers_and_other_parameters_are_untouched() -> None:
@@ -318,6 +318,7 @@ LOADS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize("zipped", [True, False], ids=["zip", "legacy"])

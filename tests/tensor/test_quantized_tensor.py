@@ -56,32 +56,32 @@ def saved(value: object, **options: Any) -> bytes:
 
 
 @every_form
-@every_layout
-def test_shows_what_the_float_weight_shows(form: str, layout: str) -> None:
-    shape, _ = LAYOUTS[layout]
-    weight = quantized_weight(form, layout, torch.bfloat16)
-    dense = weight.dequantize()
-    assert type(dense) is Tensor
-    assert weight.shape == dense.shape == shape
-    assert weight.dtype == dense.dtype == torch.bfloat16
-    assert weight.stride() == dense.stride()
-    assert weight.is_contiguous() == dense.is_contiguous()
-    assert (weight.device, weight.layout, weight.numel()) == (dense.device, dense.layout, dense.numel())
-    assert weight.is_floating_point()
+def test_shows_what_the_float_weight_shows(form: str) -> None:
+    for layout in LAYOUTS:
+        shape, _ = LAYOUTS[layout]
+        weight = quantized_weight(form, layout, torch.bfloat16)
+        dense = weight.dequantize()
+        assert type(dense) is Tensor
+        assert weight.shape == dense.shape == shape
+        assert weight.dtype == dense.dtype == torch.bfloat16
+        assert weight.stride() == dense.stride()
+        assert weight.is_contiguous() == dense.is_contiguous()
+        assert (weight.device, weight.layout, weight.numel()) == (dense.device, dense.layout, dense.numel())
+        assert weight.is_floating_point()
 
 
 @every_form
-@every_layout
-@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-def test_quantize_stores_what_the_format_makes_of_the_weight(form: str, layout: str, dtype: torch.dtype) -> None:
-    shape, transposed = LAYOUTS[layout]
-    weight = random_weight(*shape, dtype=dtype)
-    stored = weight.mT if transposed else weight
-    quantized = QuantizedTensor.quantize(weight, FORMS[form], transposed)
-    expected = FORMS[form].quantize(stored)
-    assert all(same_bytes(tensor, expected[name]) for name, tensor in quantized.tensors.items())
-    dense = FORMS[form].dequantize(expected, stored.shape, dtype)
-    assert torch.equal(quantized.dequantize(), dense.mT if transposed else dense)
+def test_quantize_stores_what_the_format_makes_of_the_weight(form: str) -> None:
+    for dtype in FLOAT_DTYPES:
+        for layout in LAYOUTS:
+            shape, transposed = LAYOUTS[layout]
+            weight = random_weight(*shape, dtype=dtype)
+            stored = weight.mT if transposed else weight
+            quantized = QuantizedTensor.quantize(weight, FORMS[form], transposed)
+            expected = FORMS[form].quantize(stored)
+            assert all(same_bytes(tensor, expected[name]) for name, tensor in quantized.tensors.items())
+            dense = FORMS[form].dequantize(expected, stored.shape, dtype)
+            assert torch.equal(quantized.dequantize(), dense.mT if transposed else dense)
 
 
 def test_quantize_neither_changes_nor_keeps_the_weight() -> None:
@@ -102,13 +102,13 @@ def test_quantize_takes_the_fallback_where_the_shape_does_not_fit() -> None:
     assert weight.shape == (4, 100)
 
 
-@pytest.mark.parametrize("shape", [(0, 128), (4, 0), (0, 0), (2, 0, 128), (1, 1)])
 @every_form
-def test_empty_and_tiny_weights_survive(form: str, shape: tuple[int, ...]) -> None:
-    weight = QuantizedTensor.quantize(random_weight(*shape), FORMS[form])
-    assert weight.dequantize().shape == shape
-    assert pickle.loads(pickle.dumps(weight)).shape == shape
-    assert (torch.ones(2, shape[-1]) @ weight.mT).shape == (*shape[:-2], 2, shape[-2])
+def test_empty_and_tiny_weights_survive(form: str) -> None:
+    for shape in ((0, 128), (4, 0), (0, 0), (2, 0, 128), (1, 1)):
+        weight = QuantizedTensor.quantize(random_weight(*shape), FORMS[form])
+        assert weight.dequantize().shape == shape
+        assert pickle.loads(pickle.dumps(weight)).shape == shape
+        assert (torch.ones(2, shape[-1]) @ weight.mT).shape == (*shape[:-2], 2, shape[-2])
 
 
 def test_quantize_names_the_weight_it_cannot_quantize() -> None:
@@ -192,17 +192,17 @@ def test_the_class_wraps_a_float_weight_as_a_plain_parameter() -> None:
 
 
 @every_form
-@every_layout
-def test_flattening_round_trips(form: str, layout: str) -> None:
-    weight = quantized_weight(form, layout, torch.float16)
-    names, metadata = weight.__tensor_flatten__()
-    assert is_traceable_wrapper_subclass(weight)
-    inner = {name: getattr(weight, name) for name in names}
-    assert all(type(tensor) is Tensor for tensor in inner.values())
-    assert hash(metadata) == hash(weight.detach().__tensor_flatten__()[1])
-    rebuilt = QuantizedTensor.__tensor_unflatten__(inner, metadata, weight.size(), weight.stride())
-    assert same_stored(rebuilt, weight)
-    assert all(getattr(rebuilt, name) is tensor for name, tensor in inner.items())
+def test_flattening_round_trips(form: str) -> None:
+    for layout in LAYOUTS:
+        weight = quantized_weight(form, layout, torch.float16)
+        names, metadata = weight.__tensor_flatten__()
+        assert is_traceable_wrapper_subclass(weight)
+        inner = {name: getattr(weight, name) for name in names}
+        assert all(type(tensor) is Tensor for tensor in inner.values())
+        assert hash(metadata) == hash(weight.detach().__tensor_flatten__()[1])
+        rebuilt = QuantizedTensor.__tensor_unflatten__(inner, metadata, weight.size(), weight.stride())
+        assert same_stored(rebuilt, weight)
+        assert all(getattr(rebuilt, name) is tensor for name, tensor in inner.items())
 
 
 # Parameters, gradients, assignment
@@ -375,17 +375,17 @@ def test_shared_memory_holds_the_stored_tensors() -> None:
 
 
 @every_form
-@every_layout
-def test_pickling_round_trips(form: str, layout: str) -> None:
-    float16 = quantized_weight(form, layout, torch.float16)
-    weights = (float16, nn.Parameter(float16), parameter(form, layout), float16.to(torch.float64))
-    for weight, protocol in itertools.product(weights, range(2, pickle.HIGHEST_PROTOCOL + 1)):
-        loaded = pickle.loads(pickle.dumps(weight, protocol))
-        assert type(loaded) is QuantizedTensor
-        assert isinstance(loaded, nn.Parameter) == isinstance(weight, nn.Parameter)
-        assert not loaded.requires_grad
-        assert same_stored(loaded, weight)
-        assert loaded.scale.dtype == weight.scale.dtype
+def test_pickling_round_trips(form: str) -> None:
+    for layout in LAYOUTS:
+        float16 = quantized_weight(form, layout, torch.float16)
+        weights = (float16, nn.Parameter(float16), parameter(form, layout), float16.to(torch.float64))
+        for weight, protocol in itertools.product(weights, range(2, pickle.HIGHEST_PROTOCOL + 1)):
+            loaded = pickle.loads(pickle.dumps(weight, protocol))
+            assert type(loaded) is QuantizedTensor
+            assert isinstance(loaded, nn.Parameter) == isinstance(weight, nn.Parameter)
+            assert not loaded.requires_grad
+            assert same_stored(loaded, weight)
+            assert loaded.scale.dtype == weight.scale.dtype
 
 
 def globals_of(data: bytes) -> set[str]:

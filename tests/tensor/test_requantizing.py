@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 
 import pytest
@@ -11,6 +12,7 @@ from weights import FORMS, LAYOUTS, quantized_weight, same_bytes, same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import QuantizationError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor.requantizing import in_float, requantize, rounding_said_once
 
 
@@ -36,44 +38,41 @@ def change(layer: nn.Linear, value: float, *rows: int | slice) -> None:
             layer.weight.data[row] += value
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMS)
-def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(
-    form: str, layout: str, dtype: torch.dtype
-) -> None:
-    weight = quantized_weight(form, layout, dtype)
-    values = weight.dequantize()
-    rows = values.mT if weight.transposed else values
-    rows[..., 2, :] += 0.25
-    result = requantize(weight, values)
-    fresh = QuantizedTensor.quantize(values, weight.format, weight.transposed, beside=weight.tensors)
-    assert (result.format, result.shape, result.dtype) == (weight.format, weight.shape, dtype)
-    for name, stored in result.tensors.items():
-        if name in weight.format.shared_names:
-            assert same_bytes(stored, weight.tensors[name])
-            continue
-        for row in range(rows.shape[-2]):
-            expected = fresh if row == 2 else weight
-            assert same_bytes(stored[..., row, :], expected.tensors[name][..., row, :]), (name, row)
+def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(form: str) -> None:
+    for layout, dtype in itertools.product(LAYOUTS, FLOAT_DTYPES):
+        weight = quantized_weight(form, layout, dtype)
+        values = weight.dequantize()
+        rows = values.mT if weight.transposed else values
+        rows[..., 2, :] += 0.25
+        result = requantize(weight, values)
+        fresh = QuantizedTensor.quantize(values, weight.format, weight.transposed, beside=weight.tensors)
+        assert (result.format, result.shape, result.dtype) == (weight.format, weight.shape, dtype)
+        for name, stored in result.tensors.items():
+            if name in weight.format.shared_names:
+                assert same_bytes(stored, weight.tensors[name])
+                continue
+            for row in range(rows.shape[-2]):
+                expected = fresh if row == 2 else weight
+                assert same_bytes(stored[..., row, :], expected.tensors[name][..., row, :]), (name, row)
 
 
-@pytest.mark.parametrize("count", [3, 9])
 @pytest.mark.parametrize("form", FORMS)
-def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str, count: int) -> None:
-    weight = quantized_weight(form)
-    values = torch.ones(count, weight.shape[1])
-    kept = min(count, weight.shape[0])
-    values[:kept] = weight.dequantize()[:kept]
-    result = requantize(weight, values)
-    assert result.shape == values.shape
-    assert same_stored(result[:kept], weight[:kept])
-    # Equal values are one code, but not once their columns are divided by the factors of the other rows.
-    rtol = 0.4 if weight.format.shared_names else 0.01
-    if "group_scale" in weight.format.tensor_names:
-        # A group scale of a few bits meets no value exactly.
-        rtol = max(rtol, 0.05)
-    torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=rtol, atol=0)
+def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str) -> None:
+    for count in (3, 9):
+        weight = quantized_weight(form)
+        values = torch.ones(count, weight.shape[1])
+        kept = min(count, weight.shape[0])
+        values[:kept] = weight.dequantize()[:kept]
+        result = requantize(weight, values)
+        assert result.shape == values.shape
+        assert same_stored(result[:kept], weight[:kept])
+        # Equal values are one code, but not once their columns are divided by the factors of the other rows.
+        rtol = 0.4 if weight.format.shared_names else 0.01
+        if "group_scale" in weight.format.tensor_names:
+            # A group scale of a few bits meets no value exactly.
+            rtol = max(rtol, 0.05)
+        torch.testing.assert_close(result.dequantize()[kept:], values[kept:], rtol=rtol, atol=0)
 
 
 def test_a_weight_that_shows_another_dtype_keeps_that_of_its_scales() -> None:

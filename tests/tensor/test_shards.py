@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -75,11 +76,13 @@ def float_part(weight: Tensor, placement: Any, ranks: int, rank: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("placement", PLACEMENTS)
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, layout: str, placement: str, ranks: int) -> None:
-    (shape, transposed), place = LAYOUTS[layout], PLACEMENTS[placement]
+def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, ranks: int) -> None:
+    for (shape, transposed), place in itertools.product(LAYOUTS.values(), PLACEMENTS.values()):
+        assert_parts_of_the_whole(form, shape, transposed, place, ranks)
+
+
+def assert_parts_of_the_whole(form: str, shape: tuple[int, ...], transposed: bool, place: Any, ranks: int) -> None:
     weight = QuantizedTensor.quantize(random_weight(*shape), FORMATS[form], transposed)
     for rank in range(ranks):
         with rank_of(ranks, rank):
@@ -107,13 +110,13 @@ def fits(form: Format, transposed: bool, shape: tuple[int, ...], placement: Any,
     return piece % form.column_step == 0 if dim == reduced else piece > 0
 
 
-@pytest.mark.parametrize("placement", ["first", "last", "packed_before_last"])
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("form", FORMATS)
-def test_a_part_that_has_its_own_codes_is_quantized_to_those_of_the_whole(
-    form: str, layout: str, placement: str
-) -> None:
-    (shape, transposed), place = LAYOUTS[layout], PLACEMENTS[placement]
+def test_a_part_that_has_its_own_codes_is_quantized_to_those_of_the_whole(form: str) -> None:
+    for layout, placement in itertools.product(LAYOUTS.values(), ("first", "last", "packed_before_last")):
+        assert_own_codes_are_those_of_the_whole(form, *layout, PLACEMENTS[placement])
+
+
+def assert_own_codes_are_those_of_the_whole(form: str, shape: tuple[int, ...], transposed: bool, place: Any) -> None:
     dense = random_weight(*shape)
     weight = QuantizedTensor.quantize(dense, FORMATS[form], transposed)
     for rank in range(2):

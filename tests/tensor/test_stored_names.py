@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -124,18 +125,16 @@ def test_group_stored_gathers_what_belongs_together() -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("default", ["int8", "int4_g32"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_a_weight_round_trips(form: str, layout: str, default: str, dtype: torch.dtype) -> None:
-    weight = quantized_weight(form, layout, dtype)
-    flat = flatten_weight(NAME, weight, FORMS[default])
-    assert all(type(tensor) is Tensor for tensor in flat.values())
-    rebuilt = unflatten_weight(NAME, by_suffix(flat), dtype, FORMS[default])
-    assert same_stored(rebuilt, weight)
-    if not weight.format.is_coded_in_files:  # else one tensor stands for all
-        assert all(any(tensor is stored for tensor in flat.values()) for stored in weight.tensors.values())
-        assert rebuilt.qdata is weight.qdata
+def test_a_weight_round_trips(form: str) -> None:
+    for layout, default, dtype in itertools.product(LAYOUTS, ("int8", "int4_g32"), (torch.float32, torch.bfloat16)):
+        weight = quantized_weight(form, layout, dtype)
+        flat = flatten_weight(NAME, weight, FORMS[default])
+        assert all(type(tensor) is Tensor for tensor in flat.values())
+        rebuilt = unflatten_weight(NAME, by_suffix(flat), dtype, FORMS[default])
+        assert same_stored(rebuilt, weight)
+        if not weight.format.is_coded_in_files:  # else one tensor stands for all
+            assert all(any(tensor is stored for tensor in flat.values()) for stored in weight.tensors.values())
+            assert rebuilt.qdata is weight.qdata
 
 
 @pytest.mark.parametrize(

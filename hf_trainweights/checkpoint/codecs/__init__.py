@@ -18,16 +18,7 @@ CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
 def get_codec(codec_id: str) -> type[Codec]:
-    """Return the codec class of that name.
-
-    Args:
-        codec_id: A key of `CODECS`, e.g. `"planes"`.
-
-    Returns:
-        The class; make an instance to encode, call `decode` on the class.
-
-    Raises:
-        ConfigError: No codec has this name.
+    """Return the codec class of that name, e.g. `"planes"`; ConfigError: there is none.
 
     Examples:
         >>> get_codec("raw").lossless

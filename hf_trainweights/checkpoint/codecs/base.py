@@ -85,18 +85,11 @@ class Codec(ABC):
     dtypes: ClassVar[frozenset[torch.dtype]] = ALL_DTYPES
 
     def encode(self, tensor: Tensor, references: References | None = None) -> EncodedTensor:
-        """Encode `tensor`; the same input gives the same bytes.
+        """Encode a tensor of one of `dtypes`, any shape, strides and device; the same input gives the same bytes.
 
-        Args:
-            tensor: Any shape, strides and device, of one of `dtypes`. It is only read.
-            references: Decoded reference tensors by name; entries the codec does not use are ignored.
-
-        Returns:
-            Payloads that share no memory with `tensor`, the parameters, and the error bound.
-
-        Raises:
-            UnsupportedError: The dtype or layout cannot be encoded by this codec.
-            ConfigError: A reference that the codec needs is missing or has another shape or dtype.
+        It is only read, and payloads share no memory with it. `references` are decoded tensors by name; those that the
+        codec has no use for are ignored. ConfigError: one that the codec needs is missing or does not fit.
+        UnsupportedError: the dtype or layout cannot be encoded by this codec.
         """
         if tensor.dtype not in self.dtypes or tensor.layout != torch.strided:
             known = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
@@ -123,20 +116,9 @@ class Codec(ABC):
         dtype: torch.dtype,
         references: References | None = None,
     ) -> Tensor:
-        """Decode what `encode` returned.
+        """Decode what `encode` returned, given the same decoded references, to a new contiguous CPU tensor.
 
-        Args:
-            payloads: As in `EncodedTensor`; only read.
-            params: As in `EncodedTensor`.
-            shape: Shape of the encoded tensor.
-            dtype: Dtype of the encoded tensor.
-            references: The same decoded tensors that `encode` was given.
-
-        Returns:
-            A new contiguous CPU tensor of `shape` and `dtype`.
-
-        Raises:
-            CorruptFileError: Payloads, parameters, shape, dtype or references do not fit, or one is missing.
+        CorruptFileError: payloads, parameters, shape, dtype or references do not fit, or one is missing.
         """
         is_plain = len(shape) <= _MOST_DIMENSIONS and all(type(size) is int and size >= 0 for size in shape)
         if not is_plain or math.prod(shape) >= _MOST_ELEMENTS:
@@ -188,21 +170,13 @@ class Codec(ABC):
 
     @classmethod
     def check_count(cls, payloads: Sequence[Tensor], expected: int) -> None:
-        """Check how many payloads there are.
-
-        Raises:
-            CorruptFileError: Not `expected` ones.
-        """
+        """Check how many payloads there are; CorruptFileError: not `expected` ones."""
         if len(payloads) != expected:
             raise cls.corrupt("payloads", str(expected), str(len(payloads)))
 
     @classmethod
     def param(cls, params: Mapping[str, Json], name: str, kind: type) -> Any:
-        """Return `params[name]`; a float is finite.
-
-        Raises:
-            CorruptFileError: It is missing, not exactly of type `kind`, or NaN or infinite.
-        """
+        """Return `params[name]`; CorruptFileError: it is missing, not exactly of type `kind`, or NaN or infinite."""
         value = params.get(name)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):
             raise cls.corrupt(f"parameter {name}", f"of type {kind.__name__}, finite", repr(value)[:80])
@@ -210,11 +184,7 @@ class Codec(ABC):
 
     @classmethod
     def needed(cls, references: References, name: str) -> Tensor:
-        """Return the reference that the encoded tensor needs.
-
-        Raises:
-            CorruptFileError: It is missing.
-        """
+        """Return the reference that the encoded tensor needs; CorruptFileError: it is missing."""
         if name not in references:
             raise cls.corrupt(f"reference {name}", "the decoded tensor", "nothing")
         return references[name]

@@ -66,20 +66,11 @@ def delta_levels(
     dtype: torch.dtype,
     place: tuple[np.ndarray, np.ndarray],
 ) -> tuple[int, float]:
-    """Do as `delta_uniform` says.
+    """Do as `delta_uniform` says for a tile x; return how many elements miss the limit, and the largest other error.
 
-    Args:
-        x: The tile.
-        anchor: Its anchor; None for zero.
-        moment: Its exp_avg_sq; None if it does not matter.
-        dither: The table of dither, and where in it that of the tile begins.
-        step: The step.
-        limit: The largest error to accept.
-        dtype: What the decoded numbers are rounded to.
-        place: Where the levels go, int16 [r, c], and what the sums of their sizes are added to, float64 [r].
-
-    Returns:
-        How many elements miss the limit, and the largest other error.
+    Without an anchor it is zero, without a moment it does not matter. `dither` is the table and where in it that of the
+    tile begins. Decoded numbers are rounded to `dtype`. `place` is where the levels go, int16 [r, c], and what the sums
+    of their sizes are added to, float64 [r].
     """
     worst = ctypes.c_float()
     numbers = step, float(np.float32(1 / step)), limit, _DTYPES[dtype]
@@ -105,18 +96,9 @@ def update_levels(
     dtype: torch.dtype,
     place: tuple[np.ndarray, np.ndarray],
 ) -> tuple[int, float]:
-    """Do as `update_space` says.
+    """Do as `update_space` says for a tile of exp_avg; errors and the limit are in units of the step.
 
-    Args:
-        m: The tile of exp_avg.
-        squares: That of the decoded exp_avg_sq.
-        step: As in `delta_levels`, like the others.
-        limit: In units of the step.
-        dtype: As there.
-        place: As there.
-
-    Returns:
-        How many elements miss the limit, and the largest other error in units of the step.
+    Other arguments and results are those of `delta_levels`.
     """
     worst = ctypes.c_float()
     numbers = step, limit, _DTYPES[dtype]
@@ -140,20 +122,10 @@ def log_levels(
     place: tuple[np.ndarray, np.ndarray],
     decoded: np.ndarray,
 ) -> np.ndarray:
-    """Do as `log_rank1` says.
+    """Do as `log_rank1` says for a tile of exp_avg_sq, fill `decoded`, and return decoded over original numbers.
 
-    Args:
-        x: The tile of exp_avg_sq.
-        logs: Its logarithms, anything where x is zero.
-        means: Those of its rows and of its columns, float32 [r] and [c].
-        factors: The powers of these.
-        step: The step.
-        dtype: As in `delta_levels`.
-        place: As there.
-        decoded: To be filled with what decoding gives.
-
-    Returns:
-        Decoded over original numbers, scratch [r, c]; near 1 where x is zero.
+    `logs` are those of x, anything where x is zero; `means` those of rows and columns, float32 [r] and [c], `factors`
+    the powers of these. The result is scratch [r, c], near 1 where x is zero. See `delta_levels` for the others.
     """
     quotients = scratch("quotients", x.shape)
     vectors = map(address, (*means, *factors))
@@ -175,16 +147,10 @@ def find_exact(levels: np.ndarray) -> np.ndarray:
 
 
 def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iterator[Packed]:
-    """Yield the symbols of each tile of the levels of a matrix, as `symbols` says.
+    """Yield the symbols of each tile of levels, int16 [R, C], as `symbols` says; all but the width are scratch.
 
-    Args:
-        levels: int16 [R, C].
-        order: int64 [R], the rows in the order in which they are coded; None for their own.
-        count: How many tiles there are.
-
-    Yields:
-        Their width; the first two blocks, uint8, of which what comes first counts; the levels of the escapes,
-        int16. All but the width are scratch.
+    They are the width, the first two blocks, uint8, of which what comes first counts, and the escapes, int16. `order`
+    is that of the rows, int64 [R].
     """
     widths = scratch("widths", [_PACKED_TILES], np.uint8)
     high, low = (scratch(use, [_PACKED_TILES, CODED_TILE], np.uint8) for use in ("high", "low"))

@@ -98,11 +98,7 @@ class DeltaUniform(Codec):
 
     @classmethod
     def within(cls, bound: float) -> DeltaUniform:
-        """Return the codec whose decoded elements are off by at most `bound`, in the unit of the weights.
-
-        Raises:
-            ConfigError: `bound` is not a positive finite number.
-        """
+        """Return the codec whose decoded elements are off by at most `bound` > 0, in the unit of the weights."""
         # A little below 2 * bound, or the last rounding would push every hundredth element out of bounds.
         return cls(step=bound * (2 - 2**-5), limit=bound)
 
@@ -164,15 +160,7 @@ class DeltaUniform(Codec):
 def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     """Return the root mean square of `tensor - anchor`: the natural unit for the step of its checkpoints.
 
-    Args:
-        tensor: Any shape, floating point.
-        anchor: Same shape; None for zero.
-
-    Returns:
-        0.0 for an unchanged or an empty tensor; NaN or infinity if the difference is not finite.
-
-    Raises:
-        RuntimeError: The shapes differ.
+    NaN or infinity if the difference is not finite; RuntimeError: the shapes differ.
 
     Examples:
         >>> import torch

@@ -88,11 +88,7 @@ class BlockReader:
             raise codec.corrupt("payload", f"{self._edges[-1]} bytes of blocks", f"{data_bytes} bytes")
 
     def read(self, index: int, size: int) -> np.ndarray:
-        """Return block `index`, uint8 [size], not to be written to.
-
-        Raises:
-            CorruptFileError: The block is damaged or has another size.
-        """
+        """Return block `index`, uint8 [size], not to be written to; CorruptFileError: damaged, or of another size."""
         start = self._edges[index]
         stored = self._data[start : self._edges[index + 1]]
         where = f"block {index} at byte {start}"

@@ -49,16 +49,7 @@ def moved_from(same: np.ndarray) -> np.ndarray:
 
 
 def split_misfits(errors: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """Find the elements of a tile that a lossy codec must store exactly.
-
-    Args:
-        errors: float32, any shape, of either sign or NaN.
-        limit: The largest error to accept.
-
-    Returns:
-        int64 [m], positions in the flattened tile where the error is larger or NaN, or None if it is nowhere; and
-        the largest other error.
-    """
+    """Return where errors of a tile exceed the limit or are NaN, int64 [m] or None, and the largest other one."""
     worst = max(float(errors.max()), -float(errors.min()))
     if worst <= limit:
         return None, worst

@@ -75,14 +75,10 @@ class LevelWriter:
         exact: Tensor | None,
         same: np.ndarray | None = None,
     ) -> None:
-        """Add one tile.
+        """Add one tile: levels float32 [r, c] from `clip_`, 0 where an element equals its prediction.
 
-        Args:
-            tile: Which one.
-            levels: float32 [r, c], from `clip_`, 0 where the element equals its prediction; overwritten.
-            elements: [r, c], the tile's elements.
-            exact: int64 [m], positions of elements that must be stored as they are; None: none.
-            same: bool [r, c], true where the element equals its prediction; None: nowhere.
+        Levels are overwritten. `exact` are positions of elements to store as they are, int64 [m]; `same` is true where
+        an element equals its prediction.
         """
         stored = self._levels[tile]
         np.copyto(stored, levels, casting="unsafe")
@@ -97,14 +93,9 @@ class LevelWriter:
         self._row_sizes[tile[0]] += np.abs(levels, out=levels).sum(1, dtype=np.float64)
 
     def place(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
-        """Return where one tile is to be added by others.
+        """Return views to fill: a tile's levels, int16 [r, c], and its rows' sums of magnitudes, float64 [r].
 
-        Args:
-            tile: Which one.
-
-        Returns:
-            Where its levels go, int16 [r, c], `SAME` and `EXACT` among them; and what the sums of the magnitudes of
-            each row's other levels are to be added to, float64 [r]. Both are views.
+        `SAME` and `EXACT` stand among the levels and do not count in the sums, which are added to.
         """
         return self._levels[tile], self._row_sizes[tile[0]]
 
@@ -113,13 +104,7 @@ class LevelWriter:
         self._exact.append(elements.reshape(-1)[_positions(self._levels[tile])])
 
     def mark_exact(self, tile: Tile, elements: Tensor, positions: Tensor) -> None:
-        """Keep elements of a tile whose levels are in their place already; `EXACT` takes that of the levels.
-
-        Args:
-            tile: Which one.
-            elements: [r, c], the tile's elements.
-            positions: int64 [m], those in the flattened tile to keep.
-        """
+        """Store the elements [r, c] of a tile at these positions, int64 [m], exactly; `EXACT` replaces their levels."""
         levels, row_sizes = self.place(tile)
         at = positions.numpy()
         marked = levels.reshape(-1)[at]
@@ -171,17 +156,9 @@ def put(decoded: np.ndarray, out: Tensor, exact: Tensor | None, elements: Tensor
 def read_levels(
     codec: type[Codec], payloads: Sequence[Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> Iterator[tuple[Tile, Levels]]:
-    """Return the levels that a `LevelWriter` collected, tile by tile in the order of `work_tiles`.
+    """Yield the levels that a `LevelWriter` collected, tile by tile in the order of `work_tiles`.
 
-    Args:
-        codec: Whose payloads they are, for messages.
-        payloads: The two payloads, 1-D uint8 tensors.
-        shape: Shape of the tensor.
-        dtype: Dtype of the tensor.
-
-    Raises:
-        CorruptFileError: The payloads are damaged or do not fit the shape; all levels are decoded by then, so it
-            is safe to allocate the tensor.
+    CorruptFileError: they do not fit the shape; all are decoded by then, so it is safe to allocate the tensor.
     """
     levels, exact_count = decode_levels(codec, payloads[0], *matrix_shape(shape))
     if payloads[1].numel() % dtype.itemsize:

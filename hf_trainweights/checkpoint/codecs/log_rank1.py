@@ -144,16 +144,9 @@ class LogRank1(Codec):
 def _write_levels(
     writer: LevelWriter, tile: Tile, elements: Tensor, logs: Vectors, factors: Vectors, step: int, out: Tensor
 ) -> float:
-    """Encode a tile, and return the largest error of an element that has a level.
+    """Encode a tile, fill `out` with what decoding gives, and return the largest error of an element that has a level.
 
-    Args:
-        writer: Where the levels go.
-        tile: Which tile.
-        elements: Its elements.
-        logs: Means of log2 of its rows and columns.
-        factors: 2 to the power of these.
-        step: The step.
-        out: To be filled with what decoding gives.
+    `logs` are the means of log2 of its rows and columns, `factors` 2 to the power of these.
     """
     x, decoded = to_float32(elements, "x"), work_in(out, "decoded")
     same = zeros_in(x)

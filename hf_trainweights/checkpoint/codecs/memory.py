@@ -61,15 +61,9 @@ _scratch = _Scratch()
 
 
 def scratch(use: str, shape: Sequence[int], dtype: DTypeLike = np.float32) -> np.ndarray:
-    """Return memory for computing one piece of a tensor after the other.
+    """Return uninitialised, contiguous memory, valid until the next call for the same use in this thread.
 
-    Args:
-        use: What for; each use has a buffer of its own, which grows to the largest shape and stays.
-        shape: Shape to return.
-        dtype: Dtype to return.
-
-    Returns:
-        Uninitialised, contiguous, valid until the next call for the same use in this thread.
+    Each use has a buffer of its own, which grows to the largest shape and stays.
     """
     size_bytes = math.prod(shape) * np.dtype(dtype).itemsize
     buffer = _scratch.buffers.get(use)

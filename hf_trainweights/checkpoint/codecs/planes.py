@@ -122,14 +122,7 @@ def write_plain(writer: BlockWriter, words: np.ndarray, dtype: torch.dtype) -> N
 
 
 def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray]) -> None:
-    """Write one block per byte of significance, lowest first.
-
-    Args:
-        writer: Where to.
-        itemsize: Bytes of a word.
-        count: Number of words.
-        parts: The words, in 1-D arrays of any length; they are overwritten.
-    """
+    """Write one block per byte of significance, lowest first, of `count` words in 1-D arrays, which are overwritten."""
     planes = scratch("planes", [itemsize, count], np.uint8)
     start = 0
     for part in parts:
@@ -140,13 +133,9 @@ def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable
 
 
 def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: int = CACHED) -> Iterator[slice]:
-    """Fill `out` with the words whose planes start at block `first_block`.
+    """Fill `out` with the words whose planes start at block `first_block`, and yield each slice as it is filled.
 
-    Yields:
-        The slices of `size` words as they are filled: what else is done to them should be done at once.
-
-    Raises:
-        CorruptFileError: A block is damaged.
+    What else is done to them should be done at once. CorruptFileError: a block is damaged.
     """
     planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
     for part in chunk_ranges(len(out), size):

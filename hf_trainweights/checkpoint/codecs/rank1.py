@@ -30,14 +30,7 @@ _SUMMED_TILE = 1 << 17
 
 
 def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
-    """Measure a matrix.
-
-    Args:
-        original: Floating point [R, C].
-
-    Returns:
-        int32 [R] and [C], the means of rows and of columns in units of 1/128, within float32's range.
-    """
+    """Return the means of a matrix's rows and columns in units of 1/128, int32 [R] and [C], within float32's range."""
     R, C = original.shape
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
@@ -67,11 +60,7 @@ def encode_means(row_means: Tensor, column_means: Tensor) -> Tensor:
 
 
 def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[Tensor, Tensor]:
-    """Return int32 [R] and [C], zeros where they are not stored.
-
-    Raises:
-        CorruptFileError: The payload is damaged or does not fit the shape.
-    """
+    """Return int32 [R] and [C], zeros where they are not stored; CorruptFileError: they do not fit the shape."""
     rows, columns = _stored(R, C), _stored(C, R)
     planes = BlockReader(codec, payload, 1).read(0, 2 * (rows + columns))
     means = torch.from_numpy(bytes_to_int16(planes)).to(torch.int32)

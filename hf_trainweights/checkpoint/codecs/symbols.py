@@ -25,14 +25,9 @@ _WIDTHS = (2, 4, 8, 10, 12, 14, 16)
 
 
 def encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
-    """Return the payload of the levels of a matrix.
+    """Return the payload, 1-D uint8, of levels int16 [R, C], `SAME` and `EXACT` among them.
 
-    Args:
-        levels: int16 [R, C], with `SAME` and `EXACT` among them.
-        row_sizes: float64 [R], the sum of the sizes of a row's levels; it decides which rows are coded together.
-
-    Returns:
-        1-D uint8.
+    `row_sizes`, float64 [R], the sums of the sizes of a row's levels, decide which rows are coded together.
     """
     R, C = levels.shape
     classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
@@ -48,19 +43,9 @@ def encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
 
 
 def decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[np.ndarray, int]:
-    """Undo `encode_levels`.
+    """Undo `encode_levels`: return the levels, int16 [R, C], and how many elements are exact.
 
-    Args:
-        codec: Whose payload it is, for messages.
-        payload: 1-D uint8.
-        R: Rows of the matrix.
-        C: Its columns.
-
-    Returns:
-        int16 [R, C], and how many elements are exact.
-
-    Raises:
-        CorruptFileError: The payload is damaged or does not fit the shape.
+    CorruptFileError: the payload is damaged or does not fit the shape.
     """
     count = tile_count(R, C, compiled.CODED_TILE)
     blocks = BlockReader(codec, payload, 3 * count + 2)
@@ -149,11 +134,9 @@ def _escaped(levels: np.ndarray, width: int, has_same: bool) -> np.ndarray:
 def _unpack_levels(
     high: np.ndarray, low: np.ndarray, width: int, count: int
 ) -> tuple[np.ndarray, int, Callable[[np.ndarray], int]]:
-    """Return the levels of a tile but for its escapes.
+    """Return a tile's levels but for its escapes, how many these are, and a function that puts them in their places.
 
-    Returns:
-        int16 [count], which the function later writes to; the number of escapes; and the function that puts them, as
-        they are stored, in their places, and returns how many elements are exact.
+    Levels are int16 [count], which the function writes to; it takes escapes as stored, and returns how many are exact.
     """
     if compiled.is_available():
         levels, escape_count = compiled.unpack_levels(high, low, width, count)

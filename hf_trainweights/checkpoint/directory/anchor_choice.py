@@ -9,6 +9,7 @@ surviving checkpoint is enough to continue it.
 
 from __future__ import annotations
 
+import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
@@ -20,7 +21,7 @@ from hf_trainweights.checkpoint.directory.discovery import checkpoint_directorie
 from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.directory.manifest_fields import require_anchor
 from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.reader import read_structure
 from hf_trainweights.errors import CorruptFileError
@@ -44,7 +45,7 @@ class AnchorRecord:
         sha256: Digest of the anchor file.
         saves: How many checkpoints it has served, including the one that it is itself.
         first_bits: Stored bits per weight of the first delta against it; None before that.
-        last_bits: The same of the newest delta, less the bits that a finer step cost (see `AnchorCandidate.fineness`).
+        last_bits: The same of the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
         delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
             as long as all codecs are lossless.
         interval_steps: Training steps from the save before that delta to it; None where unknown.
@@ -58,14 +59,7 @@ class AnchorRecord:
     interval_steps: int | None = None
 
     def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor.
-
-        Args:
-            anchor_every: The most checkpoints one anchor serves.
-
-        Returns:
-            True after that many, or when deltas have become one bit per weight more expensive than the first.
-        """
+        """Tell whether the next checkpoint should begin a new anchor: after so many, or when this one has aged."""
         return self.saves >= anchor_every or self.has_aged(_REFRESH_BITS)
 
     def has_aged(self, bits: float) -> bool:
@@ -78,11 +72,7 @@ class AnchorRecord:
 
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
-        """Read what `to_dict` returned.
-
-        Raises:
-            CorruptFileError: A field is missing, unknown or of another type.
-        """
+        """Read what `to_dict` returned; CorruptFileError: a field is missing, unknown or of another type."""
         require_anchor("anchor", {**asdict(cls("")), **value})
         try:
             return cls(**value)
@@ -111,11 +101,7 @@ class AnchorCandidate:
     keep_base: bool = False
 
     def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them.
-
-        Args:
-            anchor_every: The most checkpoints that an anchor of the run serves.
-        """
+        """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them."""
         if self.base is None:
             return self.record.is_spent(anchor_every)
         return self.record.has_aged(_BASE_REFRESH_BITS)
@@ -138,18 +124,10 @@ class AnchorCandidate:
 
 
 def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | None:
-    """Look through the other checkpoints of a run, newest first, for an anchor to continue with.
+    """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
 
-    Args:
-        path: The checkpoint that is being saved; the others of the run lie beside it.
-        weights_name: Name of the weights file in each, which may be the anchor itself.
-
-    Returns:
-        The first one whose manifest reads and whose anchor is there, or outside the run; its digest is checked when it
-        is opened.
-
-    Raises:
-        OSError: The directory of the run cannot be read.
+    `weights_name` is that of the weights file in each, which may be the anchor itself. Digests are checked when it is
+    opened.
     """
     others = [each for each in checkpoint_directories(path.parent) if each.absolute() != path.absolute()]
     for directory in others:
@@ -171,17 +149,7 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
 
 
 def steps_since_last_save(path: Path) -> int | None:
-    """Return the training steps from the save before a checkpoint to it.
-
-    Args:
-        path: The checkpoint; the others of the run lie beside it.
-
-    Returns:
-        None where no earlier one is there, or the directory is no run's.
-
-    Raises:
-        OSError: The directory of the run cannot be read.
-    """
+    """Return the training steps since the save before a checkpoint; None without an earlier one in its run."""
     try:
         step = checkpoint_step(path)
     except ValueError:
@@ -192,43 +160,41 @@ def steps_since_last_save(path: Path) -> int | None:
 
 
 def link_anchor(candidate: AnchorCandidate, directory: Path) -> Anchor | None:
-    """Link an anchor and all files that reading it takes into a checkpoint directory, and open it there.
+    """Link an anchor and all files that reading it takes into a checkpoint directory, and open it there, verified.
 
-    Args:
-        candidate: The anchor.
-        directory: Where the link is made.
-
-    Returns:
-        The anchor, verified; None, with a warning, if a file is damaged or gone. Then there are no links either.
-
-    Raises:
-        OSError: The disk is full or refuses.
+    None, with a warning, if a file is damaged or gone. Then there are no new links either.
     """
-    links: list[Path] = []
+    made: list[Path] = []
     source, sha256 = candidate.path, candidate.record.sha256
+    first = directory / anchor_file_name(sha256)
     try:
-        while sha256 and len(links) < MOST_ANCHORS:
-            links.append(directory / anchor_file_name(sha256))
-            if not links[-1].exists():
-                link_or_copy(source, links[-1])
-            sha256 = read_structure(links[-1]).get("anchor", {}).get("sha256")
-            source = candidate.path.with_name(anchor_file_name(sha256 or ""))
-        return Anchor(links[0])
+        for _ in range(MOST_ANCHORS):
+            link = directory / anchor_file_name(sha256)
+            if not link.exists():
+                made.append(link)
+                link_or_copy(source, link)
+                if link.stat().st_nlink == 1:
+                    _say_that_anchors_are_copied(candidate.path.parent.parent)
+            verify_anchor(link)
+            sha256 = read_structure(link).get("anchor", {}).get("sha256")
+            if sha256 is None:
+                break
+            source = candidate.path.with_name(anchor_file_name(sha256))
+        return Anchor(first)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"The next checkpoint is stored without reference: {error}", stacklevel=2)
-        unlink_anchor(links)
+        unlink_anchor(made)
         return None
 
 
+@functools.cache  # once per run
+def _say_that_anchors_are_copied(run: Path) -> None:
+    what = "each checkpoint has its own copies of the anchors that it needs, and takes their size as well"
+    warnings.warn(f"The disk of {run} has no hard links: {what}.", stacklevel=3)
+
+
 def unlink_anchor(links: Iterable[Path]) -> None:
-    """Remove the links to an anchor that is of no use, as far as they are there.
-
-    Args:
-        links: Those that `link_anchor` made.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Remove links to anchors that are of no use, as far as they are there."""
     for link in links:
         if link.exists():
             disk.file_system.unlink(link)

@@ -18,6 +18,7 @@ from typing import Any
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.directory.anchor_choice import AnchorCandidate, AnchorRecord, steps_since_last_save
+from hf_trainweights.checkpoint.directory.completeness import TRAINER_STATE_NAME
 from hf_trainweights.checkpoint.directory.discovery import checkpoint_step
 from hf_trainweights.checkpoint.directory.save_job import SaveJob
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
@@ -34,18 +35,9 @@ _LARGEST_DRIFT = 0.5
 
 
 def base_candidate(job: SaveJob) -> AnchorCandidate | None:
-    """Return the base that a save was given as a candidate that has not served yet.
+    """Return the base that a save was given as a candidate that has not served yet; None without a base.
 
-    Args:
-        job: The checkpoint.
-
-    Returns:
-        The candidate; None without a base.
-
-    Raises:
-        ConfigError: There are no plain weights where the base should be.
-        CorruptFileError: They are damaged.
-        OSError: They cannot be read.
+    ConfigError: there are no plain weights where the base should be.
     """
     if job.base is None:
         return None
@@ -55,14 +47,9 @@ def base_candidate(job: SaveJob) -> AnchorCandidate | None:
 
 
 def open_base(candidate: AnchorCandidate, weights: Mapping[str, Any]) -> BaseWeights | None:
-    """Open the base of a candidate under the names of a checkpoint.
+    """Open the base of a candidate under the names of a checkpoint's flat state dict.
 
-    Args:
-        candidate: One with a base.
-        weights: The flat state dict of the checkpoint.
-
-    Returns:
-        The base; None, with a warning, if it is gone, has changed or shares no weight with the checkpoint.
+    None, with a warning, if it is gone, has changed or shares no weight with the checkpoint.
     """
     assert candidate.base is not None
     try:
@@ -77,20 +64,10 @@ def open_base(candidate: AnchorCandidate, weights: Mapping[str, Any]) -> BaseWei
 
 
 def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
-    """Keep the files of a base in a checkpoint directory, under their digests.
+    """Keep the files of a base in a checkpoint directory under their digests, and return them.
 
     Files of the Hub's cache and of other checkpoints never change, so they are linked. A program may write over other
     files where they are, and would change what is linked to them; they are copied once.
-
-    Args:
-        base: The base.
-        directory: The checkpoint directory.
-
-    Returns:
-        The files there.
-
-    Raises:
-        OSError: The disk is full or refuses.
     """
     kept = []
     for name, file in base.files.items():
@@ -109,19 +86,11 @@ def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
 def with_measured_drift(
     candidate: AnchorCandidate, path: Path, weights: Mapping[str, Any], distance_rms: Mapping[str, float]
 ) -> AnchorCandidate:
-    """Record how far weights move between two saves, given how far they have moved from the base.
+    """Record how far weights move between two saves, given by name the rms of their distance to the base.
 
     The steps of the lossy modes may not be coarser for a run that is old already: they are taken from the share of the
-    way that one interval between saves has, as if weights had drifted steadily.
-
-    Args:
-        candidate: One with a base.
-        path: The checkpoint.
-        weights: Its flat state dict.
-        distance_rms: Root mean square of the difference to the base, by name.
-
-    Returns:
-        A new candidate. Weights that did not begin at the base have no entry, so they are exact.
+    way that one interval between saves has, as if weights had drifted steadily. Weights that did not begin at the base
+    have no entry, so they are exact.
     """
     step, interval_steps = _step_of(path), candidate.interval_steps
     share = min(interval_steps / step, 1.0) if step and interval_steps else 1.0
@@ -142,7 +111,7 @@ def _step_of(path: Path) -> int | None:
 def _noted_interval(directory: Path, step: int | None) -> int | None:
     """Return the steps from one save to the next as a Trainer notes them, at most those that the run has."""
     with contextlib.suppress(OSError, ValueError, TypeError, KeyError, CorruptFileError):
-        with open_regular_file(directory / "trainer_state.json") as file:
+        with open_regular_file(directory / TRAINER_STATE_NAME) as file:
             save_steps = int(json.load(file)["save_steps"])
         return max(1, min(save_steps, step or save_steps))
     return step

@@ -11,19 +11,12 @@ from torch import Tensor
 
 
 def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> set[str]:
-    """Return the names of all tensors that an optimizer's state does not show to be trained.
+    """Return the names of all tensors of a flat state dict that an optimizer's state does not show to be trained.
 
     By the names that an optimizer made from `model.named_parameters()` records. Else by shape: as many states as
     tensors of a shape are there if none of these is a buffer. Without states of the parameters' shapes (plain SGD,
     Adafactor, no optimizer) only tensors of two and more dimensions count as trained. A frozen weight is taken for a
     buffer, which costs nothing: an exact difference of what does not change is next to nothing.
-
-    Args:
-        weights: A flat state dict.
-        optimizer: The optimizer's state dict, or an empty one.
-
-    Returns:
-        Names in `weights`: every buffer, unless there are no states; perhaps more.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))

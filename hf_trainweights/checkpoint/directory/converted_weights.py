@@ -24,15 +24,7 @@ _KEY = "converted_names"
 
 
 def mark_run(root: str | Path, name: str) -> None:
-    """Note in a run's directory, durably, that a checkpoint with a certain weight in its files must not be resumed.
-
-    Args:
-        root: Where the run keeps its checkpoints.
-        name: A weight that is in every checkpoint that the Trainer writes, and not as the module has it.
-
-    Raises:
-        SaveError: The disk is full or refuses.
-    """
+    """Note in a run durably the name of a weight by which files show that no Trainer may resume from them."""
     mark = Path(root) / MARK_NAME
     try:
         names = _marked_names(Path(root))
@@ -45,14 +37,9 @@ def mark_run(root: str | Path, name: str) -> None:
 
 
 def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = None) -> str | None:
-    """Say why a Trainer would resume wrongly from a checkpoint.
+    """Say why a Trainer would resume wrongly from a checkpoint; None if its weights are safe, or nothing is known.
 
-    Args:
-        checkpoint: A directory beside which the run's mark lies, if it has one.
-        names: Weights that only the Trainer's own files have. Default: those of the mark.
-
-    Returns:
-        The reason; None if its weights are safe to resume from, or nothing is known of other names.
+    `names` are weights that only the Trainer's own files have; default: those of the mark beside the checkpoint.
     """
     checkpoint = Path(checkpoint).absolute()
     try:
@@ -69,14 +56,9 @@ def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = N
 
 
 def stored_weight_names(directory: Path) -> set[str]:
-    """Return the names in the `model*.safetensors` files of a directory.
+    """Return the names in the `model*.safetensors` files of a directory, which may be missing.
 
-    Args:
-        directory: The directory; it may be missing.
-
-    Raises:
-        SafetensorError: One of the files is damaged.
-        OSError: One cannot be read.
+    SafetensorError: one of the files is damaged.
     """
     names: set[str] = set()
     for file in safetensors_files(directory):

@@ -45,14 +45,7 @@ class FoundCheckpoint:
 def checkpoint_directories(root: str | Path) -> list[Path]:
     """List the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
 
-    Args:
-        root: Where a run keeps its checkpoints; it may be missing.
-
-    Returns:
-        Paths of directories; links are left out.
-
-    Raises:
-        OSError: `root` cannot be read.
+    Links are left out; without `root` there are none.
     """
     root = Path(root)
     if not root.is_dir():
@@ -67,14 +60,7 @@ def checkpoint_directories(root: str | Path) -> list[Path]:
 
 
 def checkpoint_step(path: Path) -> int:
-    """Return the step in the name of a checkpoint directory.
-
-    Args:
-        path: A path whose last part is `checkpoint-<step>`.
-
-    Raises:
-        ValueError: It has another name.
-    """
+    """Return the step in the name of a checkpoint directory; ValueError: it has another name."""
     match = _CHECKPOINT_NAME.fullmatch(path.name)
     if match is None:
         raise ValueError(f"{path} is not called checkpoint-<step>")
@@ -98,14 +84,7 @@ def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
 
 
 def check_checkpoint(path: Path) -> FoundCheckpoint:
-    """Check one checkpoint: against its manifest, or for completeness where it has none.
-
-    Args:
-        path: A directory called `checkpoint-<step>`.
-
-    Returns:
-        What was found.
-    """
+    """Check a directory called `checkpoint-<step>`: against its manifest, or for completeness where it has none."""
     step = checkpoint_step(path)
     try:
         if not (path / MANIFEST_NAME).exists():

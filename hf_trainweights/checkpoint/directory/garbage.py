@@ -24,14 +24,7 @@ _CHUNK_BYTES = 1 << 20
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Remove a checkpoint directory: it is gone in one step, its files follow.
-
-    Args:
-        path: The directory. Other checkpoints keep their own links to anchors it holds.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Remove a checkpoint directory: it is gone in one step, its files follow; others keep their links to anchors."""
     claim = move_aside(path)
     try:
         remove_tree(claim.path)
@@ -82,15 +75,7 @@ def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
 def unused_anchors(directory: Path) -> list[Path]:
     """List anchors that neither the manifest lists nor reading an encoded file beside them takes.
 
-    Args:
-        directory: A checkpoint directory.
-
-    Returns:
-        Their paths. None where the manifest or a torch file cannot be read: the damaged file may need any of them once
-        it is repaired, and one of a newer version says so in a way of its own.
-
-    Raises:
-        OSError: The directory cannot be read.
+    Nothing is listed if a file cannot be read: it may still need any of the anchors.
     """
     anchors = set(directory.glob(anchor_file_name("*")))
     if not anchors:
@@ -118,9 +103,7 @@ def _listed_files(directory: Path) -> Collection[str]:
 def _anchor_digests(path: Path) -> Collection[str]:
     """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
 
-    Raises:
-        CorruptFileError: It cannot be read, or it is too damaged to tell.
-        OSError: Likewise.
+    CorruptFileError: it is too damaged to tell.
     """
     if path.suffix in TORCH_SUFFIXES:
         with open_pickle(path) as pickle:

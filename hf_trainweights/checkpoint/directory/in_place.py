@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.directory.completeness import zip_problem
+from hf_trainweights.checkpoint.directory.completeness import RNG_PREFIX, TRAINER_STATE_NAME, zip_problem
 from hf_trainweights.checkpoint.directory.garbage import unused_anchors
 from hf_trainweights.checkpoint.directory.inventory import is_torch_file
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
@@ -27,29 +27,31 @@ from hf_trainweights.files.temporary import lock_directory
 CHOICES = ("policy", "keep_weights", "anchor")
 """Keys in a manifest's metadata that say how the directory was rewritten."""
 
-_RNG_PREFIX = "rng_state"
-
 
 @contextlib.contextmanager
 def rewriting(path: Path) -> Iterator[None]:
     """Remove the manifest and files of dead processes, and keep the directory's times: rotation sorts by them.
 
     The directory is locked, because an anchor that is linked before the file that refers to it looks like garbage.
-
-    Args:
-        path: The checkpoint directory.
-
-    Raises:
-        SaveError: The disk is full or refuses, also in the block.
+    SaveError: the disk is full or refuses, also in the block.
     """
-    with save_errors(path, "Every file there is whole, old or new."), lock_directory(path, wait=True):
-        times = path.stat()
-        try:
-            remove_files([path / MANIFEST_NAME])
-            remove_abandoned(path)
-            yield
-        finally:
+    outcome = "Every file there is whole, old or new."
+    with save_errors(path, outcome), lock_directory(path, wait=True), _same_times(path):
+        remove_files([path / MANIFEST_NAME])
+        remove_abandoned(path)
+        yield
+
+
+@contextlib.contextmanager
+def _same_times(path: Path) -> Iterator[None]:
+    times = path.stat()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong before says more
             disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+        raise
+    disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
 
 
 def manifest_fields(
@@ -58,16 +60,9 @@ def manifest_fields(
     metrics: Mapping[str, Any] | None = None,
     choices: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Return the fields of a manifest beside its files.
+    """Return the fields of a manifest beside its files; step and epoch are the previous one's, or the Trainer's own.
 
-    Args:
-        path: The checkpoint directory.
-        previous: The manifest that it had; without one, the Trainer's own state says step and epoch.
-        metrics: Default: those of `previous`.
-        choices: Metadata under the keys `CHOICES`.
-
-    Returns:
-        Fields of `Manifest`.
+    Metrics are by default the previous ones. `choices` are metadata under the keys `CHOICES`.
     """
     fields: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
@@ -76,7 +71,7 @@ def manifest_fields(
         metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
     else:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
-            with open_regular_file(path / "trainer_state.json") as file:
+            with open_regular_file(path / TRAINER_STATE_NAME) as file:
                 state = json.load(file)
             fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
     if metrics is not None:
@@ -87,34 +82,24 @@ def manifest_fields(
 def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Manifest) -> Manifest:
     """Remove the anchors that no file needs any more, and write a manifest of all that is there.
 
-    Args:
-        path: The checkpoint directory.
-        previous: The manifest that it had; reports of files that were not rewritten are taken from it, and what files
-            had lost before.
-        manifest: The new one, with the files that were rewritten.
-
-    Returns:
-        The manifest that was written, with the other files as well.
-
-    Raises:
-        ConfigError: Metrics or metadata hold something that JSON cannot.
-        OSError: The disk is full or refuses.
+    `manifest` has the files that were rewritten; reports of the others, and what they had lost, come from `previous`.
     """
     remove_files(unused_anchors(path))
     files = dict(manifest.files)
     for name, status in list_files(path).items():
         if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
             continue
-        if name.startswith(_RNG_PREFIX) and zip_problem(path / name):
+        if name.startswith(RNG_PREFIX) and zip_problem(path / name):
             continue  # another rank is still writing it
-        files[name] = FileEntry.of(path / name, _known_report(path / name, previous))
+        files[name] = FileEntry.of(path / name, _known_report(path, name, previous))
     manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
     write_manifest(path, manifest)
     return manifest
 
 
-def _known_report(path: Path, previous: Manifest | None) -> Mapping[str, Any] | None:
+def _known_report(directory: Path, name: str, previous: Manifest | None) -> Mapping[str, Any] | None:
     """Return the report of a file that was not rewritten, also where an interruption left no manifest."""
-    if previous is not None and path.name in previous.files:
-        return previous.files[path.name].report
+    if previous is not None and name in previous.files:
+        return previous.files[name].report
+    path = directory / name
     return read_report(path) if is_torch_file(path) and is_encoded(path) else None

@@ -34,18 +34,9 @@ class Inventory:
 
 
 def take_inventory(path: Path) -> Inventory:
-    """List the files of a checkpoint directory.
+    """List the files of a checkpoint directory; ConfigError: there is no checkpoint.
 
-    Args:
-        path: The directory.
-
-    Returns:
-        Its files.
-
-    Raises:
-        ConfigError: There is no checkpoint.
-        UnsupportedError: It is a sharded checkpoint that no DCP wrote: of DeepSpeed, or of FSDP with LOCAL_STATE_DICT.
-        CorruptFileError: An index of shards cannot be read.
+    UnsupportedError: a sharded one that no DCP wrote, of DeepSpeed or of FSDP with LOCAL_STATE_DICT.
     """
     weights = weight_files(path) if path.is_dir() else []
     torch_files = sorted(file for file in path.iterdir() if is_torch_file(file)) if path.is_dir() else []

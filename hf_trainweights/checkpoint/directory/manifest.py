@@ -78,19 +78,7 @@ class FileEntry:
 
     @classmethod
     def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
-        """Return the entry for a file on disk.
-
-        Args:
-            path: A regular file; it is read once.
-            report: See the class.
-
-        Returns:
-            Its size, digest and report.
-
-        Raises:
-            CorruptFileError: It is no regular file.
-            OSError: It cannot be read.
-        """
+        """Return the entry for a regular file on disk, which is read once."""
         sha256 = file_sha256(path)
         return cls(path.stat().st_size, sha256, report or {})
 
@@ -107,8 +95,8 @@ class Manifest:
         metrics: What the caller logged. JSON; NaN and infinities are allowed.
         metadata: Anything else worth keeping. JSON.
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
-        rounded_before: File name to what its values had lost before they were encoded as they are: role to the largest
-            error of an element. The key is left out where nothing was.
+        rounded_before: By file name and role the largest error of an element that an earlier rounding left in the file.
+            The key is left out where nothing was.
         sharded: What a sharded checkpoint holds beside its files, see sharded/description.py; others lack the key.
         base: The weights outside the run that `anchor` means; others lack the key.
         created: When it was written, ISO 8601 with a time zone.
@@ -136,11 +124,7 @@ class Manifest:
         return self.base is not None and set(map(anchor_file_name, self.base.files.values())) <= self.files.keys()
 
     def to_bytes(self) -> bytes:
-        """Return the text of the manifest file.
-
-        Raises:
-            ConfigError: Metrics or metadata hold something that JSON cannot.
-        """
+        """Return the text of the manifest file; ConfigError: metrics or metadata hold something that JSON cannot."""
         for part in ("metrics", "metadata"):
             require_json(getattr(self, part), part)
         fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
@@ -158,16 +142,7 @@ def package_version() -> str:
 
 
 def require_json(value: object, where: str) -> None:
-    """Check that JSON can hold a value and give it back unchanged.
-
-    Args:
-        value: Any object.
-        where: The name under which the caller knows it.
-
-    Raises:
-        ConfigError: Something in it is no string, number, bool, None, list or dict with string keys; it names
-            the key.
-    """
+    """Check that JSON can hold a value and give it back unchanged; a ConfigError names the key, from `where` on."""
     if value is None or isinstance(value, str | int | float | bool):
         return
     if isinstance(value, list | tuple):
@@ -184,35 +159,16 @@ def require_json(value: object, where: str) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already.
-
-    Args:
-        directory: The checkpoint directory.
-        manifest: What it holds.
-
-    Raises:
-        ConfigError: Metrics or metadata hold something that JSON cannot.
-        OSError: The disk is full or refuses.
-    """
+    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already."""
     content = manifest.to_bytes()
     with replace_file(directory / MANIFEST_NAME) as file:
         file.write(content)
 
 
 def read_manifest(directory: str | Path) -> Manifest:
-    """Read `trainweights.json` and checks it, but not the files it lists.
+    """Read and check `trainweights.json`, but not the files it lists; their names are safe to append to `directory`.
 
-    Args:
-        directory: The checkpoint directory.
-
-    Returns:
-        The manifest; its file names are safe to append to `directory`.
-
-    Raises:
-        CorruptFileError: It is damaged, too large, of an unknown version, no regular file, names a file outside of
-            `directory`, or holds a value of a wrong type or range; then the error names the key.
-        FileNotFoundError: There is none.
-        OSError: It cannot be read.
+    CorruptFileError names the key whose value has a wrong type or range. FileNotFoundError: there is no manifest.
     """
     path = Path(directory) / MANIFEST_NAME
     if path.lstat().st_size > _MAX_MANIFEST_BYTES:

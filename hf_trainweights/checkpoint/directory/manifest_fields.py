@@ -80,16 +80,7 @@ _ANCHOR = {
 
 
 def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> None:
-    """Check that an object has fields of certain kinds; it may have others.
-
-    Args:
-        where: Where it stands.
-        value: The object, from JSON.
-        kinds: Name to kind.
-
-    Raises:
-        CorruptFileError: It is no object, or a field is missing or of another kind.
-    """
+    """Check that an object from JSON has fields of certain kinds; it may have others. CorruptFileError: it has not."""
     if not isinstance(value, Mapping):
         raise _corrupt(where, "an object", value)
     for name, kind in kinds.items():
@@ -100,15 +91,7 @@ def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> None
 
 
 def require_report(where: str, report: Mapping[str, Any]) -> None:
-    """Check the report of an encoded file.
-
-    Args:
-        where: Where it stands.
-        report: As in `FileEntry`; empty for a file stored as it is.
-
-    Raises:
-        CorruptFileError: A field is missing, or of another type or range than the encoder writes.
-    """
+    """Check that the report of an encoded file is as the encoder writes it; empty, it is of a file stored as it is."""
     if not report:
         return
     require_fields(where, report, _REPORT)
@@ -117,30 +100,14 @@ def require_report(where: str, report: Mapping[str, Any]) -> None:
 
 
 def require_anchor(where: str, record: object) -> None:
-    """Check the record of an anchor.
-
-    Args:
-        where: Where it stands.
-        record: As in `AnchorRecord`.
-
-    Raises:
-        CorruptFileError: A field is missing, or of another type or range than a save writes.
-    """
+    """Check that the record of an anchor is as a save writes it (see `AnchorRecord`)."""
     require_fields(where, record, _ANCHOR)
     assert isinstance(record, Mapping)  # require_fields has checked it
     _require_amounts(f"{where}.delta_rms", record["delta_rms"])
 
 
 def require_rounding(where: str, lost: object) -> None:
-    """Check what a manifest says files had lost before they were encoded.
-
-    Args:
-        where: Where it stands.
-        lost: As in `Manifest.rounded_before`.
-
-    Raises:
-        CorruptFileError: It is no object of objects of finite numbers of at least 0.
-    """
+    """Check what a manifest says files had lost before they were encoded (see `Manifest.rounded_before`)."""
     require_fields(where, lost, {})
     assert isinstance(lost, Mapping)  # require_fields has checked it
     for name, amounts in lost.items():

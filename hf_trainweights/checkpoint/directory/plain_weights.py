@@ -18,14 +18,7 @@ from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 def weight_files(path: Path) -> list[Path]:
     """List weight files of one family, the one that loaders open first at the head, indices before their shards.
 
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        Those that exist.
-
-    Raises:
-        CorruptFileError: An index cannot be read.
+    CorruptFileError: an index cannot be read.
     """
     present = [name for name in ENTRY_POINTS if (path / name).is_file()]
     family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
@@ -37,18 +30,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_weights(first: Path) -> dict[str, Any]:
-    """Read a weight file, or the shards an index lists.
-
-    Args:
-        first: The head of what `weight_files` returned.
-
-    Returns:
-        The state dict; its tensors are on the CPU, and memory-mapped where the file allows it.
-
-    Raises:
-        CorruptFileError: It is damaged, or holds more than data.
-        MissingAnchorError: It was moved without the anchor it needs.
-    """
+    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
     state: dict[str, Any] = {}
     with _readable(first):
         for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
@@ -57,18 +39,7 @@ def read_weights(first: Path) -> dict[str, Any]:
 
 
 def load_if_possible(path: Path) -> Any:
-    """Load a torch file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What was saved, its tensors on the CPU, and memory-mapped where the file is plain; None if it holds more than
-        data, or is of another format.
-
-    Raises:
-        MissingAnchorError: It was moved without the anchor it needs.
-    """
+    """Load a torch file as `load_file` does, mapped and on the CPU; None if it holds more than data, or is none."""
     try:
         return _load_mapped(path)
     except CorruptFileError:

@@ -14,6 +14,7 @@ from typing import Any, cast
 
 import torch
 
+from hf_trainweights.checkpoint.directory.completeness import require_undamaged
 from hf_trainweights.checkpoint.directory.converted_weights import converted_weights_problem
 from hf_trainweights.checkpoint.directory.in_place import (
     manifest_fields,
@@ -45,6 +46,7 @@ from hf_trainweights.checkpoint.sharded.contents import dcp_directories
 from hf_trainweights.checkpoint.sharded.in_place import compress_sharded, restore_sharded
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_files, replace_file
 from hf_trainweights.files.links import replace_by_link
 
@@ -87,7 +89,8 @@ def compress_directory(
 
     Raises:
         ConfigError: Mode or rules are wrong, a rule names nothing there, or there is nothing at `path` or `anchor`.
-        CorruptFileError: Its manifest does not verify, or its weights cannot be read; nothing has changed.
+        CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
+            tells which one is newer; nothing has changed.
         UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
@@ -118,6 +121,7 @@ def _compress_whole_files(
     choices = _choices(job, keep_weights)
     if previous and choices.items() <= previous.metadata.items():
         return previous
+    require_undamaged(path, previous.files if previous else ())
     register_anchor_directory(path)
     optimizer = OptimizerFile.read(path, job.policy, optimizer_names)
     keeps = keep_weights or _must_keep_weights(path)
@@ -178,7 +182,7 @@ def restore_directory(path: str | Path) -> Manifest:
 
     Raises:
         ConfigError: There is no checkpoint at `path`.
-        CorruptFileError: Something in it is damaged; nothing has changed where the manifest shows it.
+        CorruptFileError: Something in it is damaged; nothing has changed unless only decoding shows it.
         MissingAnchorError: It was moved without the anchor it needs.
         SaveError: The disk is full or refuses; every file is whole, small or plain.
 
@@ -194,14 +198,17 @@ def restore_directory(path: str | Path) -> Manifest:
         return restore_sharded(path)
     inventory = take_inventory(path)
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
+    require_undamaged(path, previous.files if previous else ())
     register_anchor_directory(path)
     lost = dict(previous.rounded_before) if previous else {}
     with rewriting(path):
         for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
             if is_encoded(file):
-                tree, rounding = load_file(file), reported_rounding(read_report(file))
+                tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
                 with replace_file(file) as plain:
                     torch.save(tree, plain)
+                # Where two files hold an optimizer's state the newer one counts.
+                disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
                 if rounding:
                     lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
         fields = manifest_fields(path, previous)
@@ -217,6 +224,9 @@ def _compress_others(
         is_optimizer = file.name in OPTIMIZER_NAMES
         is_worth_it = is_optimizer or file.stat().st_size >= _MIN_OTHER_BYTES
         if file.name in done or not is_worth_it or is_lossy(file):
+            continue
+        if is_optimizer and file.name != optimizer.name:
+            warnings.warn(f"{file} stays as it is: it is no newer than {optimizer.name}", stacklevel=3)
             continue
         tree = optimizer.tree if is_optimizer else load_if_possible(file)
         if tree is None:

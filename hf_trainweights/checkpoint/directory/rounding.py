@@ -20,14 +20,7 @@ _RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 
 def reported_rounding(report: Mapping[str, Any]) -> dict[str, float]:
-    """Return what encoding a file cost.
-
-    Args:
-        report: Its report, as in `FileEntry`.
-
-    Returns:
-        The largest error of an element by role, in the unit of the codec; nothing for a role that is exact.
-    """
+    """Return by role the largest error of an element that encoding a file cost, in the codec's unit, if any."""
     largest: dict[str, float] = {}
     for tensor in report.get("tensors", ()):
         if tensor["bound"]:
@@ -41,14 +34,7 @@ def add_rounding(first: Mapping[str, float], second: Mapping[str, float]) -> dic
 
 
 def total_rounding(manifest: Manifest) -> dict[str, float]:
-    """Return by how much the values of a checkpoint are off.
-
-    Args:
-        manifest: Its manifest.
-
-    Returns:
-        The largest error of an element by role; nothing for a role that is exact.
-    """
+    """Return by role the largest error of an element of a checkpoint; nothing for a role that is exact."""
     totals: dict[str, float] = {}
     for name, entry in manifest.files.items():
         of_file = add_rounding(manifest.rounded_before.get(name, {}), reported_rounding(entry.report))
@@ -58,15 +44,9 @@ def total_rounding(manifest: Manifest) -> dict[str, float]:
 
 
 def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded: Collection[str]) -> Manifest:
-    """Carry into a new manifest what the previous one knows of rounding.
+    """Carry into a new manifest what the previous one knows of rounding; `encoded` are files that were encoded since.
 
-    Args:
-        manifest: The new one, which lists every file.
-        previous: The one that the directory had.
-        encoded: Names of the files that were encoded since; the others are as they were.
-
-    Returns:
-        A manifest whose mode is the lossiest that a file in it was stored by.
+    Its mode becomes the lossiest that a file in it was stored by.
     """
     if previous is None:
         return manifest
@@ -83,14 +63,7 @@ def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded
 
 
 def shown_mode(manifest: Manifest) -> str:
-    """Return the mode of a checkpoint as people read it: one that is called lossless and is not says so.
-
-    Args:
-        manifest: Its manifest.
-
-    Returns:
-        E.g. `near-lossless`, or `lossless (weights off by up to 1.1e-03)`.
-    """
+    """Return the mode of a checkpoint as people read it, e.g. `lossless (weights off by up to 1.1e-03)`."""
     totals = total_rounding(manifest)
     if not totals or not (manifest.mode in _EXACT_MODES or manifest.rounded_before):
         return manifest.mode

@@ -65,14 +65,7 @@ class SaveJob:
 
 @contextlib.contextmanager
 def file_named_in_errors(name: str) -> Iterator[None]:
-    """Put the name of a file before the key that an `UnstorableError` names.
-
-    Args:
-        name: The file.
-
-    Raises:
-        UnstorableError: The block raised one.
-    """
+    """Put the name of a file before the key that an `UnstorableError` of the block names."""
     try:
         yield
     except UnstorableError as error:

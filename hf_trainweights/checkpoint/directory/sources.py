@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.directory.buffers import find_buffers
@@ -19,6 +22,8 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, rea
 from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.weight_files import ENTRY_POINTS
 
 OPTIMIZER_NAME = "optimizer.pt"
 # What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
@@ -35,32 +40,28 @@ class OptimizerFile:
     """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
 
     Args:
+        name: Its name; of two files the newer one's, whose state counts. None if there is none.
         tree: What it holds; None if it is not there, or holds more than plain data.
         plan: How to encode it.
         names: Names of the optimizer's parameters by their index.
     """
 
+    name: str | None
     tree: Any
     plan: Plan
     names: Mapping[Any, str]
 
     @classmethod
     def read(cls, path: Path, policy: Policy, names: Mapping[Any, str]) -> OptimizerFile:
-        """Load and plan the file of a checkpoint directory.
+        """Load and plan the file of a directory; parameters' names by index are by default those that it records.
 
-        Args:
-            path: The directory.
-            policy: Which codec for which tensor.
-            names: Names of the optimizer's parameters by their index. Default: those that the file records.
-
-        Raises:
-            ConfigError: A rule selects optimizer states by name, and there are no names.
-            MissingAnchorError: The file was moved without the anchor that it needs.
+        ConfigError: a rule selects optimizer states by name, and there are no names.
         """
-        file = next((path / name for name in OPTIMIZER_NAMES if (path / name).exists()), path / OPTIMIZER_NAME)
-        tree = load_if_possible(file) if file.exists() else None
+        files = [path / name for name in OPTIMIZER_NAMES if (path / name).exists()]
+        file = newest(files, load_if_possible) if files else None
+        tree = load_if_possible(file) if file else None
         names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
-        return cls(tree, plan_tree(tree, policy, names), names)
+        return cls(file and file.name, tree, plan_tree(tree, policy, names), names)
 
     @property
     def state(self) -> dict[str, Any]:
@@ -75,33 +76,56 @@ def weights_to_store(
     buffers: Collection[str] | None,
     optimizer: OptimizerFile,
 ) -> Weights | None:
-    """Read the weights of a checkpoint.
+    """Read the weights of a checkpoint; None where there are none, or where encoding them again would lose more.
 
-    Args:
-        inventory: Its files.
-        policy: Which codec for which tensor.
-        previous: Its manifest, which may know its buffers.
-        buffers: Names of weights that are buffers. Default: as recorded, else see `find_buffers`.
-        optimizer: Its optimizer.
-
-    Returns:
-        The weights; None where there are none, or where encoding them again would lose more.
-
-    Raises:
-        ConfigError: A rule names nothing in the checkpoint.
-        CorruptFileError: They cannot be read.
-        MissingAnchorError: They were moved without the anchor that they need.
+    `buffers` are by default those that were recorded, else see `find_buffers`. ConfigError: a rule names nothing there.
     """
-    if not inventory.weight_files or is_lossy(inventory.weight_files[0]):
+    if not inventory.weight_files:
         return None
-    first = inventory.weight_files[0]
-    file_name = _ADAPTER_NAME if first.name.startswith("adapter") else WEIGHTS_NAME
-    twin = inventory.path / FSDP_WEIGHTS_NAME
-    state = read_weights(twin if file_name == WEIGHTS_NAME and twin.exists() else first)
+    is_adapter = inventory.weight_files[0].name.startswith("adapter")
+    source = _source_of_weights(inventory, [] if is_adapter else [inventory.path / FSDP_WEIGHTS_NAME])
+    if is_lossy(source):
+        return None
+    file_name = _ADAPTER_NAME if is_adapter else WEIGHTS_NAME
+    state = read_weights(source)
     policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(inventory.path, previous, file_name) if buffers is None else buffers
     buffers = find_buffers(state, optimizer.state) if buffers is None else buffers
     return Weights(state, buffers, optimizer.state, optimizer.names, file_name)
+
+
+def _source_of_weights(inventory: Inventory, twins: Sequence[Path]) -> Path:
+    """Return the file whose weights count: of the plain ones the newest, because an encoded one was made of one."""
+    files = [file for file in twins if file.exists()]
+    files += [file for file in inventory.weight_files if file.name in ENTRY_POINTS]
+    return newest([file for file in files if not (is_torch_file(file) and is_encoded(file))] or files, read_weights)
+
+
+def newest(files: Sequence[Path], read: Callable[[Path], Any]) -> Path:
+    """Return the newest of several files that hold the same part of a checkpoint, as two runs may leave them.
+
+    CorruptFileError: the newest are of the same time, and what `read` returns of them differs.
+    """
+    times = [file.stat().st_mtime_ns for file in files]
+    first, *others = (file for file, time in zip(files, times, strict=True) if time == max(times))
+    for other in others:
+        if not first.samefile(other) and not _agree(read(first), read(other)):
+            found = f"another one in {other.name}, of the same time"
+            next_step = "One of them is of an earlier run: remove that one."
+            raise CorruptFileError(str(first), "the only state of its kind", found, next_step)
+    return first
+
+
+def _agree(one: Any, other: Any) -> bool:
+    """Return whether two states have the same values; what one dict lacks, such as a tied weight, says nothing."""
+    if isinstance(one, dict) and isinstance(other, dict):
+        shared = one.keys() & other.keys()
+        return bool(shared) == bool(one or other) and all(_agree(one[key], other[key]) for key in shared)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_agree, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return one.dtype == other.dtype and torch.equal(one, other)
+    return type(one) is type(other) and bool(one == other)
 
 
 def _recorded_buffers(path: Path, previous: Manifest | None, file_name: str) -> set[str] | None:
@@ -121,11 +145,7 @@ def _named_buffers(path: Path) -> set[str] | None:
 
 
 def is_lossy(path: Path) -> bool:
-    """Return whether a file was encoded with a loss: encoding it once more would add to its error, or hide it.
-
-    Raises:
-        CorruptFileError: It is an encoded file, and damaged.
-    """
+    """Return whether a file was encoded with a loss: encoding it once more would add to its error, or hide it."""
     if not is_torch_file(path) or not is_encoded(path):
         return False
     # What is rounded and then stored losslessly has a bound, too.

@@ -94,18 +94,9 @@ def verify_checkpoint(path: str | Path) -> CheckpointReport:
 
 
 def require_intact(path: str | Path) -> Manifest:
-    """Verify a checkpoint and returns its manifest.
+    """Verify a checkpoint and return its manifest; CorruptFileError: something is damaged or missing.
 
-    Args:
-        path: A checkpoint directory.
-
-    Returns:
-        Its manifest.
-
-    Raises:
-        CorruptFileError: Something is damaged or missing.
-        MissingAnchorError: It is whole, but the base that it needs is gone.
-        OSError: The directory cannot be read.
+    MissingAnchorError: it is whole, but the base that it needs is gone.
     """
     report = verify_checkpoint(path)
     if report.manifest is not None and report.manifest.base is not None and [*report.problems] == [BASE_PROBLEM]:
@@ -118,16 +109,9 @@ def require_intact(path: str | Path) -> Manifest:
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:
-    """List every file below a directory, without those that are being written.
+    """Return the status of every file below a directory by its relative name, without those that are being written.
 
-    Args:
-        directory: The directory.
-
-    Returns:
-        Relative name to status. A link is listed with its own status and never followed.
-
-    Raises:
-        OSError: A directory cannot be read.
+    A link is listed with its own status and never followed.
     """
     found = {}
     for folder, subfolders, names in os.walk(directory, onerror=_raise):

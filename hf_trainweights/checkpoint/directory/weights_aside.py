@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -19,15 +20,7 @@ from hf_trainweights.files.temporary import Claim
 def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
     """Save weights in a checkpoint directory under a temporary name, plain and as fast as torch.save.
 
-    Args:
-        path: The directory.
-        weights: A flat state dict under module names; it may change afterwards.
-
-    Returns:
-        The claim on the file, for `adopt_weights`; its data may not be on the disk yet.
-
-    Raises:
-        SaveError: The disk is full or refuses; nothing is left behind.
+    They may change afterwards. The claim is for `adopt_weights`; the data may not be on the disk yet.
     """
     path = Path(path).absolute()
     with save_errors(path, "Its files are as they were."), create_file_aside(path) as (claim, file):
@@ -38,17 +31,8 @@ def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
 def adopt_weights(path: str | Path, aside: Claim) -> None:
     """Put weights that were set aside in the place of a checkpoint's weight files.
 
-    A Trainer resumes exactly from the module's names, and its own files may have others.
-
-    Args:
-        path: The directory.
-        aside: What `set_weights_aside` returned; the file is moved, or removed after an error.
-
-    Raises:
-        ConfigError: There is no checkpoint at `path`.
-        UnsupportedError: It is a sharded FSDP or DeepSpeed checkpoint.
-        CorruptFileError: An index of shards cannot be read; nothing has changed.
-        SaveError: The disk refuses; the old weights are there, or the new ones.
+    A Trainer resumes exactly from the module's names, and its own files may have others. After an error the old weights
+    are there, or the new ones; the file aside is gone.
     """
     path = Path(path).absolute()
     try:
@@ -57,5 +41,6 @@ def adopt_weights(path: str | Path, aside: Claim) -> None:
             move_file(aside.path, path / WEIGHTS_NAME)
             remove_files(inventory.replaced_by(WEIGHTS_NAME))
     finally:
-        aside.path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # it is moved, or the next save removes it
+            aside.path.unlink()
         aside.release()

@@ -81,20 +81,7 @@ class EncodedWeights:
 
 
 def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
-    """Encode weights as a difference to the run's anchor or base, or in full where there is none or a new one is due.
-
-    Args:
-        job: The checkpoint they belong to.
-        weights: The weights.
-
-    Returns:
-        The file, and the anchors it needs.
-
-    Raises:
-        UnstorableError: A value cannot be stored; the error names its key.
-        ConfigError: The run begins, and there are no plain weights where its base should be.
-        OSError: The disk is full or refuses.
-    """
+    """Encode weights as a difference to the run's anchor or base; in full where there is none or a new one is due."""
     if job.anchor_every is None:
         return _encode_full(job, weights, {})
     candidate = find_anchor_candidate(job.path, weights.file_name) or base_candidate(job)
@@ -106,6 +93,7 @@ def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) -> EncodedWeights | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
+    before = {*job.directory.glob(anchor_file_name("*"))}
     anchor = open_base(candidate, weights.state) if candidate.base else link_anchor(candidate, job.directory)
     if anchor is None:
         return None
@@ -131,7 +119,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
                 goes_on = not plan.is_lossless and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
                 encoded = EncodedWeights(file, anchor.files, record, goes_on)
     if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
-        unlink_anchor(anchor.files)
+        # The file that is about to be replaced may need those that were there; they go after it.
+        unlink_anchor(file for file in anchor.files if file not in before)
     return encoded
 
 

@@ -42,25 +42,11 @@ def save_new_directory(
     base: BaseChoice | None = None,
     **manifest_fields: Any,
 ) -> Manifest:
-    """Save a checkpoint directory; it appears whole or not at all.
+    """Save a missing or empty checkpoint directory; it appears whole or not at all.
 
-    Args:
-        path: A missing or an empty directory. Others called `checkpoint-<step>` beside it may hold the anchor.
-        policy: Which codec for which tensor.
-        weights: The weights.
-        trees: File name to what else is to be stored, and how.
-        as_they_are: File name to the content of files that are not encoded.
-        anchor_every: The most checkpoints one anchor serves. Default: the checkpoint needs no other.
-        base: Weights outside the run that its first checkpoint is stored against.
-        **manifest_fields: Fields of `Manifest`: step, epoch, metrics, metadata.
-
-    Returns:
-        The manifest that was written.
-
-    Raises:
-        UnstorableError: A value cannot be stored; the error names file and key.
-        ConfigError: The manifest's fields hold something that JSON cannot, or `base` leads to no weights.
-        SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
+    Others called `checkpoint-<step>` beside it may hold the anchor; without `anchor_every` it needs no other. `trees`
+    are what else is to be stored and how, by file name; `as_they_are` files that are not encoded. UnstorableError names
+    file and key.
     """
     with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
         job = SaveJob.aside(path, temporary, policy, anchor_every, base)
@@ -98,17 +84,7 @@ class SavedWeights:
 def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
     """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
-    Args:
-        job: The checkpoint.
-        weights: The weights.
-
-    Returns:
-        What was written.
-
-    Raises:
-        UnstorableError: A value cannot be stored; the error names file and key.
-        ConfigError: The run begins, and there are no plain weights where its base should be.
-        OSError: The disk is full or refuses.
+    UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
     """
     with file_named_in_errors(weights.file_name):
         encoded = encode_weights(job, weights)
@@ -123,21 +99,7 @@ def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
-    """Save another file of a checkpoint, encoded.
-
-    Args:
-        job: The checkpoint.
-        name: The file's name in its directory.
-        tree: What it holds.
-        plan: How to encode it.
-
-    Returns:
-        Its manifest entry.
-
-    Raises:
-        UnstorableError: A value cannot be stored; the error names its key. Nothing was written.
-        OSError: The disk is full or refuses.
-    """
+    """Save another file of a checkpoint, encoded; UnstorableError names the key, and nothing was written."""
     return _save_file(job, name, encode_file(tree, plan, spool_directory=job.directory))
 
 

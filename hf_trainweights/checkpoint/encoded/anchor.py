@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,8 @@ class Anchor:
     An anchor may be a difference to another one, which lies beside it.
 
     Args:
-        path: A regular file called `anchor_file_name(sha256)`; it stays memory-mapped as long as this object lives.
+        path: A regular file; it stays memory-mapped as long as this object lives.
+        sha256: Its digest. Default: the one in its name.
         most_files: How many files reading it may take.
 
     Attributes:
@@ -41,9 +44,9 @@ class Anchor:
         OSError: It cannot be read.
     """
 
-    def __init__(self, path: str | Path, *, most_files: int = MOST_ANCHORS):
+    def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):
         self.path = Path(path).absolute()
-        self.sha256 = verify_anchor(self.path)
+        self.sha256 = verify_anchor(self.path, sha256)
         loaded = load_undecoded(self.path)
         self._structure = loaded.structure
         self._pieces = cut_payload(loaded.structure, loaded.payload)
@@ -62,17 +65,7 @@ class Anchor:
         return name
 
     def tensor(self, name: str) -> Tensor:
-        """Decode one tensor.
-
-        Args:
-            name: The parameter's name in its module.
-
-        Returns:
-            A new CPU tensor, of the dtype and shape it was stored with.
-
-        Raises:
-            CorruptFileError: There is no such tensor, or it is damaged.
-        """
+        """Decode one tensor to a new CPU tensor; CorruptFileError: there is none of that name, or it is damaged."""
         if name not in self._views:
             raise corrupt(str(self.path), f"an anchor that holds {name}", "others only")
         view = self._views[name]
@@ -90,13 +83,40 @@ class Anchor:
             raise corrupt(str(self.path), f"an anchor that takes at most {MOST_ANCHORS} files", "one that takes more")
         sha256 = self._structure["anchor"]["sha256"]
         beside = self.path.with_name(anchor_file_name(sha256))
-        return Anchor(find_anchor(sha256, str(beside)), most_files=most_files - 1)
+        return Anchor(find_anchor(sha256, str(beside)), sha256=sha256, most_files=most_files - 1)
 
     def _references(self, index: int) -> dict[str, Tensor]:
         entry = self._structure["storages"][index]
         if self._next is None or "anchor" not in entry:
             return {}
         return {"anchor": self._next.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
+
+
+# A file that was written just now may change again within one tick of the file system's clock.
+_SETTLED_SECONDS = 2.0
+
+_kept: tuple[Anchor, list[os.stat_result]] | None = None
+
+
+def keep_open(path: Path, sha256: str) -> Anchor:
+    """Return an anchor that `find_anchor` found, the same object until another one is asked for or a file changes.
+
+    Each item of a sharded checkpoint asks for it, and opening one takes the longer the more weights it has. Meanwhile
+    its bytes stay on the disk even if its last link goes. Windows removes no open file, so none is kept there.
+    """
+    global _kept
+    if _kept is not None and _kept[0].sha256 == sha256 and all(map(_is_unchanged, _kept[0].files, _kept[1])):
+        return _kept[0]
+    anchor = Anchor(path, sha256=sha256)
+    found = [os.stat(each) for each in anchor.files]
+    is_settled = time.time() - max(each.st_mtime for each in found) > _SETTLED_SECONDS
+    _kept = (anchor, found) if is_settled and os.name != "nt" else None
+    return anchor
+
+
+def _is_unchanged(path: Path, before: os.stat_result) -> bool:
+    now = os.stat(path) if path.exists() else None
+    return now is not None and os.path.samestat(now, before) and now.st_mtime_ns == before.st_mtime_ns
 
 
 def _views_by_name(structure: Mapping[str, Any], where: str) -> dict[str, dict[str, Any]]:

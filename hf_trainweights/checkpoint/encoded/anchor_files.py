@@ -6,6 +6,7 @@ directory that needs it as `<sha256 of the file>.anchor`, so any link is as good
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from pathlib import Path
 
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.files.sha256 import file_sha256
+
+ANCHOR_SUFFIX = ".anchor"
 
 _directories: dict[Path, None] = {}  # in the order of registration
 _digests: dict[tuple[int, int, int, int], str] = {}
@@ -23,22 +26,12 @@ class MissingAnchorError(TrainWeightsError, FileNotFoundError):
 
 
 def anchor_file_name(sha256: str) -> str:
-    """Return the name that an anchor file must have.
-
-    Args:
-        sha256: Digest of the file, 64 hexadecimal digits.
-
-    Returns:
-        The file name, without a directory.
-    """
-    return f"{sha256}.anchor"
+    """Return the name that an anchor file must have, given its SHA-256 in hexadecimal."""
+    return sha256 + ANCHOR_SUFFIX
 
 
 def register_anchor_directory(path: str | Path) -> None:
-    """Add a directory in which anchors are looked for when they are not where they were, for this process.
-
-    Args:
-        path: The directory itself is looked in, not what lies below. It need not exist.
+    """Add a directory, which need not exist, in which this process looks for anchors that are not where they were.
 
     Examples:
         >>> register_anchor_directory("runs/a/checkpoint-500")
@@ -47,76 +40,56 @@ def register_anchor_directory(path: str | Path) -> None:
 
 
 def find_anchor(sha256: str, recorded_path: str) -> Path:
-    """Return the path of a verified anchor file.
+    """Return the path of an anchor, a regular file with this digest; `recorded_path` is where it lay before.
 
-    Args:
-        sha256: Digest of the file, 64 hexadecimal digits.
-        recorded_path: Absolute path where it lay when it was last seen, perhaps one of another system.
-
-    Returns:
-        A regular file with this digest.
-
-    Raises:
-        CorruptFileError: Every file of that name has another content, or is no regular file.
-        MissingAnchorError: There is no file of that name.
+    MissingAnchorError: it is neither there nor in a registered directory, nor in a checkpoint beside one.
+    CorruptFileError: it is there, and damaged. OSError: it is there, and the disk does not let it be read.
     """
-    damaged: CorruptFileError | None = None
+    refused: Exception | None = None
     for path in anchor_paths(sha256, Path(recorded_path)):
         try:
             verify_anchor(path)
-        except OSError:
+        except FileNotFoundError:
             continue
-        except CorruptFileError as error:
-            damaged = error
+        except (CorruptFileError, OSError) as error:
+            refused = refused or error
             continue
         return path
-    if damaged is not None:
-        raise damaged
+    for path in _files_in_runs(anchor_file_name(sha256)):
+        with contextlib.suppress(CorruptFileError, OSError):
+            if sha256_once(path) == sha256:
+                return path
+    if refused is not None:
+        raise refused
     raise MissingAnchorError(
         f"anchor {anchor_file_name(sha256)}",
         f"a file at {recorded_path}",
-        "none there, nor in a registered directory",
-        "Call hf_trainweights.latest(run) first if the file is in the run's newest checkpoint; else run "
-        "`trainweights checkpoint restore PATH`.",
+        "none there, nor in a registered directory, nor in a checkpoint beside one",
+        "Call hf_trainweights.latest(run) first: it looks through all checkpoints of a run. One outside of a run "
+        "is looked through by `trainweights checkpoint restore PATH`.",
     )
 
 
-def verify_anchor(path: Path) -> str:
-    """Check that a file is the anchor its name says; its bytes are read once per process.
+def verify_anchor(path: Path, sha256: str | None = None) -> str:
+    """Return the digest of an anchor after comparing its bytes with it (default: with its name), once per process.
 
-    Args:
-        path: A regular file; a link is an error.
-
-    Returns:
-        Its digest, 64 hexadecimal digits.
-
-    Raises:
-        CorruptFileError: Its digest is not the one in its name, or it is no regular file.
-        OSError: It is missing or cannot be read.
+    CorruptFileError: it differs, or `path` is no regular file. OSError: it is missing or cannot be read.
     """
-    sha256 = sha256_once(path)
-    if path.name != anchor_file_name(sha256):
+    found = sha256_once(path)
+    if (path.name != anchor_file_name(found)) if sha256 is None else (found != sha256):
         raise CorruptFileError(
             str(path),
             "an anchor named by its SHA-256",
-            sha256,
+            found,
             "It is damaged or renamed: restore it from another checkpoint of the same run, they share it.",
         )
-    return sha256
+    return found
 
 
 def sha256_once(path: Path) -> str:
-    """Return the SHA-256 of a file; its bytes are read once per process.
+    """Return the SHA-256 of a regular file in hexadecimal; its bytes are read once per process.
 
-    Args:
-        path: A regular file; a link is an error.
-
-    Returns:
-        64 hexadecimal digits.
-
-    Raises:
-        CorruptFileError: It is no regular file.
-        OSError: It is missing or cannot be read.
+    CorruptFileError: it is no regular file; links are not followed.
     """
     status = os.stat(path, follow_symlinks=False)
     # All links of a file have one inode, so that its bytes are read once and not once per checkpoint.
@@ -127,14 +100,20 @@ def sha256_once(path: Path) -> str:
 
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
-    """Yield where an anchor file may lie.
-
-    Args:
-        sha256: Its digest.
-        recorded_path: Where it was last seen; believed if it is absolute and ends in the name of this anchor.
-    """
+    """Yield where an anchor may lie; its recorded path is believed if it is absolute and ends in its name."""
     name = anchor_file_name(sha256)
     if recorded_path.is_absolute() and recorded_path.name == name:
         yield recorded_path
     for directory in _directories:
         yield directory / name
+
+
+def _files_in_runs(name: str) -> Iterator[Path]:
+    """Yield what may be a lost anchor: files of its name beside registered checkpoints, then the weights of each.
+
+    The checkpoint that wrote an anchor has it as its weights, and nothing says which one that was.
+    """
+    runs = dict.fromkeys(directory.parent for directory in _directories)
+    for pattern in (name, "*_model.bin"):
+        for run in runs:
+            yield from sorted(run.glob(f"checkpoint-*/{pattern}"))

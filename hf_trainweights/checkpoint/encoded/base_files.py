@@ -44,19 +44,7 @@ def register_base(path: str | Path) -> None:
 
 
 def identify_base(path: Path) -> Base:
-    """Return what identifies weights on the disk; they are read once for it.
-
-    Args:
-        path: A directory with weights, or one file of weights or index of shards.
-
-    Returns:
-        Repository and commit if it lies in the Hub's cache, else its path; and the digests of its files.
-
-    Raises:
-        ConfigError: There are no weights, or they are encoded ones of this package.
-        CorruptFileError: An index of shards is damaged, or a file is no regular file.
-        OSError: A file cannot be read.
-    """
+    """Return what identifies weights on the disk: repository and commit or path, and the digests of their files."""
     files = require_weights(path)
     digests = {name: sha256_once(file.resolve()) for name, file in files.items()}
     directory = next(iter(files.values())).parent
@@ -65,18 +53,9 @@ def identify_base(path: Path) -> Base:
 
 
 def require_weights(path: Path) -> dict[str, Path]:
-    """Check that a path leads to weights that can be a base, and register their directory.
+    """Return the files of a directory, a file or an index of plain weights by name, and register their directory.
 
-    Args:
-        path: A directory with weights, or one file of weights or index of shards.
-
-    Returns:
-        Path of each file by its name.
-
-    Raises:
-        ConfigError: There are no weights, or they are encoded ones of this package.
-        CorruptFileError: An index of shards is damaged, or a file is no regular file.
-        OSError: A file cannot be read.
+    ConfigError: there are no weights, or they are encoded ones of this package.
     """
     path = path.absolute()
     entry = next((path / name for name in ENTRY_POINTS if (path / name).is_file()), path)
@@ -95,18 +74,10 @@ def require_weights(path: Path) -> dict[str, Path]:
 
 
 def find_base(base: Base, directory: Path) -> dict[str, Path]:
-    """Find the files of a base.
+    """Return the files of a base by name, digests compared; the checkpoint `directory`, if absolute, may keep them.
 
-    Args:
-        base: The base.
-        directory: A checkpoint directory that may keep them; a relative one is not looked into.
-
-    Returns:
-        Path of each by its name; regular files whose digests are right.
-
-    Raises:
-        CorruptFileError: A file in the Hub's cache is a link out of it, or every file that was found has changed.
-        MissingAnchorError: A file is nowhere. Both errors name repository and commit, and what to do.
+    CorruptFileError: a file in the Hub's cache is a link out of it, or all that were found have changed.
+    MissingAnchorError: a file is nowhere. Both name repository and commit, and what to do.
     """
     return {name: _find_file(base, name, directory) for name in base.files}
 
@@ -137,30 +108,12 @@ def _candidates(base: Base, name: str, directory: Path) -> Iterator[Path]:
 
 
 def snapshot_path(repository: str, commit: str) -> Path:
-    """Return where the Hub's cache keeps a commit: https://huggingface.co/docs/huggingface_hub/guides/manage-cache.
-
-    Args:
-        repository: Name of a model.
-        commit: 40 hexadecimal digits.
-
-    Returns:
-        The directory, which may be missing.
-    """
+    """Return where the Hub's cache keeps a commit: https://huggingface.co/docs/huggingface_hub/guides/manage-cache."""
     return Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots" / commit
 
 
 def cached_snapshots(repository: str) -> list[Path]:
-    """List the commits of a model in the Hub's cache, that of its branch `main` first.
-
-    Args:
-        repository: Name of a model.
-
-    Returns:
-        Their directories; none if it is not in the cache.
-
-    Raises:
-        OSError: The cache cannot be read.
-    """
+    """List the directories of a model's commits in the Hub's cache, that of its branch `main` first."""
     snapshots = snapshot_path(repository, "main").parent
     main = snapshots.parent / "refs" / "main"
     newest = main.read_text(encoding="utf-8").strip() if main.is_file() else ""

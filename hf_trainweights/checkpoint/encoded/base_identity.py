@@ -67,16 +67,7 @@ class Base:
 
     @classmethod
     def from_dict(cls, where: str, value: object) -> Base:
-        """Read what `to_dict` returned.
-
-        Args:
-            where: Where it stands.
-            value: Anything that pretends to be it.
-
-        Raises:
-            CorruptFileError: A field is of another type, a name leads out of its directory, or it is neither of the Hub
-                nor of a path.
-        """
+        """Read what `to_dict` returned, or anything that pretends to be it; CorruptFileError says where it is wrong."""
         if not isinstance(value, Mapping) or not value.keys() <= {"files", "repository", "commit", "path"}:
             raise corrupt(where, "the files, repository and commit, or path, of a base", value)
         files, repository, commit, path = (value.get(key) for key in ("files", "repository", "commit", "path"))

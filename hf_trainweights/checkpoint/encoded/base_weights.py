@@ -58,17 +58,7 @@ class BaseWeights:
         return self._stored_names[name]
 
     def tensor(self, name: str) -> Tensor:
-        """Read one tensor.
-
-        Args:
-            name: Its name in the files, or after `named_as` in the checkpoint.
-
-        Returns:
-            A contiguous CPU tensor of its stored dtype and shape, not to be written to: it may be mapped from a file.
-
-        Raises:
-            CorruptFileError: There is no such tensor, or it cannot be read.
-        """
+        """Return one tensor as stored, contiguous on the CPU, not to be written to: it may be mapped from a file."""
         if name not in self._stored_names:
             raise corrupt(str(self.base), f"a base that holds {name}", "others only")
         try:
@@ -77,16 +67,10 @@ class BaseWeights:
             raise corrupt(f"{self.base}, {name}", "a readable tensor", error) from error
 
     def named_as(self, weights: Mapping[str, Any]) -> Self:
-        """Give the tensors the names that the same weights have in a checkpoint.
+        """Give the tensors the names that they have in a checkpoint's flat state dict; the others go.
 
         A model with a head has the weights of its base model under a prefix, and the other way round. A name goes
         before a name without or with the prefix, and a shape must fit. Of tied weights one is enough.
-
-        Args:
-            weights: The flat state dict of the checkpoint.
-
-        Returns:
-            This object. A weight that matches none is no longer in it.
         """
         shapes = {name: tuple(each.shape) for name, each in weights.items() if isinstance(each, Tensor)}
         names = matching_names(shapes, self._shapes)
@@ -122,14 +106,9 @@ class BaseWeights:
 
 
 def matching_names(weights: Mapping[str, tuple[int, ...]], stored: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Find the weights of a checkpoint in other files, whose names may have one prefix more or less.
+    """Return which weights of a checkpoint other files have, by shape and name, which may differ by one prefix.
 
-    Args:
-        weights: Shape by name in the checkpoint.
-        stored: Shape by name in the other files.
-
-    Returns:
-        Name in the checkpoint to the name in the other files, for those of equal shape.
+    Both arguments are shapes by name; the result is the name in the other files by that in the checkpoint.
 
     Examples:
         >>> matching_names({"bert.pooler.weight": (2, 2), "head.weight": (3, 2)}, {"pooler.weight": (2, 2)})

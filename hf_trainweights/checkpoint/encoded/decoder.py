@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor import Anchor, keep_open
 from hf_trainweights.checkpoint.encoded.anchor_files import find_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
@@ -61,7 +61,7 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     for index, entry in enumerate(structure["storages"]):
         references = {}
         if "anchor" in entry:
-            anchor = anchor or _open_anchor(structure["anchor"])
+            anchor = anchor or open_anchor(structure["anchor"])
             references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
         if "exp_avg_sq" in entry:
             references["exp_avg_sq"] = storages[entry["exp_avg_sq"]]
@@ -69,7 +69,11 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     return storages
 
 
-def _open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
+def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:
+    """Open what a file is stored against, given the `anchor` in its structure, and all files that reading that takes.
+
+    MissingAnchorError: one of them is found nowhere. CorruptFileError: one is damaged.
+    """
     if "base" in entry:
         return BaseWeights(Base.from_dict("the anchor's base", entry["base"]), Path(entry["path"]).parent)
-    return Anchor(find_anchor(entry["sha256"], entry["path"]))
+    return keep_open(find_anchor(entry["sha256"], entry["path"]), entry["sha256"])

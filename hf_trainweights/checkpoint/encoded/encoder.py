@@ -95,28 +95,13 @@ def encode_file(
     second_moments: Mapping[str, Tensor] | None = None,
     spool_directory: Path | None = None,
 ) -> EncodedFile:
-    """Encode a tree of tensors and plain values.
+    """Encode a tree of tensors and plain values (see tree.py), for `torch.save`.
 
-    Tensors are read one at a time, so memory beyond the tree is a few times the largest one.
-
-    Args:
-        tree: What `torch.load` of the file is to return; only read. See tree.py for what it may hold.
-        plan: How to encode which tensor, by key path; a tensor without a plan is stored exactly. Of tied
-            tensors the first one that has a plan decides.
-        anchor: What plans with an `anchor` refer to; without it those tensors are stored without reference.
-        anchor_link: Where the anchor will lie beside this file, to be recorded. Default: where it lies now. Of a
-            base only the directory counts, which may keep its files; without it none does.
-        second_moments: By the name in a weight's plan its `exp_avg_sq` in an optimizer that lies elsewhere. It helps to
-            encode the weight; decoding does without.
-        spool_directory: Where payloads beyond 96 MiB wait, in an unlinked file. Default: the system's choice.
-
-    Returns:
-        The file, for `torch.save`.
-
-    Raises:
-        UnstorableError: The tree holds a value that cannot be stored; the error names its key path.
-        ConfigError: `anchor_link` does not carry the anchor's name.
-        OSError: The temporary file cannot be written.
+    Tensors are read one at a time, so memory beyond the tree is a few times the largest one. A tensor without a plan is
+    stored exactly, and without an `anchor` without reference. `anchor_link` is the path of the anchor to record
+    (default: its present path); of a base, the directory that may hold copies of its files. `second_moments` have by
+    the name in a weight's plan its `exp_avg_sq` in another file, a hint. Payloads beyond 96 MiB wait in
+    `spool_directory`. UnstorableError names the key path.
 
     Examples:
         >>> encoded = encode_file({"weight": torch.zeros(4), "lr": 0.1}, {})

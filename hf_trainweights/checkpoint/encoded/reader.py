@@ -48,19 +48,9 @@ class Undecoded:
 def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False) -> Any:
     """Load a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
 
-    Args:
-        path: The file.
-        map_location: As in `torch.load`.
-        mmap: As in `torch.load`, for a plain file. An encoded one is always mapped: decoding copies it. One that
-            torch.save wrote before version 1.6 is no zip archive and cannot be mapped, so it is read.
-
-    Returns:
-        What was saved.
-
-    Raises:
-        CorruptFileError: It is no regular file, its content is damaged, is not a torch file or holds more than data.
-        MissingAnchorError: The anchor it needs is found nowhere.
-        OSError: It cannot be read.
+    An encoded file is always mapped, because decoding copies it; one of torch before 1.6 never can be.
+    CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is found
+    nowhere.
     """
     with open_regular_file(path) as file:
         is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
@@ -89,17 +79,7 @@ def _found(error: Exception, is_zip: bool) -> str:
 
 
 def is_encoded(path: str | Path) -> bool:
-    """Say whether a file claims to be an encoded one; its content is not checked.
-
-    Args:
-        path: Any file.
-
-    Returns:
-        True for a saved `EncodedFile`, False for every other file and for one too damaged to tell.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Say whether a file claims to be an encoded one; False for one too damaged to tell."""
     try:
         with open_pickle(path) as pickled:
             return pickled.read(len(DECODE_CALL)) == DECODE_CALL
@@ -108,34 +88,14 @@ def is_encoded(path: str | Path) -> bool:
 
 
 def read_structure(path: str | Path) -> dict[str, Any]:
-    """Read the structure of an encoded file without decoding it, or needing its anchor.
-
-    Args:
-        path: An encoded file.
-
-    Returns:
-        The checked JSON object, as in structure.py.
-
-    Raises:
-        CorruptFileError: It is damaged, or not an encoded file.
-        OSError: It cannot be read.
-    """
+    """Read the checked structure of an encoded file (see structure.py), without decoding it or needing its anchor."""
     return load_undecoded(path).structure
 
 
 def read_report(path: str | Path) -> dict[str, Any]:
     """Read from an encoded file the report that stands in a manifest, where the manifest is lost.
 
-    Args:
-        path: An encoded file.
-
-    Returns:
-        The digest of its `anchor` or None, and `tensors`, one dict a storage as in `TensorReport`; name and role, which
-        only the plan knew, are guessed from the key path.
-
-    Raises:
-        CorruptFileError: It is damaged, or not an encoded file.
-        OSError: It cannot be read.
+    Name and role, which only the plan knew, are guessed from the key path.
     """
     structure = read_structure(path)
     paths = storage_paths(structure)
@@ -158,18 +118,7 @@ def _stored_report(path: KeyPath, entry: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def load_undecoded(path: str | Path) -> Undecoded:
-    """Open an encoded file without decoding it, or needing its anchor.
-
-    Args:
-        path: The file.
-
-    Returns:
-        What it holds.
-
-    Raises:
-        CorruptFileError: It is damaged, or not an encoded file.
-        OSError: It cannot be read.
-    """
+    """Open an encoded file without decoding it or needing its anchor; CorruptFileError: damaged, or another file."""
     require_regular_file(path)
     token = leave_undecoded.set(True)
     try:

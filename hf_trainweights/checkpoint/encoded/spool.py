@@ -41,20 +41,12 @@ class Spool:
             self._file.close()
 
     def append(self, payload: Tensor) -> None:
-        """Append a 1-D uint8 CPU tensor.
-
-        Raises:
-            OSError: The disk is full or refuses.
-        """
+        """Append a 1-D uint8 CPU tensor."""
         self._add(np.zeros(-self._bytes % ALIGNMENT_BYTES, np.uint8))
         self._add(payload.numpy())
 
     def finish(self) -> Tensor:
-        """Return all pieces and the padding after the last one, 1-D uint8, in memory or mapped from the file.
-
-        Raises:
-            OSError: The disk is full or refuses.
-        """
+        """Return all pieces and the padding after the last one, 1-D uint8, in memory or mapped from the file."""
         padding = padded_length(self._bytes) - self._bytes
         for start in range(0, padding, _ZEROS_BYTES):
             self._add(np.zeros(min(padding - start, _ZEROS_BYTES), np.uint8))

@@ -19,19 +19,9 @@ from hf_trainweights.errors import CorruptFileError
 def decode_storage(
     structure: Mapping[str, Any], index: int, pieces: Sequence[Tensor], references: Mapping[str, Tensor]
 ) -> Tensor:
-    """Decode one storage.
+    """Decode a storage of what `open_structure` returned, given its pieces and references, to a new CPU tensor.
 
-    Args:
-        structure: What `open_structure` returned.
-        index: The storage's number in it.
-        pieces: Its pieces of the payload, 1-D uint8 on the CPU.
-        references: The decoded tensors it refers to, by what they are.
-
-    Returns:
-        A new contiguous CPU tensor.
-
-    Raises:
-        CorruptFileError: The bytes have another checksum, or do not fit the structure; it names the tensor.
+    CorruptFileError names the tensor: its bytes have another checksum, or do not fit the structure.
     """
     entry = structure["storages"][index]
     if payload_crc32(pieces) != entry["crc32"]:

@@ -33,19 +33,9 @@ def anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tens
 def encode_storage(
     tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
 ) -> tuple[Codec, EncodedTensor]:
-    """Encode a storage by the codec with the smallest result.
+    """Encode a storage by the codec of its plan with the smallest result; if none can be used, by an exact one.
 
-    Args:
-        tensor: What `storage.read` returned.
-        storage: The storage it was read from.
-        plan: Which codecs to try; if none of them can be used, the exact ones decide among themselves.
-        references: Decoded tensors, and hints, by what they are: `anchor`, `exp_avg_sq`.
-
-    Returns:
-        The codec, and its result.
-
-    Raises:
-        UnsupportedError: No codec takes the dtype; the error names the key path.
+    UnsupportedError: no codec takes the dtype; it names the key path.
     """
     references = {name: each for name, each in references.items() if each.shape == tensor.shape}
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()

@@ -10,28 +10,13 @@ from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 
 
 def storage_name(structure: Mapping[str, Any], index: int) -> str:
-    """Return the name of a storage in messages: the key path of the first tensor that views it.
-
-    Args:
-        structure: What `flatten` returned; it need not be well-formed.
-        index: Number of the storage.
-
-    Returns:
-        E.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it.
-    """
+    """Return the name of a storage in messages, e.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it."""
     path = storage_paths(structure).get(index)
     return f"storage {index}" if path is None else f"tensor {path_text(path)}"
 
 
 def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
-    """Return the key path of the first tensor that views a storage, by the storage's number.
-
-    Args:
-        structure: What `flatten` returned; it need not be well-formed.
-
-    Returns:
-        An entry for each storage that a tensor views.
-    """
+    """Return the key path of the first tensor that views a storage, by its number; `structure` may be malformed."""
     views = structure.get("tensors")
     table = dict(enumerate(views)) if type(views) is list else {}
     paths: dict[int, KeyPath] = {}

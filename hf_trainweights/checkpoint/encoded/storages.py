@@ -54,17 +54,10 @@ def default_device_cpu() -> AbstractContextManager[object]:
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
-    """Find out which tensors share memory, as torch.save does, and which part of it each of them views.
+    """Return a view per tensor, as JSON, and the storages that they view, as torch.save finds out who shares memory.
 
-    Args:
-        tensors: Distinct objects.
-        paths: For each of them where in the tree it is: one or more key paths.
-
-    Returns:
-        One view per tensor, JSON, and the storages the views refer to.
-
-    Raises:
-        UnstorableError: A tensor is not plain and dense, or two dtypes share memory; it names the key path.
+    `tensors` are distinct objects, `paths` the key paths of each. UnstorableError names the key path of a tensor that
+    is not plain and dense, or shares memory with another dtype.
 
     Examples:
         >>> weight = torch.arange(6.0)

@@ -63,13 +63,7 @@ _FULL_STOP = "\u00b7"
 
 
 def seal_structure(content: Mapping[str, Any]) -> str:
-    """Write a structure as text.
-
-    Args:
-        content: The JSON object of the module docstring.
-
-    Returns:
-        Its digest and its JSON, without a full stop.
+    """Write the JSON object of the module docstring as text: its digest and itself, without a full stop.
 
     Examples:
         >>> seal_structure({"version": 1, "tree": 0.5})[64:]
@@ -80,13 +74,7 @@ def seal_structure(content: Mapping[str, Any]) -> str:
 
 
 def padded_length(length: int) -> int:
-    """Return how long a payload must be so that no byte of its length is 46.
-
-    Args:
-        length: Bytes in use, >= 0.
-
-    Returns:
-        The smallest such length >= `length`.
+    """Return the smallest length of a payload, >= `length`, in which no byte is 46.
 
     Examples:
         >>> padded_length(45), padded_length(46), hex(padded_length(0x2E31))
@@ -99,16 +87,9 @@ def padded_length(length: int) -> int:
 
 
 def open_structure(text: object) -> dict[str, Any]:
-    """Read and checks a structure, all but `tree` and `tensors`, which `unflatten` checks.
+    """Read and check a structure, all but `tree` and `tensors`, which `unflatten` checks.
 
-    Args:
-        text: What `seal_structure` returned, or anything that pretends to be it.
-
-    Returns:
-        The JSON object of the module docstring.
-
-    Raises:
-        CorruptFileError: The digest is wrong, or the content is not what this version writes.
+    CorruptFileError: the digest is wrong, or the content is not what this version writes.
     """
     if type(text) is not str:
         raise corrupt("the structure", "a text", type(text))
@@ -181,18 +162,7 @@ def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) ->
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:
-    """Find the pieces of each storage in the payload.
-
-    Args:
-        structure: What `open_structure` returned.
-        payload: 1-D uint8.
-
-    Returns:
-        One list of views of `payload` per storage.
-
-    Raises:
-        CorruptFileError: The payload is shorter or longer than the pieces and their padding.
-    """
+    """Return for each storage views of its pieces of the payload, 1-D uint8; CorruptFileError: lengths do not fit."""
     pieces: list[list[Tensor]] = []
     stop = 0
     for index, entry in enumerate(structure["storages"]):

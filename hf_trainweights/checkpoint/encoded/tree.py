@@ -50,17 +50,9 @@ _CONSTANTS: dict[str, Callable[[Any], Any]] = {
 
 
 def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
-    """Take a tree apart.
+    """Take a tree apart: `{"tree": node, "tensors": [view, ...]}`, ready for JSON, and the storages that it views.
 
-    Args:
-        tree: Any nesting of the types in this module's table. It is only read; the storages keep it alive.
-
-    Returns:
-        `{"tree": node, "tensors": [view, ...]}`, ready for JSON, and the storages its tensors view.
-
-    Raises:
-        UnstorableError: A value's type is not in the table, a container contains itself, or tensors of two
-            dtypes share memory. The error names the key path.
+    UnstorableError names the key path of a value that is not in this module's table, or contains itself.
 
     Examples:
         >>> structure, storages = flatten({"lr": 0.1, "step": torch.tensor(3.0)})
@@ -74,17 +66,9 @@ def flatten(tree: Any) -> tuple[dict[str, Any], list[Storage]]:
 
 
 def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
-    """Put a tree together again.
+    """Put a tree together again, of `storages` of the right shapes and dtypes on any device, whose memory it shares.
 
-    Args:
-        structure: What `flatten` returned, or anything that pretends to be it.
-        storages: One contiguous tensor per storage, of its shape and dtype, on any device.
-
-    Returns:
-        The tree. Its tensors share the memory of `storages`.
-
-    Raises:
-        CorruptFileError: A node or a view is not as `flatten` leaves it.
+    CorruptFileError: a node or a view is not as `flatten` leaves it.
 
     Examples:
         >>> structure, storages = flatten({"betas": (0.9, 0.95), "step": torch.tensor(3.0)})

@@ -16,17 +16,9 @@ _MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
 
 
 def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
-    """Build the tensors that `find_storages` took apart.
+    """Build the tensors that `find_storages` took apart; they share the memory of `storages`.
 
-    Args:
-        views: What it returned, or anything that pretends to be it.
-        storages: One contiguous tensor per storage, of its shape and dtype, on any device.
-
-    Returns:
-        The tensors. They share the memory of `storages`.
-
-    Raises:
-        CorruptFileError: A view is malformed or reaches beyond its storage.
+    CorruptFileError: a view is malformed or reaches beyond its storage.
     """
     if type(views) is not list:
         raise corrupt("the table of tensors", "a list", views)
@@ -34,11 +26,7 @@ def build_tensors(views: object, storages: Sequence[Tensor]) -> list[Tensor]:
 
 
 def require_sizes(where: str, sizes: object) -> list[int]:
-    """Return `sizes` if it can be a shape or strides.
-
-    Raises:
-        CorruptFileError: It is not a list of at most 64 integers from 0 to 2**62 - 1.
-    """
+    """Return `sizes` if it can be a shape or strides: a list of at most 64 integers from 0 to 2**62 - 1."""
     if type(sizes) is not list or len(sizes) > _MAX_DIMENSIONS:
         raise corrupt(where, f"a list of at most {_MAX_DIMENSIONS} integers", sizes)
     if not all(type(size) is int and 0 <= size < _MAX_ELEMENTS for size in sizes):

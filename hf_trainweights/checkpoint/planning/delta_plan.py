@@ -50,15 +50,10 @@ class DeltaPlan:
         return not self.lossy and all(codec.lossless for each in self.exact.values() for codec in each.candidates)
 
     def with_steps(self, delta_rms: Mapping[str, float]) -> Plan:
-        """Fill in the steps.
+        """Return the plan with steps for an rms of drift by name; a weight without one, or of 0, is exact.
 
-        Args:
-            delta_rms: By name how far a weight moves between two saves. Against an anchor it is what
-                `measure_delta_rms` returned at the first difference: the steps stay fixed from then on. A weight
-                without an entry, or one that did not move, is exact.
-
-        Returns:
-            A plan for `encode_file(weights, plan)`.
+        Against an anchor it is what `measure_delta_rms` returned at the first difference: the steps stay fixed from
+        then on.
         """
         plan = dict(self.exact)
         for path, lossy in self.lossy.items():

@@ -45,15 +45,7 @@ MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
 
 def allowed_codecs(choice: str | Codec, tensor: Tensor) -> tuple[Codec, ...]:
-    """Return the codec that a rule names, as candidates for a tensor.
-
-    Args:
-        choice: A mode or a codec.
-        tensor: What is to be stored.
-
-    Returns:
-        Nothing, which means exact, if no codec is named, or one that would round a small tensor.
-    """
+    """Return the codec that a rule names as a candidate for a tensor; none for exact, or to round a small one."""
     if isinstance(choice, Codec) and (choice.lossless or tensor.numel() >= SIZE_FLOOR):
         return (choice,)
     return ()

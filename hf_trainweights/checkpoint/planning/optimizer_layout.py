@@ -13,9 +13,6 @@ from hf_trainweights.checkpoint.encoded.key_paths import Key
 def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
     """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another.
 
-    Args:
-        tree: Anything.
-
     Examples:
         >>> import torch
         >>> is_optimizer_state(torch.optim.SGD([torch.ones(1)]).state_dict()), is_optimizer_state({"state": 1})
@@ -35,11 +32,7 @@ def is_number(value: object) -> bool:
 
 
 def recorded_names(optimizer: Mapping[str, Any]) -> dict[Key, str]:
-    """Return the names that an optimizer made from `model.named_parameters()` records, by their parameter's index.
-
-    Args:
-        optimizer: What `is_optimizer_state` returns True for.
-    """
+    """Return the names that an optimizer made from `model.named_parameters()` records, by their parameter's index."""
     names: dict[Key, str] = {}
     for group in optimizer["param_groups"]:
         # A state that was gathered from several ranks has the names in the place of the indices.

@@ -43,18 +43,7 @@ class Rule:
 
 
 def parse_rule(selector: Any, choice: Any) -> Rule:
-    """Check a rule and return what it means.
-
-    Args:
-        selector: As in `Policy`.
-        choice: As in `Policy`.
-
-    Returns:
-        The rule.
-
-    Raises:
-        ConfigError: The selector or the choice is unknown, or the codec does not suit the role.
-    """
+    """Check a rule of `Policy` and return what it means; ConfigError: unknown, or the codec does not suit the role."""
     where = f"rules[{selector!r}]"
     roles, name = _parse_selector(where, selector)
     parsed = _parse_choice(where, choice)

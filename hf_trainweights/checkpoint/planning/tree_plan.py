@@ -16,16 +16,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 def plan_tree(tree: Any, policy: Policy, optimizer_names: Mapping[Key, str] | None = None) -> Plan:
     """Plan a tree by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact.
 
-    Args:
-        tree: Anything that torch.load returned.
-        policy: Which codec for which tensor.
-        optimizer_names: Names of an optimizer's parameters by their index in its state.
-
-    Returns:
-        A plan for `encode_file(tree, plan)`.
-
-    Raises:
-        ConfigError: A rule selects optimizer states by name, and there are no names.
+    ConfigError: a rule selects optimizer states by name, and there are no names.
     """
     if not isinstance(tree, dict):
         return {}

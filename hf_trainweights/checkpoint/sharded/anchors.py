@@ -65,11 +65,7 @@ class ShardedAnchor:
 
     @classmethod
     def from_dict(cls, value: Any) -> ShardedAnchor:
-        """Read what `to_dict` returned.
-
-        Raises:
-            CorruptFileError: A field is missing, unknown or of another type.
-        """
+        """Read what `to_dict` returned; CorruptFileError if a field is missing, unknown or of another type."""
         if type(value) is not dict or type(value.get("files")) is not dict:
             raise corrupt("sharded.anchor", "an object with files", value)
         for sha256, names in value["files"].items():
@@ -82,15 +78,7 @@ class ShardedAnchor:
 
 
 def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | None:
-    """Return the anchors with which a run goes on after a checkpoint.
-
-    Args:
-        directory: That checkpoint.
-        step: The next checkpoint's step; None where unknown.
-
-    Returns:
-        The anchors; None, with a warning, if the checkpoint has none that can be used.
-    """
+    """Return the anchors of a checkpoint for the one at `step`; None, with a warning, if none of them can be used."""
     try:
         if not (directory / METADATA_NAME).is_file():
             raise FileNotFoundError(f"{directory} holds no {METADATA_NAME}")
@@ -129,11 +117,7 @@ class OpenAnchors:
         self.step_rms = anchor.step_rms
 
     def find(self, name: str) -> Anchor | None:
-        """Return the anchor that holds a shard; None, with a warning, if it is damaged or gone.
-
-        Raises:
-            OSError: The disk is full or refuses.
-        """
+        """Return the anchor that holds a shard; None, with a warning, if it is damaged or gone."""
         sha256 = self._shards.get(name)
         if sha256 is not None and sha256 not in self._open:
             self._open[sha256] = self._link(sha256)
@@ -161,24 +145,25 @@ def next_anchor(
     used: Iterable[str],
     measured: Mapping[str, float],
     bits_per_weight: float,
+    *,
+    is_exact: bool = False,
 ) -> ShardedAnchor:
     """Return what a new checkpoint says about anchors.
 
-    Args:
-        previous: The anchors it was stored against; None for a full one.
-        full: Digest of each of its own files that is an anchor to the names of the shards in it.
-        used: Digests of the anchors that it holds links to.
-        measured: By shard how far it has moved from the anchor, where this save measured it.
-        bits_per_weight: Stored bits per weight.
+    `previous` is what it was stored against (None for a full one), of which it links the digests in `used`. `full` has
+    the names of the shards in each of its own anchors, `measured` how far shards have moved, where this save measured
+    it. `is_exact` says that no weight may be rounded.
     """
     files = {sha256: tuple(names) for sha256, names in full.items()}
     kept = {sha256: previous.files[sha256] for sha256 in used} if previous else {}
     if previous is None or not kept:
         return ShardedAnchor(AnchorRecord(_NO_DIGEST), files)
+    record = previous.record
+    if is_exact and record.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+        return ShardedAnchor(dataclasses.replace(record, saves=record.saves + 1), kept | files)
     # The anchor itself, made small once more, says nothing about how far weights move.
     measured = measured if any(measured.values()) else {}
     bits = bits_per_weight + math.log2(previous.fineness)
-    record = previous.record
     record = dataclasses.replace(
         record,
         saves=record.saves + 1,

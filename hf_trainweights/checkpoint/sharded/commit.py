@@ -30,26 +30,14 @@ _ITEM_FILE = re.compile(rf"__\d+_(\d+){re.escape(ITEM_SUFFIX)}")
 
 
 def free_number(directory: Path) -> int:
-    """Return the lowest even number that, with its successor, is in no name `__<rank>_<number>.distcp`.
-
-    Args:
-        directory: Where items are to be written; it may be missing.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the lowest even number that, with its successor, is in no name `__<rank>_<number>.distcp`."""
     names = [path.name for path in directory.iterdir()] if directory.is_dir() else []
     numbers = {int(match[1]) // 2 for name in names if (match := _ITEM_FILE.fullmatch(name))}
     return next(2 * number for number in range(len(numbers) + 1) if number not in numbers)
 
 
 def file_names(rank: int, number: int) -> tuple[str, str]:
-    """Return the names of a rank's files: for weights, and for everything else.
-
-    Args:
-        rank: The rank.
-        number: What `free_number` returned.
-    """
+    """Return the names of a rank's files, for weights and for everything else; `number` is of `free_number`."""
     return f"__{rank}_{number}{ITEM_SUFFIX}", f"__{rank}_{number + 1}{ITEM_SUFFIX}"
 
 
@@ -59,25 +47,13 @@ def commit(
     results: Sequence[Sequence[WriteResult]],
     save_id: str,
     anchor: ShardedAnchor | None = None,
+    is_exact: bool = False,
     **manifest_fields: Any,
 ) -> Manifest:
-    """Make a checkpoint of the files that all ranks have written; others in the directory stay.
+    """Make a checkpoint of the files that all ranks have written, each a list of `StoredItem`; other files stay.
 
-    Args:
-        directory: The directory.
-        dcp_metadata: What DCP's planner made of the plans of all ranks.
-        results: What each rank reports: `StoredItem` each.
-        save_id: Identifies the save in `.metadata`.
-        anchor: What the weights are stored against, if they are.
-        **manifest_fields: Fields of `Manifest`: mode, step, epoch, metrics, metadata.
-
-    Returns:
-        The manifest.
-
-    Raises:
-        ConfigError: The manifest's fields hold something that JSON cannot.
-        UnsupportedError: This version of torch lacks a class that `.metadata` consists of.
-        OSError: The disk is full or refuses; the checkpoint that was there is whole.
+    `anchor` is what weights are stored against; `is_exact` says that none may be rounded. ConfigError: fields of the
+    manifest (mode, step, metadata, ...) hold what JSON cannot. OSError: the checkpoint that was there is whole.
     """
     items = [item for several in results for item in several if isinstance(item, StoredItem)]
     places = {MetadataIndex(each.index.fqn, each.index.offset, each.index.index): each.storage_data for each in items}
@@ -85,7 +61,7 @@ def commit(
     pickled = pickle.dumps(stock_metadata(dcp_metadata, stock, save_id))
     files = _file_entries(directory, items)
     files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
-    record = _anchor_of(items, anchor)
+    record = _anchor_of(items, anchor, is_exact)
     manifest = Manifest(files, sharded=describe(dcp_metadata, record.to_dict()), **manifest_fields)
     write_manifest(directory, manifest)
     with replace_file(directory / METADATA_NAME) as file:
@@ -94,15 +70,7 @@ def commit(
 
 
 def remove_unlisted(directory: Path, manifest: Manifest) -> None:
-    """Remove the items and anchors of earlier saves into a directory, and of saves that were killed.
-
-    Args:
-        directory: A sharded checkpoint.
-        manifest: Its manifest.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Remove items and anchors that the manifest does not list: of earlier saves, and of saves that were killed."""
     present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(anchor_file_name("*"))]
     remove_files(sorted(path for path in present if path.name not in manifest.files))
 
@@ -123,7 +91,7 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
     return entries
 
 
-def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None) -> ShardedAnchor:
+def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
     files: dict[str, StoredFile] = {item.file.name: item.file for item in items}
     names: dict[str, list[str]] = {name: [] for name in files}
     bits = elements = 0
@@ -140,4 +108,4 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None) -> S
             elements += 0 if item.is_repeated else math.prod(parse_shard(name, item.row["shard"])[1])
     full = {file.sha256: names[file.name] for file in files.values() if file.is_anchor}
     used = {sha256 for file in files.values() for sha256 in file.anchors}
-    return next_anchor(previous, full, sorted(used), measured, bits / max(elements, 1))
+    return next_anchor(previous, full, sorted(used), measured, bits / max(elements, 1), is_exact=is_exact)

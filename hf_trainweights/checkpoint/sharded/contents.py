@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,11 +12,12 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.sharded.description import metadata_of
 from hf_trainweights.checkpoint.sharded.plain_metadata import read_plain_metadata
 from hf_trainweights.checkpoint.sharded.reader import load_item, read_bytes
 from hf_trainweights.checkpoint.sharded.results import Place
+from hf_trainweights.checkpoint.sharded.shards import fill_whole
 from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
@@ -32,44 +32,20 @@ def is_dcp_directory(path: Path) -> bool:
 
 
 def dcp_directories(path: Path) -> list[Path]:
-    """Return the DCP directories of a checkpoint: itself, or those in it, as a Trainer writes them; sorted.
-
-    Args:
-        path: A directory.
-
-    Returns:
-        An empty list for a checkpoint of one process, and for what is no directory.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return the DCP directories of a checkpoint, sorted: itself, or those that a Trainer wrote in it; else none."""
     if not path.is_dir():
         return []
     return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
 
 
 def register_checkpoint(path: Path) -> None:
-    """Look for anchors in a checkpoint, in files or sharded, wherever it was when it was written.
-
-    Args:
-        path: Its directory.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Look for anchors in a checkpoint, in files or sharded, wherever it was when it was written."""
     for directory in (path, *dcp_directories(path)):
         register_anchor_directory(directory)
 
 
 def sharded_problem(directory: Path) -> str | None:
-    """Say why a DCP directory cannot be loaded, as far as its metadata and the lengths of its files show.
-
-    Args:
-        directory: A DCP directory.
-
-    Returns:
-        The reason, or None.
-    """
+    """Say why a DCP directory cannot be loaded, as far as `require_complete` tells, or return None."""
     try:
         ShardedContents(directory).require_complete()
     except (CorruptFileError, OSError) as error:
@@ -78,7 +54,7 @@ def sharded_problem(directory: Path) -> str | None:
 
 
 class ShardedContents:
-    """The tensors and values in a DCP directory, by the names that DCP gave them.
+    """The tensors and values in a DCP directory, by the names that DCP gave them; `manifest` is None in a plain one.
 
     Args:
         directory: A DCP directory, plain or encoded.
@@ -94,7 +70,7 @@ class ShardedContents:
             next_step = "Pass the directory that torch.distributed.checkpoint wrote, or a Trainer's checkpoint."
             raise ConfigError(str(directory), f"a directory with {METADATA_NAME}", "none", next_step)
         self.directory = directory
-        self.metadata = _read_metadata(directory)
+        self.manifest, self.metadata = _read_metadata(directory)
         self._indices: dict[str, list[MetadataIndex]] = defaultdict(list)
         for index in self.places:
             self._indices[index.fqn].append(index)
@@ -123,11 +99,9 @@ class ShardedContents:
         return sum(stop - start for _, start, stop in places)
 
     def require_complete(self) -> None:
-        """Check that every item lies inside a file that is there; what lies there is not read.
+        """Check that every item lies inside a file that is there, fills its tensor, and that every anchor is found.
 
-        Raises:
-            CorruptFileError: One does not, or a tensor has a part that no item covers.
-            OSError: A file cannot be read.
+        Items are not read. CorruptFileError: one does not, or an anchor is damaged. MissingAnchorError: one is gone.
         """
         ends: dict[str, int] = defaultdict(int)
         for place in self.places.values():
@@ -138,28 +112,19 @@ class ShardedContents:
             if size_bytes is None or size_bytes < end:
                 found = "no file" if size_bytes is None else f"{size_bytes} bytes"
                 raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
+        for name, file in self.manifest.files.items() if self.manifest else ():
+            if name == anchor_file_name(file.sha256):
+                find_anchor(file.sha256, str(self.directory / name))
         for name, entry in self.tensors.items():
-            _require_covered(name, entry)
+            _require_filled(name, entry)
         for name in self.metadata.state_dict_metadata:
             if not self._indices[name]:
                 raise CorruptFileError(f"{self.directory}, {name}", "items of every name", "none", _NEXT_STEP)
 
     def read_tensor(self, name: str) -> Tensor:
-        """Read a whole tensor, put together from the parts that the ranks saved.
-
-        Args:
-            name: One of `tensors`.
-
-        Returns:
-            A tensor on the CPU.
-
-        Raises:
-            CorruptFileError: A part is damaged, missing, or of another size or dtype than the metadata say.
-            MissingAnchorError: It needs an anchor that is found nowhere.
-            OSError: A file cannot be read.
-        """
+        """Read a whole tensor to the CPU, put together from the parts that the ranks saved."""
         entry = self.tensors[name]
-        _require_covered(name, entry)
+        _require_filled(name, entry)
         whole: Tensor | None = None
         for chunk in entry.chunks:
             part = self.read_item(MetadataIndex(name, chunk.offsets))
@@ -175,19 +140,7 @@ class ShardedContents:
         return torch.zeros(entry.size, dtype=entry.properties.dtype) if whole is None else whole
 
     def read_item(self, index: MetadataIndex) -> Tensor:
-        """Read the part of a tensor that one rank saved.
-
-        Args:
-            index: One of `places`.
-
-        Returns:
-            A tensor on the CPU.
-
-        Raises:
-            CorruptFileError: It is damaged, missing, or no tensor.
-            MissingAnchorError: It needs an anchor that is found nowhere.
-            OSError: The file cannot be read.
-        """
+        """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
         if index not in self.places:
             where = f"{self.directory}, {index.fqn}"
             raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
@@ -198,47 +151,19 @@ class ShardedContents:
         return value
 
     def read_bytes(self, index: MetadataIndex) -> bytes:
-        """Read the bytes of an item as they lie in its file.
-
-        Args:
-            index: One of `places`.
-
-        Raises:
-            CorruptFileError: The file ends before.
-            OSError: It cannot be read.
-        """
+        """Read the bytes of an item, one of `places`, as they lie in its file."""
         return read_place(self.directory, self.places[index])
 
 
 def read_place(directory: Path, place: Place) -> bytes:
-    """Read the bytes of an item.
-
-    Args:
-        directory: A DCP directory.
-        place: One of the values of `ShardedContents.places`.
-
-    Raises:
-        CorruptFileError: The file ends before, or holds other bytes than were written.
-        OSError: It cannot be read.
-    """
+    """Read the bytes of an item; CorruptFileError if its file ends before, or holds others than were written."""
     path = directory / place.file
     with open_regular_file(path, follow_links=False) as file:
         return read_bytes(file, place, path)
 
 
 def encoded_manifest(directory: Path) -> Manifest | None:
-    """Return the manifest of an encoded DCP directory.
-
-    Args:
-        directory: A DCP directory.
-
-    Returns:
-        None for a plain one, also where a process died before `.metadata` followed the manifest.
-
-    Raises:
-        CorruptFileError: The manifest is damaged.
-        OSError: It cannot be read.
-    """
+    """Return a DCP directory's manifest; None if it is plain, or if a process died before `.metadata` followed."""
     if not (directory / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(directory)
@@ -247,10 +172,10 @@ def encoded_manifest(directory: Path) -> Manifest | None:
     return manifest if is_current and manifest.sharded else None
 
 
-def _read_metadata(directory: Path) -> Metadata:
+def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
     try:
         manifest = encoded_manifest(directory)
-        return read_plain_metadata(directory) if manifest is None else metadata_of(manifest)
+        return manifest, read_plain_metadata(directory) if manifest is None else metadata_of(manifest)
     except FileNotFoundError as error:
         next_step = "Its save was interrupted: use another checkpoint."
         raise CorruptFileError(
@@ -258,7 +183,7 @@ def _read_metadata(directory: Path) -> Metadata:
         ) from error
 
 
-def _require_covered(name: str, entry: TensorStorageMetadata) -> None:
-    covered, all_ = sum(math.prod(chunk.sizes) for chunk in entry.chunks), math.prod(entry.size)
-    if covered != all_:
-        raise CorruptFileError(name, f"items of {all_} elements", f"{covered}", _NEXT_STEP)
+def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
+    if not fill_whole(entry.size, entry.chunks):
+        found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
+        raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)

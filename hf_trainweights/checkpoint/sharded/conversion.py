@@ -111,35 +111,16 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
 
 
 def write_plain(contents: ShardedContents, target: Path) -> None:
-    """Write the files of a plain DCP directory under the same names, `.metadata` last.
-
-    Args:
-        contents: What they hold.
-        target: An existing directory without these files.
-
-    Raises:
-        CorruptFileError: An item is damaged.
-        MissingAnchorError: An anchor is found nowhere.
-        OSError: The disk is full or refuses.
-    """
+    """Write the files of a plain DCP directory under the same names into an empty `target`, `.metadata` last."""
     metadata = _write_items(contents, target, {name: name for name in _files(contents)})
     with create_file(target / METADATA_NAME) as file:
         file.write(metadata)
 
 
 def write_plain_in_place(contents: ShardedContents) -> list[str]:
-    """Write an encoded DCP directory as a plain one where it lies; the old files are whole until `.metadata` changes.
+    """Write an encoded DCP directory as a plain one where it lies, and return the names of its new files.
 
-    Args:
-        contents: What it holds.
-
-    Returns:
-        The names of its new files.
-
-    Raises:
-        CorruptFileError: An item is damaged; nothing has changed.
-        MissingAnchorError: An anchor is found nowhere; nothing has changed.
-        OSError: The disk is full or refuses; what was there is whole.
+    The old files are whole until `.metadata` changes, whatever goes wrong.
     """
     directory, number = contents.directory, free_number(contents.directory)
     new = {name: file_names(rank, number)[0] for rank, name in enumerate(_files(contents))}

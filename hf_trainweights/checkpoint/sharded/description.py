@@ -24,7 +24,6 @@ anchor that the item refers to, if it does. Of items with the same bytes all but
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections import defaultdict
 from collections.abc import Mapping
@@ -45,7 +44,7 @@ from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.checkpoint.sharded.results import Place
-from hf_trainweights.checkpoint.sharded.shards import parse_range, parse_shard
+from hf_trainweights.checkpoint.sharded.shards import fill_whole, parse_range, parse_shard
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
@@ -55,12 +54,7 @@ _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what goes into a manifest under `sharded`.
-
-    Args:
-        metadata: What DCP's planner made of the plans of all ranks.
-        anchor: What `ShardedAnchor.to_dict` returned.
-    """
+    """Return what goes into a manifest under `sharded`; `anchor` is what `ShardedAnchor.to_dict` returned."""
     keys = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
     return {
         "version": VERSION,
@@ -73,11 +67,7 @@ def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
 def metadata_of(manifest: Manifest) -> Metadata:
     """Return DCP's metadata of a checkpoint, with a `Place` for each item.
 
-    Args:
-        manifest: Its manifest.
-
-    Raises:
-        CorruptFileError: It is not of a sharded checkpoint, of a newer version, or contradicts itself.
+    CorruptFileError: the manifest is not of a sharded checkpoint, of a newer version, or contradicts itself.
     """
     sharded = manifest.sharded
     if sharded.get("version") != VERSION:
@@ -116,12 +106,9 @@ def _describe_one(name: str, text: object, shards: list[ChunkStorageMetadata]) -
     if match is None or match[1] not in DTYPES:
         raise corrupt(where, "a dtype and a shape such as float32[2,3]", text)
     size = torch.Size(int(each) for each in match[2].split(",") if each)
-    for shard in shards:
-        stops = [start + length for start, length in zip(shard.offsets, shard.sizes, strict=True)]
-        if len(stops) != len(size) or any(stop > whole for stop, whole in zip(stops, size, strict=True)):
-            raise corrupt(where, f"shards of {text}", stops)
-    if sum(math.prod(shard.sizes) for shard in shards) != math.prod(size):
-        raise corrupt(where, f"shards that together are {text}", [list(shard.sizes) for shard in shards][:8])
+    if not fill_whole(size, shards):
+        found = [(list(shard.offsets), list(shard.sizes)) for shard in shards]
+        raise corrupt(where, f"shards that together are {text}, none over another", found[:8])
     return TensorStorageMetadata(TensorProperties(dtype=DTYPES[match[1]]), size, shards)
 
 

@@ -1,77 +1,94 @@
-"""How far a shard of a weight moves between saves, estimated from the optimizer's states that the rank has at hand."""
+"""The states of Adam that a rank has at hand: they tell how far weights move, and which never had a gradient."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms
+from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, second_moments
+from hf_trainweights.checkpoint.planning.modes import MOMENTS
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
-from hf_trainweights.checkpoint.sharded.roles import StateName
 
 _FIELDS = ("lr", "betas")
 
 
-def expected_shard_drift_rms(rank: RankItems, item: WriteItem) -> float | None:
-    """Estimate from Adam's moments how far a shard moves between two saves.
+class AdamStates:
+    """The states of Adam among the items of a rank, found once for all of its weights.
 
     Args:
-        rank: The items of the rank that stores it.
-        item: The shard of a weight.
-
-    Returns:
-        The root mean square; None where the rank does not have both moments, the step and the group.
+        rank: The items.
     """
-    name = rank.orders.orders[item.index.fqn].plan.name
-    state: dict[str, Any] = {}
-    found: StateName | None = None
-    for each in rank.at_hand:
-        order = rank.order(each)
-        if order is None or order.state is None or order.state.parameter != name:
-            continue
-        if order.state.key == "step" or each.index.offset == item.index.offset:
-            state[order.state.key] = rank.tensor(each)
-            found = order.state
-    if found is None:
-        return None
-    group = _group(rank, found)
-    if not group.keys() >= set(_FIELDS):
-        return None
-    tree = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
-    return expected_drift_rms(tree, {name: name}).get(name)
 
+    def __init__(self, rank: RankItems):
+        self._rank = rank
+        self._moments: dict[Any, dict[str, WriteItem]] = defaultdict(dict)  # by parameter and offset
+        self._steps: dict[str, WriteItem] = {}
+        self._optimizers: dict[str, str] = {}
+        for item in rank.at_hand:
+            order = rank.order(item)
+            state = order.state if order is not None else None
+            if state is None:
+                continue
+            if state.key == "step":
+                self._steps[state.parameter] = item
+            elif state.key in MOMENTS:
+                self._moments[state.parameter, item.index.offset][state.key] = item
+                self._optimizers[state.parameter] = state.optimizer
+        self._of_groups = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
+        self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}  # by optimizer and parameter
 
-def _group(rank: RankItems, state: StateName) -> dict[str, Any]:
-    """Return learning rate and betas of a parameter's group, as far as the rank has them.
+    def drift_rms(self, item: WriteItem) -> float | None:
+        """Estimate how far a shard of a weight moves between two saves; None where its state or group is not here."""
+        name, state = self._state(item)
+        group = self._group(name) if state else {}
+        if not group.keys() >= set(_FIELDS):
+            return None
+        tree = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
+        return expected_drift_rms(tree, {name: name}).get(name)
 
-    By DCP's names the group is in the list `param_groups`, or at `param_groups.0`, or at `param_groups.<parameter>`.
-    """
-    prefix = f"{state.optimizer}.param_groups" if state.optimizer else "param_groups"
-    items = {item.index.fqn: item for item in rank.at_hand if item.index.fqn.startswith(prefix)}
-    if prefix in items:
-        groups = _load(rank, items[prefix])
-        return next((each for each in groups if _has_parameter(each, state.parameter)), {})
-    number = 0
-    while f"{prefix}.{number}.params" in items:
-        if state.parameter in map(str, _load(rank, items[f"{prefix}.{number}.params"])):
-            return _fields(rank, items, f"{prefix}.{number}")
-        number += 1
-    return _fields(rank, items, f"{prefix}.{state.parameter}")
+    def second_moment(self, item: WriteItem) -> dict[str, Tensor]:
+        """Return the `exp_avg_sq` of a shard of a weight, by the weight's name; nothing where its state is not here."""
+        name, state = self._state(item)
+        return second_moments({"state": {name: state}, "param_groups": []}, {name: name})
 
+    def _state(self, item: WriteItem) -> tuple[str, dict[str, Tensor]]:
+        name = self._rank.orders.orders[item.index.fqn].plan.name
+        items = dict(self._moments.get((name, item.index.offset), {}))
+        if items and name in self._steps:
+            items["step"] = self._steps[name]
+        return name, {key: self._rank.tensor(each) for key, each in items.items()}
 
-def _has_parameter(group: object, parameter: str) -> bool:
-    return isinstance(group, Mapping) and parameter in map(str, group.get("params", ()))
+    def _group(self, parameter: str) -> Mapping[str, Any]:
+        """Return learning rate and betas of a parameter's group, as far as the rank has them."""
+        optimizer = self._optimizers[parameter]
+        prefix = f"{optimizer}.param_groups" if optimizer else "param_groups"
+        if prefix not in self._groups:
+            self._groups[prefix] = dict(self._read_groups(prefix))
+        return self._groups[prefix].get(parameter) or self._fields(f"{prefix}.{parameter}")
 
+    def _read_groups(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield parameters and groups, which DCP keeps as one list at `param_groups`, or at `param_groups.0` ..."""
+        if prefix in self._of_groups:
+            for group in self._load(prefix):
+                if isinstance(group, Mapping):
+                    yield from ((str(name), group) for name in group.get("params", ()))
+        number = 0
+        while f"{prefix}.{number}.params" in self._of_groups:
+            group = self._fields(f"{prefix}.{number}")
+            yield from ((str(name), group) for name in self._load(f"{prefix}.{number}.params"))
+            number += 1
 
-def _fields(rank: RankItems, items: Mapping[str, WriteItem], group: str) -> dict[str, Any]:
-    return {field: _load(rank, items[f"{group}.{field}"]) for field in _FIELDS if f"{group}.{field}" in items}
+    def _fields(self, group: str) -> dict[str, Any]:
+        return {field: self._load(f"{group}.{field}") for field in _FIELDS if f"{group}.{field}" in self._of_groups}
 
-
-def _load(rank: RankItems, item: WriteItem) -> Any:
-    if item.tensor_data is not None:
-        return rank.tensor(item)
-    return torch.load(io.BytesIO(rank.data(item)), weights_only=True)
+    def _load(self, name: str) -> Any:
+        item = self._of_groups[name]
+        if item.tensor_data is not None:
+            return self._rank.tensor(item)
+        return torch.load(io.BytesIO(self._rank.data(item)), weights_only=True)

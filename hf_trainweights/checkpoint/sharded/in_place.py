@@ -43,51 +43,26 @@ def compress_sharded(
     buffers: Collection[str] | None = None,
     metrics: Mapping[str, Any] | None = None,
     anchor_every: int,
-) -> Manifest | None:
-    """Make a sharded checkpoint small where it lies; every rank calls it. What was rounded before stays as it is.
+) -> Manifest:
+    """Make a sharded checkpoint small where it lies; what was rounded before stays as it is.
 
-    Args:
-        path: A DCP directory, or a Trainer's checkpoint with some.
-        policy: Which codec for which tensor.
-        ranks: Those that take part; each encodes the files that it wrote.
-        buffers: Names of weights that are buffers. Default: those that have no state in the optimizer.
-        metrics: For the manifest.
-        anchor_every: The most checkpoints one anchor serves.
-
-    Returns:
-        The manifest that was written, on the coordinator; None on the other ranks.
-
-    Raises:
-        ConfigError: A rule names nothing there.
-        CorruptFileError: Its manifest does not verify, or an item is damaged; what was there is there.
-        SaveError: The disk is full or refuses, on any rank; every file is whole, old or new.
+    Each of the ranks encodes the files that it wrote; of several, the coordinator calls this within `ranks.decide`.
+    `buffers` are by default the weights that have no state in the optimizer. An anchor serves up to `anchor_every`
+    checkpoints. ConfigError: a rule names nothing there. CorruptFileError, SaveError: every file is whole, old or new.
     """
     choices = {"policy": policy.to_dict(), "keep_weights": False}
-    previous = _on_coordinator(ranks, lambda: _verified(path))
-    if ranks.decide(lambda: previous is not None and choices.items() <= previous.metadata.items()):
+    previous = _verified(path)
+    if previous is not None and choices.items() <= previous.metadata.items():
         return previous
-    with _held(path) if ranks.is_coordinator else contextlib.nullcontext():
-        step = ranks.decide(lambda: manifest_fields(path, previous).get("step"))
-        jobs = ranks.decide(lambda: _jobs(path, policy, buffers, anchor_every, step, choices))
-        for job in jobs:
+    with _held(path):
+        step = manifest_fields(path, previous).get("step")
+        for job in _jobs(path, policy, buffers, anchor_every, step, choices):
             job.run(ranks)
-        return _on_coordinator(ranks, lambda: _finish(path, previous, policy.mode, metrics, choices))
+        return _finish(path, previous, policy.mode, metrics, choices)
 
 
 def restore_sharded(path: Path) -> Manifest:
-    """Turn a small sharded checkpoint back into plain DCP files where it lies.
-
-    Args:
-        path: A DCP directory, or a Trainer's checkpoint with some.
-
-    Returns:
-        The manifest that was written, its mode "plain".
-
-    Raises:
-        CorruptFileError: Something in it is damaged; what was there is there.
-        MissingAnchorError: It was moved without the anchor it needs.
-        SaveError: The disk is full or refuses; every file is whole, small or plain.
-    """
+    """Turn a small sharded checkpoint into plain DCP files where it lies; after an error each is small or plain."""
     previous = _verified(path)
     with _held(path):
         lost: dict[str, dict[str, float]] = {}
@@ -98,13 +73,6 @@ def restore_sharded(path: Path) -> Manifest:
                     lost[(directory / name).relative_to(path).as_posix()] = rounding
         fields = manifest_fields(path, previous)
         return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
-
-
-def _on_coordinator(ranks: Ranks, work: Any) -> Any:
-    """Do something on the coordinator, whose result stays there; its error is everyone's."""
-    results: list[Any] = []
-    ranks.decide(lambda: results.append(work()))
-    return results[0] if results else None
 
 
 def _verified(path: Path) -> Manifest | None:

@@ -94,11 +94,7 @@ class JoinedItems:
 
 
 def payload_start(file: IO[bytes]) -> int:
-    """Return where the payload begins in a torch zip file that holds one tensor.
-
-    Args:
-        file: An encoded file, open for reading.
-    """
+    """Return where the payload begins in a torch zip file that holds one tensor, in bytes."""
     with zipfile.ZipFile(file) as archive:
         offset = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
     file.seek(offset + 26)
@@ -129,15 +125,7 @@ class Joiner:
         self._spool.__exit__(*exception)
 
     def add(self, name: str, item: Item) -> None:
-        """Append an item of one tensor.
-
-        Args:
-            name: Its key in the state dict.
-            item: The item; only its bytes are kept.
-
-        Raises:
-            OSError: The disk is full or refuses.
-        """
+        """Append an item of one tensor under its key in the state dict; only the item's bytes are kept."""
         nested, storages = _nest(item)
         self._spool.append(nested)
         self._stop += -self._stop % ALIGNMENT_BYTES
@@ -149,11 +137,7 @@ class Joiner:
         self._storages += storages
 
     def finish(self) -> JoinedItems:
-        """Return the file.
-
-        Raises:
-            OSError: The disk is full or refuses.
-        """
+        """Return the file; its payload may lie in an unlinked one in the directory."""
         tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
         structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
         file = EncodedFile(self._spool.finish(), seal_structure(structure), (), None)
@@ -161,13 +145,9 @@ class Joiner:
 
 
 def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
-    """Make two items of both moments of a parameter, the zip of one inside that of the other if that one needs it.
+    """Make items of exp_avg and exp_avg_sq out of an encoded file of both.
 
-    Args:
-        moments: An encoded file of `{"exp_avg_sq": ..., "exp_avg": ...}`.
-
-    Returns:
-        The item of exp_avg, that of exp_avg_sq, and where the latter begins in the former; None if it is not in it.
+    The third value is where the item of exp_avg_sq begins in that of exp_avg; None if that one does not take it.
     """
     structure = open_structure(moments.structure)
     square, mean = structure["storages"]

@@ -11,16 +11,9 @@ from hf_trainweights.errors import CorruptFileError
 
 
 def unlisted_files(directory: Path) -> list[Path]:
-    """List the files of items that the checkpoint does not consist of, and the anchors that it does not need.
+    """List the files of items that a DCP directory does not consist of, and the anchors that it does not need, sorted.
 
-    Args:
-        directory: A DCP directory.
-
-    Returns:
-        Their paths, sorted. None where the directory holds no whole checkpoint, since what is missing may be put back.
-
-    Raises:
-        OSError: The directory cannot be read.
+    None where it holds no whole checkpoint, since what is missing may be put back.
     """
     try:
         contents = ShardedContents(directory)

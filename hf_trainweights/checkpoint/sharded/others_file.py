@@ -23,18 +23,7 @@ _REPEATED_BYTES = 4096
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:
-    """Write all that one rank stores beside weights.
-
-    Args:
-        rank: Its items.
-
-    Returns:
-        A result for each item.
-
-    Raises:
-        UnstorableError: A tensor or an object cannot be stored; the error names it.
-        OSError: The disk is full or refuses.
-    """
+    """Write all that one rank stores beside weights; UnstorableError names what cannot be stored."""
     if not rank.others:
         return []
     path = rank.directory / rank.orders.others_name

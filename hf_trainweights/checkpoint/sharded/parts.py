@@ -11,14 +11,9 @@ _MODEL_KEY = "model"
 
 
 def model_weights(contents: ShardedContents) -> dict[str, str]:
-    """Return the weights of the model: those under a key `model`, or the only ones there are.
+    """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
 
-    Args:
-        contents: What a DCP directory holds.
-
-    Returns:
-        Names in the model to the names that DCP gave them; empty if there are none, or several models and none is
-        called `model`.
+    Empty if there are none, or several models and none is called `model`.
     """
     by_model = _models(contents)
     named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
@@ -27,25 +22,14 @@ def model_weights(contents: ShardedContents) -> dict[str, str]:
 
 
 def all_weights(contents: ShardedContents) -> dict[str, str]:
-    """Return what is no state of an optimizer, as `model_weights` does; under DCP's names where there is no one model.
-
-    Args:
-        contents: What a DCP directory holds.
-    """
+    """Return what is no state of an optimizer, as `model_weights` does; by DCP's names where there is no one model."""
     names = [name for several in _models(contents).values() for name in several.values()]
     of_model = model_weights(contents)
     return of_model if len(of_model) == len(names) else {name: name for name in names}
 
 
 def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
-    """Return the states of optimizers.
-
-    Args:
-        contents: What a DCP directory holds.
-
-    Returns:
-        `state.<parameter>.<key>` to the names that DCP gave them.
-    """
+    """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
     states = optimizer_states(contents.metadata.state_dict_metadata)
     return {f"state.{state.parameter}.{state.key}": name for name, state in states.items() if name in contents.tensors}
 

@@ -7,6 +7,7 @@ becomes PyTorch's `Metadata`.
 from __future__ import annotations
 
 import io
+import os
 import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -48,24 +49,17 @@ _RECORDED = frozenset(
 
 
 def read_plain_metadata(directory: Path) -> Metadata:
-    """Read the `.metadata` of a DCP directory; nothing in it is executed.
+    """Read the `.metadata` of a DCP directory; nothing in it is executed. Its `storage_data` are `Place`.
 
-    Args:
-        directory: Where it lies.
-
-    Returns:
-        What it says. Its `storage_data` are `Place`; each names a file in the directory by its plain name.
-
-    Raises:
-        CorruptFileError: It is damaged, too large, contradicts itself, or names anything but DCP's own classes.
-        FileNotFoundError: There is none.
-        OSError: It cannot be read.
+    CorruptFileError: it is damaged, too large, contradicts itself, or names anything but DCP's own classes or files in
+    the directory. FileNotFoundError: there is none.
     """
     path = directory / METADATA_NAME
     with open_regular_file(path) as file:
-        content = file.read(_MAX_METADATA_BYTES + 1)
-    if len(content) > _MAX_METADATA_BYTES:
-        raise _corrupt(path, f"at most {_MAX_METADATA_BYTES} bytes", "more")
+        size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes > _MAX_METADATA_BYTES:
+            raise _corrupt(path, f"at most {_MAX_METADATA_BYTES} bytes", f"{size_bytes}")
+        content = file.read(size_bytes)
     try:
         return _metadata(_Unpickler(content).load())
     except CorruptFileError as error:
@@ -91,7 +85,8 @@ class _Record:
         self.state = state
 
 
-class _Unpickler(pickle.Unpickler):
+# The one in C keeps its memo as an array, which a file of 9 bytes makes as long as it likes.
+class _Unpickler(pickle._Unpickler):
     def __init__(self, content: bytes):
         super().__init__(io.BytesIO(content))
         # Classes of their own for each file: a pickle may set attributes of a class that it names.

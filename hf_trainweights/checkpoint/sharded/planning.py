@@ -39,13 +39,15 @@ class Order:
     lossy: LossyDelta | None = None
     state: StateName | None = None
 
-    def shard_plan(self, name: str, rms: float) -> TensorPlan:
-        """Return the plan of one shard of a weight.
+    @property
+    def is_lossless(self) -> bool:
+        """Whether every element comes back as it is."""
+        return DeltaPlan({(): self.plan}, {(): self.lossy} if self.lossy else {}).is_lossless
 
-        Args:
-            name: The shard's name in the anchor.
-            rms: How far it had moved at the first difference to the anchor, or is expected to move from this one; 0 if
-                it stays exact.
+    def shard_plan(self, name: str, rms: float) -> TensorPlan:
+        """Return the plan of a weight's shard by its name in the anchor.
+
+        `rms` is how far it had moved at the first difference to the anchor, or may move from this one; 0 is exact.
         """
         exact = replace(self.plan, anchor=None if self.plan.anchor is None else name)
         return DeltaPlan({(): exact}, {(): self.lossy} if self.lossy else {}).with_steps({exact.name: rms})[()]
@@ -54,20 +56,9 @@ class Order:
 def plan_tensors(
     items: Iterable[WriteItem], paths: Paths, policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
 ) -> dict[str, Order]:
-    """Plan all tensors of a save.
+    """Plan all tensors of a save, by their names in the flattened state dict; `items` are those of all ranks.
 
-    Args:
-        items: What all ranks store.
-        paths: The keys from which DCP's planner made each name.
-        policy: Which codec for which tensor.
-        buffers: Names in the model that are buffers; None if they are to be told from the optimizer's states.
-        is_delta: Whether weights are stored as differences to an anchor.
-
-    Returns:
-        An entry for each tensor, by its name in the flattened state dict.
-
-    Raises:
-        ConfigError: A rule names no tensor.
+    `paths` are the keys from which DCP's planner made each name. ConfigError: a rule names no tensor.
     """
     items = list(items)
     tensors = {each.index.fqn: _meta(each) for each in items if each.tensor_data is not None}
@@ -85,13 +76,6 @@ def moments_together(plans: Sequence[SavePlan], orders: Mapping[str, Order]) -> 
     """Give each first moment that is stored in terms of the second to the rank that stores that one.
 
     Of states that several ranks hold, DCP may give the two to different ones.
-
-    Args:
-        plans: What each rank stores.
-        orders: What `plan_tensors` returned.
-
-    Returns:
-        A new list.
     """
     ranks = {(item.index.fqn, item.index.offset): rank for rank, plan in enumerate(plans) for item in plan.items}
     lists: list[list[WriteItem]] = [[] for _ in plans]

@@ -80,11 +80,7 @@ class RankItems:
         return self._live(item).cpu().contiguous()
 
     def data(self, item: WriteItem) -> bytes:
-        """Return the bytes of an object.
-
-        Raises:
-            UnstorableError: It holds more than data, so loading it would run code.
-        """
+        """Return the bytes of an object; UnstorableError if it holds more than data: loading that would run code."""
         data = self.resolve(item).getvalue()
         try:
             torch.load(io.BytesIO(data), weights_only=True)
@@ -96,11 +92,7 @@ class RankItems:
     def twins(self, items: Iterable[WriteItem]) -> dict[str, str]:
         """Find tied weights, which DCP lists once for each name.
 
-        Args:
-            items: Weights.
-
-        Returns:
-            The name of each shard to that of the first one that has the same elements.
+        Returns the name of each shard to that of the first one that has the same elements.
         """
         names: dict[str, str] = {}
         first: dict[Any, WriteItem] = {}  # and no tensors: `resolve` may make them

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+# What came of some work: what it returned, or what it raised.
+Outcome = tuple[Any, Exception | None]
+
+# Tells a rank that a part of the work follows; every other message is how the work ended.
+_TAKE_PART = b""
 
 
 class Ranks:
@@ -30,90 +38,97 @@ class Ranks:
         return self.rank == 0
 
     def decide(self, work: Callable[[], T]) -> T:
-        """Do something on the coordinator alone.
+        """Return on every rank what `work` returns on the coordinator alone, or raise its error; every rank calls this.
 
-        Args:
-            work: What to do; what it returns is pickled.
-
-        Returns:
-            On every rank what it returned.
-
-        Raises:
-            Exception: Whatever it raised, on every rank.
+        Within it the coordinator may have all ranks `share` in the work. The others do only what they are told, until
+        it has ended. So wherever an error is raised, on whichever rank, none waits for what will not come.
         """
-        outcome = _outcome(work) if self.is_coordinator else None
-        if self._group is not None:
-            box = [outcome]
-            dist.broadcast_object_list(box, src=0, group=self._group)
-            outcome = box[0]
-        assert outcome is not None  # the coordinator's
-        value, error = outcome
-        _raise(error)
-        return cast("T", value)
+        if self.is_coordinator:
+            outcome = _outcome(work)
+            if self.size > 1:
+                self._broadcast(_pickled(outcome))
+        else:
+            while not (message := self._broadcast(_TAKE_PART)):
+                self._gather(_pickled(_outcome(partial(_do, self._scatter([])))))
+            outcome = pickle.loads(message)
+        return _value(outcome)
+
+    def share(self, parts: Sequence[Callable[[], T]]) -> list[T]:
+        """Have each rank do its part, and return what they returned; the coordinator calls this within `decide`.
+
+        The error of the first rank that had one is raised once all are done. Parts and results are pickled.
+        """
+        if self.size == 1:
+            return [parts[0]()]
+        messages = [pickle.dumps(part) for part in parts]  # or an error, before the others are told to listen
+        self._broadcast(_TAKE_PART)
+        self._scatter(messages)
+        return [_value(pickle.loads(each)) for each in self._gather(_pickled(_outcome(parts[0])))]
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Return on the coordinator what `work` returned on each rank, on the others nothing; every rank calls this.
+
+        The error of the first rank that had one is raised on all. Results are pickled.
+        """
+        if self.size == 1:
+            return [work()]
+        outcomes = self._gather(_pickled(_outcome(work)))
+        values: list[T] = []
+        self.decide(lambda: values.extend(_value(pickle.loads(each)) for each in outcomes))
+        return values
 
     def any(self, mine: bool) -> bool:
-        """Return on every rank whether something is true on one of them at least.
-
-        Args:
-            mine: Whether it is on this rank.
-        """
-        if self._group is None:
+        """Return on every rank whether something is true on one of them at least."""
+        if self.size == 1:
             return mine
         count = torch.tensor(int(mine))
         dist.all_reduce(count, group=self._group)
         return bool(count)
 
-    def scatter(self, work: Callable[[], Sequence[T]]) -> T:
-        """Divide something on the coordinator.
-
-        Args:
-            work: Returns one value for each rank.
-
-        Returns:
-            The value of this rank.
-
-        Raises:
-            Exception: Whatever it raised, on every rank.
-        """
-        values, error = _outcome(work) if self.is_coordinator else (None, None)
-        self.decide(lambda: _raise(error))
-        if self._group is None:
-            assert values is not None  # no error, and this is the coordinator
-            return values[0]
-        box: list[Any] = [None]
-        dist.scatter_object_list(box, list(values) if values is not None else None, src=0, group=self._group)
+    def _broadcast(self, message: bytes) -> bytes:
+        """Return on every rank the message of the coordinator."""
+        box = [message]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
         return box[0]
 
-    def gather(self, work: Callable[[], T]) -> list[T]:
-        """Do something on every rank, and wait for all of them.
+    def _scatter(self, messages: list[bytes]) -> bytes:
+        """Return on every rank its own one of the messages of the coordinator."""
+        box = [b""]
+        dist.scatter_object_list(box, messages or None, group=self._group, group_src=0)
+        return box[0]
 
-        Args:
-            work: What to do; what it returns is pickled.
-
-        Returns:
-            On the coordinator what each rank returned, in their order; an empty list on the others.
-
-        Raises:
-            Exception: On every rank its own error, else that of the first rank that had one.
-        """
-        mine = _outcome(work)
-        outcomes: list[Any] = [mine]
-        if self._group is not None:
-            box = [None] * self.size if self.is_coordinator else None
-            dist.gather_object(mine, box, dst=0, group=self._group)
-            outcomes = box or []
-        first = self.decide(lambda: next((error for _, error in outcomes if error is not None), None))
-        _raise(mine[1] or first)
-        return [value for value, _ in outcomes]
+    def _gather(self, message: bytes) -> list[bytes]:
+        """Return on the coordinator the messages of all ranks, nothing on the others."""
+        box = [b""] * self.size if self.is_coordinator else None
+        dist.gather_object(message, box, group=self._group, group_dst=0)
+        return box or []
 
 
-def _outcome(work: Callable[[], T]) -> tuple[T | None, Exception | None]:
+def _outcome(work: Callable[[], Any]) -> Outcome:
     try:
         return work(), None
     except Exception as error:
         return None, error
 
 
-def _raise(error: Exception | None) -> None:
+def _value(outcome: Outcome) -> Any:
+    value, error = outcome
     if error is not None:
         raise error
+    return value
+
+
+def _do(part: bytes) -> Any:
+    return pickle.loads(part)()
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    """Pickle an outcome; of one that cannot be pickled, or not be read again, its text: others wait for it."""
+    try:
+        message = pickle.dumps(outcome)
+        if outcome[1] is not None:
+            pickle.loads(message)
+    except Exception as error:
+        problem = outcome[1] or error
+        message = pickle.dumps((None, RuntimeError(f"{type(problem).__name__}: {problem}")))
+    return message

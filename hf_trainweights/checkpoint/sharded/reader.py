@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import zipfile
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -144,14 +145,9 @@ class TrainWeightsReader(StorageReader):
 
 
 def read_sharded_manifest(directory: Path) -> Manifest:
-    """Read the manifest of a sharded checkpoint that is complete, as far as the names and lengths of its files show.
+    """Read the manifest of a checkpoint that is complete, as far as the names and lengths of its files show.
 
-    Args:
-        directory: The checkpoint.
-
-    Raises:
-        CorruptFileError: Its save was interrupted, the manifest is damaged, or a file is missing or of another length.
-        OSError: It cannot be read.
+    CorruptFileError: its save was interrupted, the manifest is damaged, or a file is missing or of another length.
     """
     if not (directory / METADATA_NAME).is_file():
         found = f"no {METADATA_NAME}"
@@ -173,19 +169,7 @@ def read_sharded_manifest(directory: Path) -> Manifest:
 
 
 def load_item(data: bytes, where: str) -> Any:
-    """Decode the bytes of one item.
-
-    Args:
-        data: A torch zip file.
-        where: What it is, for errors.
-
-    Returns:
-        A tensor, or the object that it holds.
-
-    Raises:
-        CorruptFileError: It is damaged, or holds more than data.
-        MissingAnchorError: The anchor that it refers to is found nowhere.
-    """
+    """Decode an item, a torch zip file, to a tensor or an object; errors say `where`."""
     try:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
     except (CorruptFileError, MissingAnchorError) as error:
@@ -198,26 +182,31 @@ def load_item(data: bytes, where: str) -> Any:
 
 
 def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
-    """Read the bytes of an item, and compare them with their CRC-32 where one is known.
-
-    Args:
-        file: The file that holds it, opened.
-        place: Where it lies.
-        path: The file's path, for errors.
-
-    Raises:
-        CorruptFileError: The file ends before, or holds other bytes than were written.
-        OSError: It cannot be read.
-    """
+    """Read the bytes of an item, and compare them with their CRC-32, or where none is known with those in the item."""
     where, size_bytes = f"{path}, from byte {place.start} on", place.stop - place.start
     file.seek(place.start)
     data = file.read(size_bytes)
     if len(data) != size_bytes:
         raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
-    found = None if place.crc32 is None else item_crc32(data)
-    if found != place.crc32:
+    if place.crc32 is None:
+        _require_whole_zip(data, where)
+    elif (found := item_crc32(data)) != place.crc32:
         raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
     return data
+
+
+def _require_whole_zip(data: bytes, where: str) -> None:
+    """Compare what torch.save wrote with the checksums in it, which torch.load leaves alone."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.infolist():
+                if member.CRC:  # torch writes a zero where its checksums are switched off
+                    archive.read(member)
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile raises anything on damaged archives
+        found = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptFileError(where, "a whole torch zip file", found, _NEXT_STEP) from error
 
 
 def _part(loaded: object, item: ReadItem, where: str) -> Tensor:

@@ -94,12 +94,7 @@ class Written:
     is_repeated: bool = False
 
     def stored(self, file: StoredFile, payload_start: int = 0) -> StoredItem:
-        """Return the result for DCP.
-
-        Args:
-            file: The complete file.
-            payload_start: What is to be added to `start`.
-        """
+        """Return the result for DCP, once the file is complete and its payload begins at byte `payload_start`."""
         place = Place(file.name, self.start + payload_start, self.start + payload_start + self.size_bytes, self.crc32)
         row = self._row(place)
         return StoredItem(self.item.index, self.size_bytes, place, row, file, self.delta_rms, self.is_repeated)

@@ -12,7 +12,7 @@ import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -20,14 +20,17 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
 
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.sharded.contents import ShardedContents, read_place
 from hf_trainweights.checkpoint.sharded.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.reader import load_item
-from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter
+from hf_trainweights.checkpoint.sharded.results import Place
+from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import ConfigError
 
 _WRITTEN_BY = re.compile(r"__(\d+)_")
@@ -56,33 +59,19 @@ class Rewriting:
     metadata: Mapping[str, Any]
 
     def run(self, ranks: Ranks) -> None:
-        """Encode the directory; every rank calls it.
-
-        Args:
-            ranks: Those that take part.
-
-        Raises:
-            CorruptFileError: An item is damaged.
-            UnstorableError: An item cannot be stored; the error names it.
-            SaveError: The disk is full or refuses, on any rank.
-        """
-        contents = ShardedContents(self.directory) if ranks.is_coordinator else None
+        """Encode the directory, whose files are whole after any error; the coordinator of several ranks calls it."""
+        contents = ShardedContents(self.directory)
+        contents.require_complete()
         writer = self._writer(contents)
-        share: _Share = ranks.scatter(lambda: _shares(writer, cast("ShardedContents", contents), ranks.size))
-        writer.prepare_local_plan(share.plan)
-        planner = cast("SavePlanner", _StoredItems(self.directory, share.places))
-        results = ranks.gather(lambda: writer.write_data(share.plan, planner).value())
-        ranks.decide(lambda: writer.finish(replace(cast("ShardedContents", contents).metadata), results))
+        results = ranks.share(_shares(writer, contents, ranks.size))
+        writer.finish(replace(contents.metadata), results)
 
-    def _writer(self, contents: ShardedContents | None) -> TrainWeightsWriter:
-        rules = self.policy.rules
-        if contents is not None:
-            names = [*all_weights(contents), *(name.split(".", 1)[1] for name in optimizer_tensors(contents))]
-            rules = used_rules(self.policy, [*names, *(name.rpartition(".")[0] for name in names)])
+    def _writer(self, contents: ShardedContents) -> TrainWeightsWriter:
+        names = [*all_weights(contents), *(name.split(".", 1)[1] for name in optimizer_tensors(contents))]
         return TrainWeightsWriter(
             self.directory,
             self.policy.mode,
-            rules,
+            used_rules(self.policy, [*names, *(name.rpartition(".")[0] for name in names)]),
             anchor=self.anchor,
             buffers=self.buffers,
             anchor_every=self.anchor_every,
@@ -92,12 +81,7 @@ class Rewriting:
 
 
 def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:
-    """Return the rules that name something: a rule for weights names nothing where only an optimizer lies.
-
-    Args:
-        policy: The rules of a whole checkpoint.
-        names: Names of weights.
-    """
+    """Return the rules that name something: a rule for weights names nothing where only an optimizer lies."""
     used = {}
     for selector, choice in policy.rules.items():
         try:
@@ -110,33 +94,31 @@ def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank does.
+    """What one rank does: it reads items from the old files and writes them into new ones.
 
     Args:
+        directory: The directory.
         plan: What it writes.
         places: Where it finds that.
     """
 
+    directory: Path
     plan: SavePlan
-    places: Mapping[MetadataIndex, Any]
+    places: Mapping[MetadataIndex, Place]
 
+    def __call__(self) -> list[WriteResult]:
+        items = self.plan.items
+        return write_items(RankItems(self.directory, items, self._read, self.plan.storage_data, at_hand=items))
 
-class _StoredItems:
-    """Stands in for DCP's planner, which knows live tensors: the data of an item come from the old files."""
-
-    def __init__(self, directory: Path, places: Mapping[MetadataIndex, Any]):
-        self._directory = directory
-        self._places = places
-
-    def resolve_data(self, item: WriteItem) -> Any:
-        data = read_place(self._directory, self._places[item.index])
+    def _read(self, item: WriteItem) -> Any:
+        place = self.places[item.index]
+        data = read_place(self.directory, place)
         if item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(data)
-        return load_item(data, f"{self._directory / self._places[item.index].file}, {item.index.fqn}")
+        return load_item(data, f"{self.directory / place.file}, {item.index.fqn}")
 
 
 def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) -> list[_Share]:
-    contents.require_complete()
     items: list[list[WriteItem]] = [[] for _ in range(size)]
     names = sorted({place.file for place in contents.places.values()})
     owners = {name: _owner(name, number) % size for number, name in enumerate(names)}
@@ -145,7 +127,8 @@ def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) ->
             items[owners[contents.places[item.index].file]].append(item)
     keys = contents.metadata.planner_data
     plans = writer.prepare_global_plan([SavePlan(each, planner_data=keys) for each in items])
-    return [_Share(plan, {item.index: contents.places[item.index] for item in plan.items}) for plan in plans]
+    places = [{item.index: contents.places[item.index] for item in plan.items} for plan in plans]
+    return [_Share(contents.directory, *each) for each in zip(plans, places, strict=True)]
 
 
 def _owner(name: str, number: int) -> int:

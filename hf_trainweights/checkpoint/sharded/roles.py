@@ -31,14 +31,9 @@ class StateName:
 
 
 def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
-    """Find the states of optimizers among the names of a flattened state dict.
+    """Find the states and groups of optimizers by their names in a flattened state dict, objects included.
 
-    Args:
-        names: All names, those of objects included.
-
-    Returns:
-        An entry for each name that is of a state, or of a group. One that ends like Adam's moments is of a state even
-        without groups.
+    Names that end like Adam's moments are of states even without groups.
 
     Examples:
         >>> optimizer_states(["optim.state.0.weight.exp_avg", "optim.param_groups", "model.0.weight"])
@@ -59,14 +54,9 @@ def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
 
 
 def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
-    """Sort the names of weights and buffers by the model that they belong to.
+    """Sort the flattened names of weights and buffers by where their model's state dict stands, then own names.
 
-    Args:
-        names: Names in the flattened state dict, without those of optimizers.
-        paths: The keys from which DCP's planner made each name; a name without an entry stands at the top.
-
-    Returns:
-        Where a model's state dict stands, "" for the top, to the name in the model to the flattened name.
+    `paths` are the keys from which DCP made a name; one without an entry stands at the top, "".
 
     Examples:
         >>> models(["model.0.weight"], {"model.0.weight": ("model", "0.weight")})
@@ -80,15 +70,9 @@ def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
 
 
 def buffers_of(dimensions: Mapping[str, int], parameters: Collection[str], buffers: Collection[str] | None) -> set[str]:
-    """Return which tensors of a model are exact in every mode.
+    """Return which tensors of a model are exact in every mode: `buffers`, or if None those without a state.
 
-    Args:
-        dimensions: Names in the model to the number of dimensions.
-        parameters: The names of all parameters that have a state in an optimizer.
-        buffers: What the caller says, names in the model; None if nothing.
-
-    Returns:
-        Names. If no name is a parameter's, as without an optimizer, those of tensors with fewer than two dimensions.
+    If none has a state in an optimizer (`parameters`), they are those of fewer than two dimensions.
 
     Examples:
         >>> sorted(buffers_of({"weight": 2, "mean": 1}, {"weight"}, None))

@@ -7,22 +7,25 @@ and therefore no reference.
 
 from __future__ import annotations
 
+import itertools
+import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+
+# A mesh of devices has fewer dimensions; with each, a shard has twice as many corners.
+_MOST_CUT_DIMENSIONS = 8
 
 _RANGE = re.compile(r"(0|[1-9]\d{0,17}):(0|[1-9]\d{0,17})")
 
 
 def shard_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
-    """Return a shard as text.
-
-    Args:
-        offsets: Where it begins in the whole tensor, per dimension.
-        sizes: Its shape.
+    """Return a shard as text, from where it begins in the whole tensor and its shape.
 
     Examples:
         >>> shard_text((0, 128), (64, 128))
@@ -32,14 +35,7 @@ def shard_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def parse_shard(where: str, text: str) -> tuple[list[int], list[int]]:
-    """Return the offsets and sizes of a shard.
-
-    Args:
-        where: Where the text stands, for errors.
-        text: What `shard_text` returned, or anything that pretends to be it.
-
-    Raises:
-        CorruptFileError: It is no such text.
+    """Return the offsets and sizes of a shard; CorruptFileError if `text` only pretends to be one.
 
     Examples:
         >>> parse_shard("", "0:64,128:256")
@@ -50,11 +46,7 @@ def parse_shard(where: str, text: str) -> tuple[list[int], list[int]]:
 
 
 def parse_range(where: str, text: str) -> tuple[int, int]:
-    """Return start and stop of a range such as `128:256`.
-
-    Raises:
-        CorruptFileError: It is no such text, or stops before it starts.
-    """
+    """Return start and stop of a range such as `128:256`; CorruptFileError if it is none, or stops before it starts."""
     match = _RANGE.fullmatch(text)
     if match is None or int(match[2]) < int(match[1]):
         raise corrupt(where, "a range such as 0:64", text)
@@ -70,3 +62,30 @@ def shard_of(item: WriteItem) -> str | None:
 def shard_name(fqn: str, shard: str) -> str:
     """Return the name of a shard in an anchor."""
     return f"{fqn}[{shard}]"
+
+
+def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> bool:
+    """Return whether shards fill a tensor of that shape, no element twice; each of them is looked at once.
+
+    Give the corners of a box the signs of a chess board. Where boxes lie side by side, the signs of the corners that
+    meet add up to 0, so a filled box shows its own corners alone. Any overlap or hole leaves others.
+
+    Examples:
+        >>> import torch
+        >>> halves = [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([2, 3])) for start in (0, 2)]
+        >>> fill_whole((4, 3), halves), fill_whole((4, 3), [halves[0]] * 2)
+        (True, False)
+    """
+    boxes = [(shard.offsets, shard.sizes) for shard in shards]
+    if any(len(offsets) != len(size) for offsets, _ in boxes):
+        return False
+    cut = [i for i, length in enumerate(size) if any((each[i], sizes[i]) != (0, length) for each, sizes in boxes)]
+    if len(cut) > _MOST_CUT_DIMENSIONS:
+        return False
+    signs: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in [*((1, *box) for box in boxes), (-1, [0] * len(size), size)]:
+        if math.prod(sizes):
+            ends = [((offsets[i], 1), (offsets[i] + sizes[i], -1)) for i in cut]
+            for corner in itertools.product(*ends):
+                signs[tuple(place for place, _ in corner)] += sign * math.prod(each for _, each in corner)
+    return not any(signs.values())

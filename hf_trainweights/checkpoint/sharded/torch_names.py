@@ -17,19 +17,7 @@ _DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 def stock_metadata(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]], save_id: str) -> Metadata:
-    """Return metadata that a stock `FileSystemReader` finds the items by.
-
-    Args:
-        metadata: What DCP's planner made; changed in place.
-        places: File name, first byte and length in bytes of each item.
-        save_id: Identifies the save.
-
-    Returns:
-        The same object.
-
-    Raises:
-        UnsupportedError: This version of torch has no such class.
-    """
+    """Change metadata so that a stock `FileSystemReader` finds the items: file, first byte and length of each."""
     if _StorageInfo is None:
         expected = "torch.distributed.checkpoint.filesystem._StorageInfo"
         raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.13.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import BinaryIO, cast
 
@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.sharded.anchors import OpenAnchors
-from hf_trainweights.checkpoint.sharded.drift import expected_shard_drift_rms
+from hf_trainweights.checkpoint.sharded.drift import AdamStates
 from hf_trainweights.checkpoint.sharded.items import Item, Joiner, item_crc32, payload_start
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, name_of
 from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem, Written
@@ -26,18 +26,7 @@ from hf_trainweights.files.sha256 import DigestedFile
 
 
 def write_weights(rank: RankItems) -> list[StoredItem]:
-    """Write the weights of one rank.
-
-    Args:
-        rank: Its items.
-
-    Returns:
-        A result for each weight and buffer.
-
-    Raises:
-        UnstorableError: A tensor cannot be stored; the error names it.
-        OSError: The disk is full or refuses.
-    """
+    """Write the weights and buffers of one rank; UnstorableError names what cannot be stored."""
     items = rank.weights
     if not items:
         return []
@@ -64,9 +53,10 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
     """Write an anchor; return also where its payload begins."""
     path = rank.directory / rank.orders.weights_name
     sizes, reports = {}, {}
+    states = AdamStates(rank)
     with Joiner(rank.directory, sum(map(_plain_bytes, items))) as joiner:
         for item in items:
-            encoded = _encode_full(rank, item)
+            encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
             joiner.add(name_of(item), each)
             sizes[name_of(item)] = each.size_bytes, item_crc32(each.data)
@@ -84,14 +74,14 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True), start
 
 
-def _encode_full(rank: RankItems, item: WriteItem) -> EncodedFile:
+def _encode_full(rank: RankItems, item: WriteItem, states: AdamStates) -> EncodedFile:
     tensor, order, name = rank.tensor(item), rank.orders.orders[item.index.fqn], name_of(item)
     drift: float | None = None
     # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
     if order.lossy is not None and rank.orders.anchor is None:
-        drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else expected_shard_drift_rms(rank, item)
+        drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else states.drift_rms(item)
     plan = replace(order.shard_plan(name, drift or 0.0), anchor=None)
-    return _encode(rank, tensor, plan, None)
+    return encode_file(tensor, {(): plan}, spool_directory=rank.directory)
 
 
 def _write_differences(
@@ -99,6 +89,7 @@ def _write_differences(
 ) -> tuple[list[Written], StoredFile]:
     path = rank.directory / rank.orders.weights_name
     written = []
+    states = AdamStates(rank)
     with replace_file(path) as file:
         digested = DigestedFile(file)
         for item in items:
@@ -107,7 +98,8 @@ def _write_differences(
             rms = anchors.step_rms.get(name)
             if order.lossy and anchor is not None and rms is None:
                 rms = measured = _measure_rms(tensor, anchor, name)
-            encoded = _encode(rank, tensor, order.shard_plan(name, rms or 0.0), anchor)
+            plan = order.shard_plan(name, rms or 0.0)
+            encoded = _encode_difference(rank, tensor, plan, anchor, states.second_moment(item) if _takes(plan) else {})
             each = Item.of(encoded)
             start = digested.size_bytes
             digested.write(each.data.numpy().data)
@@ -116,9 +108,19 @@ def _write_differences(
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=anchors.digests())
 
 
-def _encode(rank: RankItems, tensor: Tensor, plan: TensorPlan, anchor: Anchor | None) -> EncodedFile:
+def _encode_difference(
+    rank: RankItems, tensor: Tensor, plan: TensorPlan, anchor: Anchor | None, moments: Mapping[str, Tensor]
+) -> EncodedFile:
     link = rank.directory / anchor_file_name(anchor.sha256) if anchor else None
-    return encode_file(tensor, {(): plan}, anchor=anchor, anchor_link=link, spool_directory=rank.directory)
+    spool = rank.directory
+    return encode_file(
+        tensor, {(): plan}, anchor=anchor, anchor_link=link, second_moments=moments, spool_directory=spool
+    )
+
+
+def _takes(plan: TensorPlan) -> bool:
+    """Return whether a second moment helps to encode a weight; a live one may have to come from a GPU first."""
+    return any("exp_avg_sq" in codec.hints for codec in plan.candidates)
 
 
 def _measure_rms(tensor: Tensor, anchor: Anchor, name: str) -> float:

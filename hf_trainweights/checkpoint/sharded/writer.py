@@ -97,6 +97,7 @@ class TrainWeightsWriter(StorageWriter):
         self._save_id = str(uuid.uuid4())
         self._at_hand: list[WriteItem] = []
         self._anchor: ShardedAnchor | None = None
+        self._is_exact = False
         self._use_collectives = True
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -145,6 +146,7 @@ class TrainWeightsWriter(StorageWriter):
             self._anchor, orders = None, self._orders(plans, is_delta=False)
         else:
             self._anchor = previous
+        self._is_exact = all(order.is_lossless for order in orders.values() if order.state is None)
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
         return [
             dataclasses.replace(
@@ -165,8 +167,7 @@ class TrainWeightsWriter(StorageWriter):
         """
         items = RankItems(self._path, plan.items, planner.resolve_data, plan.storage_data, self._at_hand)
         future: Future[list[WriteResult]] = Future()
-        with save_errors(self._path, _OUTCOME):
-            future.set_result([*write_weights(items), *write_others(items)])
+        future.set_result(write_items(items))
         self._at_hand = []
         return future
 
@@ -179,7 +180,8 @@ class TrainWeightsWriter(StorageWriter):
             SaveError: The disk is full or refuses.
         """
         with save_errors(self._path, _OUTCOME):
-            manifest = commit(self._path, metadata, results, self._save_id, self._anchor, **self._fields)
+            anchor = {"anchor": self._anchor, "is_exact": self._is_exact}
+            manifest = commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
             remove_unlisted(self._path, manifest)
 
     def storage_meta(self) -> StorageMeta:
@@ -203,6 +205,12 @@ class TrainWeightsWriter(StorageWriter):
 
     def _is_new_anchor_due(self, previous: ShardedAnchor) -> bool:
         return previous.record.is_spent(self._anchor_every)
+
+
+def write_items(rank: RankItems) -> list[WriteResult]:
+    """Write the files of one rank, and return a `StoredItem` for each item."""
+    with save_errors(rank.directory, _OUTCOME):
+        return [*write_weights(rank), *write_others(rank)]
 
 
 def _fits(anchor: ShardedAnchor, plans: list[SavePlan], orders: Mapping[str, Order]) -> bool:

@@ -25,20 +25,19 @@ LAYOUTS: dict[str, type[Layout]] = {
 }
 
 
-def layout_of(config: object, metadata: Mapping[str, str]) -> Layout:
+def layout_of(config: Mapping[str, Any], metadata: Mapping[str, str]) -> Layout:
     """Return the layout that a configuration describes.
 
     Args:
-        config: The `quantization_config` of a config.json, which may hold anything.
+        config: The `quantization_config` of a config.json.
         metadata: What the headers of its safetensors files say beside the tensors.
 
     Raises:
         ConfigError: It names none of `LAYOUTS`, or is none of that layout.
         UnsupportedError: None of this package's formats can hold exactly what it describes.
     """
-    described: Mapping[str, Any] = config if isinstance(config, Mapping) else {}
-    method = described.get("quant_method")
+    method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:
         known = ", ".join(LAYOUTS)
         raise ConfigError(f"{WHERE}: quant_method", f"one of {known}", repr(method), "Load other models as they are.")
-    return LAYOUTS[method](described, metadata)
+    return LAYOUTS[method](config, metadata)

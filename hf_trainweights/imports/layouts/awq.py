@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
 from hf_trainweights.imports.asymmetric import asymmetric_weight
-from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place
-from hf_trainweights.imports.weights import check_groups, check_words, required
+from hf_trainweights.imports.layouts.base import WHERE, Layout, Part, integer, matrix, no_place
+from hf_trainweights.imports.weights import group_count
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # In which of a word's eight places, from the lowest, each of its columns lies.
@@ -24,7 +26,7 @@ _PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 class Awq(Layout):
     """Weights of 4 bits, with a zero point for each group."""
 
-    leaves = frozenset(("qweight", "qzeros", "scales"))
+    leaves = marks = frozenset(("qweight", "qzeros", "scales"))
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
@@ -36,25 +38,19 @@ class Awq(Layout):
         if version != "gemm":
             raise no_place(f"{WHERE}: version", "gemm", repr(version))
 
-    def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
-        """Return the weight of a module.
+    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what the tensors of a quantized weight have to be."""
+        K, words = matrix(module, tensors, "qweight", torch.int32)
+        G = group_count(K, self._group_size)
+        return {
+            "scales": Part(FLOAT_DTYPES, ((G, words * CODES_PER_WORD),)),
+            "qzeros": Part((torch.int32,), ((G, words),)),
+        }
 
-        Args:
-            module: Its full name, for errors.
-            tensors: Its tensors.
-
-        Raises:
-            CorruptFileError: A tensor is missing, or one does not fit the others.
-        """
-        if "qweight" not in tensors:
-            return None
-        name = f"{module}.weight"
-        words, zeros, scales = required(module, tensors, "qweight", "qzeros", "scales")
-        check_words(f"{module}.qweight", words)
-        codes, scale = _columns(words).t(), scales.mT if scales.dim() == 2 else scales
-        check_groups(name, scale, codes.shape[1], self._group_size)
-        check_words(f"{module}.qzeros", zeros, (scale.shape[1], words.shape[1]))
-        return asymmetric_weight(name, codes, scale, _columns(zeros).t(), bits=4)
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module."""
+        codes, zero = (_columns(tensors[leaf]).t() for leaf in ("qweight", "qzeros"))
+        return asymmetric_weight(f"{module}.weight", codes, tensors["scales"].t(), zero, bits=4)
 
 
 def _columns(words: Tensor) -> Tensor:

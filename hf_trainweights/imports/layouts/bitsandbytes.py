@@ -1,6 +1,7 @@
 """bitsandbytes' LLM.int8: int8 rows, and the largest magnitude of each.
 
-`weight` int8 `[N, K]`, `SCB` float32 `[N]`, `weight_format` uint8, 0 for rows. A weight is `code * SCB / 127`.
+`weight` int8 `[N, K]`, `SCB` float32 `[N]`, `weight_format` uint8, 0 for rows, which the first files did not have.
+A weight is `code * SCB / 127`.
 """
 
 from __future__ import annotations
@@ -8,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hf_trainweights.imports.layouts.base import WHERE, Layout, no_place
-from hf_trainweights.imports.weights import integer_weight, required
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.imports.layouts.base import INTEGERS, WHERE, Layout, Part, matrix, no_place
+from hf_trainweights.imports.weights import integer_weight
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -19,6 +22,7 @@ class BitsAndBytes(Layout):
     """int8 weights. nf4 and fp4 have no evenly spaced codes, so no format of this package holds them."""
 
     leaves = frozenset(("weight", "SCB", "weight_format"))
+    marks = frozenset(("SCB", "weight_format"))
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
@@ -26,21 +30,18 @@ class BitsAndBytes(Layout):
             found = f"{config.get('bnb_4bit_quant_type', '4 bits')}, whose codes are not evenly spaced"
             raise no_place(f"{WHERE}: load_in_4bit", "int8 (load_in_8bit)", found)
 
-    def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
-        """Return the weight of a module; its scale is SCB / 127, rounded to float32.
+    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what the tensors of a quantized weight have to be."""
+        N, K = matrix(module, tensors, "weight", torch.int8)
+        return {
+            "weight": Part((torch.int8,), ((N, K),)),
+            "SCB": Part(FLOAT_DTYPES, ((N,),)),
+            "weight_format": Part(INTEGERS, ((), (1,)), required=False),
+        }
 
-        Args:
-            module: Its full name, for errors.
-            tensors: Its tensors.
-
-        Raises:
-            CorruptFileError: A tensor is missing, or one does not fit the others.
-            UnsupportedError: The rows lie in another order.
-        """
-        if "SCB" not in tensors:
-            return None
-        codes, largest = required(module, tensors, "weight", "SCB")
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; its scale is SCB / 127, rounded to float32."""
         order = tensors.get("weight_format")
-        if order is not None and bool(order.double().any()):
+        if order is not None and bool(order.any()):
             raise no_place(f"{module}.weight_format", "0, rows", f"{order.tolist()}")
-        return integer_weight(f"{module}.weight", codes, largest.float() / 127, bits=8)
+        return integer_weight(f"{module}.weight", tensors["weight"], tensors["SCB"].float() / 127, bits=8)

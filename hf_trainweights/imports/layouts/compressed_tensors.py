@@ -6,6 +6,7 @@ Layout: https://github.com/vllm-project/compressed-tensors
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,103 +16,165 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import unpack_int4
 from hf_trainweights.imports.asymmetric import asymmetric_weight
-from hf_trainweights.imports.layouts.base import WHERE, Layout, integer, no_place, tables
+from hf_trainweights.imports.layouts.base import (
+    INTEGERS,
+    WHERE,
+    Layout,
+    Part,
+    Shape,
+    block_size,
+    integer,
+    matrix,
+    no_place,
+    tables,
+)
 from hf_trainweights.imports.weights import (
     AGAIN,
+    FLOAT8_SCALES,
+    block_shape,
+    channel_shapes,
     check_groups_in_order,
     float8_weight,
-    required,
+    group_count,
+    tensor_shapes,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _CODES_PER_WORD = {4: 8, 8: 4}
 _HELD = {("int", 4), ("int", 8), ("float", 8)}
+# Which columns share a scale; None is what older files have, and one for a row or for the whole weight.
+_STRATEGIES = (None, "tensor", "channel", "group", "block")
+_FLOAT8_ZEROS = (*INTEGERS, *FLOAT8_SCALES, torch.float8_e4m3fn)
+
+
+@dataclass(frozen=True)
+class _Scheme:
+    """How config.json says that weights are quantized."""
+
+    kind: str
+    bits: int
+    strategy: str | None
+    group_size: int
+    block: tuple[int, int] | None
+    symmetric: bool
+    by_activations: bool
+
+    def scale_shapes(self, N: int, K: int) -> tuple[Shape, ...]:
+        """Return the shapes that the scale of a weight of N rows and K columns may have."""
+        if self.block is not None:
+            return (block_shape(N, K, self.block),)
+        if self.strategy == "group":
+            return ((N, group_count(K, self.group_size)),)
+        shapes = {"tensor": tensor_shapes(), "channel": channel_shapes(N)}
+        return shapes.get(self.strategy or "", (*tensor_shapes(), *channel_shapes(N)))
 
 
 class CompressedTensors(Layout):
     """`pack-quantized`, `int-quantized`, `naive-quantized` and `float-quantized` weights."""
 
-    leaves = frozenset(
-        (
-            *("weight", "weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"),
-            *("input_scale", "input_zero_point", "output_scale", "output_zero_point"),
-        )
-    )
+    marks = frozenset(("weight_packed", "weight_scale", "weight_shape", "weight_zero_point", "weight_g_idx"))
+    leaves = marks | {"weight", "input_scale", "input_zero_point", "output_scale", "output_zero_point"}
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
-        self._bits: set[int] = set()
-        self._group_sizes: set[int] = set()
-        self._block_rows = 1
-        for group, scheme in tables(config, "config_groups"):
-            self._add(f"{WHERE}: {group}", scheme.get("weights"))
+        groups = [(f"{WHERE}: {name}", group.get("weights")) for name, group in tables(config, "config_groups")]
+        self._schemes = [_scheme(where, weights) for where, weights in groups if isinstance(weights, Mapping)]
         sparsity = config.get("sparsity_config") or {}
         for key, value in (("transform_config", config.get("transform_config")), ("sparsity_config", sparsity)):
             dense = isinstance(value, Mapping) and value.get("format", "dense") == "dense" and key == "sparsity_config"
             if value and not dense:
                 raise no_place(f"{WHERE}: {key}", "weights that are used as they are", repr(value)[:200])
 
-    def _add(self, where: str, weights: object) -> None:
-        if not isinstance(weights, Mapping):
-            return
-        bits, kind = integer(weights, "num_bits", where), weights.get("type", "int")
-        if not isinstance(kind, str) or (kind, bits) not in _HELD:
-            raise no_place(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
-        self._bits.add(bits)
-        grouped = weights.get("strategy") == "group" or weights.get("group_size") not in (None, -1)
-        self._group_sizes.add(integer(weights, "group_size", where) if grouped else -1)
-        block = weights.get("block_structure")
-        if isinstance(block, list) and block and type(block[0]) is int:
-            self._block_rows = max(1, block[0])
-
-    def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
-        """Return the weight of a module; settings for its activations are left out.
-
-        Args:
-            module: Its full name, for errors.
-            tensors: Its tensors.
-
-        Raises:
-            CorruptFileError: A tensor is missing, or one does not fit the others.
-            UnsupportedError: Groups are by activation order, float8 in blocks, a zero point cannot be held, or the
-                weight is not compressed.
-        """
-        name, weight = f"{module}.weight", tensors.get("weight")
-        if "weight_packed" not in tensors and "weight_scale" not in tensors:
-            return None
+    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what the tensors of a quantized weight have to be."""
+        weight = tensors.get("weight")
         if weight is not None and weight.dtype in FLOAT_DTYPES:
-            raise no_place(name, "compressed codes", f"{weight.dtype}: quantized, but never compressed")
-        scale = required(module, tensors, "weight_scale")[0]
-        if weight is not None and weight.dtype != torch.int8:
-            if "weight_zero_point" in tensors and bool(tensors["weight_zero_point"].double().any()):
+            raise no_place(f"{module}.weight", "compressed codes", f"{weight.dtype}: quantized, but never compressed")
+        packed = bool({"weight_packed", "weight_shape"} & tensors.keys())
+        N, K, schemes = self._packed(module, tensors) if packed else self._plain(module, tensors)
+        is_float = schemes[0].kind == "float"
+        shapes = tuple(dict.fromkeys(shape for scheme in schemes for shape in scheme.scale_shapes(N, K)))
+        scale = Part(FLOAT8_SCALES if is_float else FLOAT_DTYPES, shapes)
+        scale.check(f"{module}.weight_scale", tensors.get("weight_scale"))
+        # Which group of config.json a module belongs to is told by its tensors.
+        found = tuple(tensors["weight_scale"].shape)
+        schemes = [scheme for scheme in schemes if found in scheme.scale_shapes(N, K)]
+        has_zeros = any(not scheme.symmetric for scheme in schemes)
+        zeros, held = found, tensors.get("weight_zero_point")
+        if packed and len(found) == 2 and held is not None and held.dtype is torch.int32:
+            zeros = (-(-N // _CODES_PER_WORD[schemes[0].bits]), found[1])  # packed like the codes, but along the rows
+        by_activations = any(scheme.by_activations for scheme in schemes)
+        return {
+            **({} if packed else {"weight": Part((torch.int8, torch.float8_e4m3fn), ((N, K),))}),
+            "weight_scale": scale,
+            "weight_zero_point": Part(_FLOAT8_ZEROS if is_float else INTEGERS, (zeros,), has_zeros),
+            "weight_g_idx": Part(INTEGERS, ((K,),), by_activations),
+        }
+
+    def _plain(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
+        """Return rows, columns and the schemes that codes of 8 bits may have."""
+        N, K = matrix(module, tensors, "weight", torch.int8, torch.float8_e4m3fn)
+        kind = "int" if tensors["weight"].dtype is torch.int8 else "float"
+        fitting = [scheme for scheme in self._schemes if scheme.kind == kind]
+        if not fitting:
+            expected = f"codes of a scheme in config.json ({self._described()})"
+            raise CorruptFileError(f"{module}.weight", expected, f"{tensors['weight'].dtype}", AGAIN)
+        return N, K, fitting
+
+    def _packed(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[int, int, list[_Scheme]]:
+        """Return rows, columns and the schemes that int32 words may have, which are of one number of bits."""
+        rows, words = matrix(module, tensors, "weight_packed", torch.int32)
+        shape = Part((torch.int64, torch.int32), ((2,),))
+        shape.check(f"{module}.weight_shape", tensors.get("weight_shape"))
+        N, K = tensors["weight_shape"].tolist()
+        fitting = [
+            scheme
+            for scheme in self._schemes
+            if scheme.kind == "int" and (rows, words) == (N, -(-K // _CODES_PER_WORD[scheme.bits])) and K > 0
+        ]
+        if len({scheme.bits for scheme in fitting}) != 1:
+            expected = f"words of shape {(N, K)} by a scheme in config.json ({self._described()})"
+            raise CorruptFileError(f"{module}.weight_packed", expected, f"shape {(rows, words)}", AGAIN)
+        return N, K, fitting
+
+    def _described(self) -> str:
+        return ", ".join(sorted({f"{scheme.kind}{scheme.bits}" for scheme in self._schemes})) or "none"
+
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; settings for its activations are left out."""
+        name, scale, codes = f"{module}.weight", tensors["weight_scale"], tensors.get("weight")
+        zero, bits = tensors.get("weight_zero_point"), 8
+        if codes is not None and codes.dtype == torch.float8_e4m3fn:
+            if zero is not None and bool(zero.double().any()):
                 raise no_place(name, "float8 without zero points", "zero points other than 0")
-            return float8_weight(name, weight, scale, self._block_rows)
-        codes, bits = (weight, 8) if weight is not None else self._unpack(module, tensors)
-        if "weight_g_idx" in tensors and not bool((tensors["weight_g_idx"] == -1).all()):
-            check_groups_in_order(name, tensors["weight_g_idx"], codes.shape[-1], scale.shape[-1])
-        K, G = codes.shape[-1], scale.shape[-1] if scale.dim() == 2 else 1
-        if G not in {1 if size < 1 else -(-K // size) for size in self._group_sizes}:
-            expected = f"groups of {' or '.join(map(str, sorted(self._group_sizes)))} columns, as config.json has it"
-            raise CorruptFileError(name, expected, f"{G} scales for {K} columns", AGAIN)
-        return asymmetric_weight(name, codes, scale, _zero_point(tensors, len(codes), bits), bits)
-
-    def _unpack(self, module: str, tensors: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-        """Return the codes `[N, K]` of int32 words, and their bits."""
-        packed, shape = required(module, tensors, "weight_packed", "weight_shape")
-        N, K = shape.flatten().tolist() if shape.numel() == 2 and shape.dtype in (torch.int64, torch.int32) else (0, 0)
-        fitting = [bits for bits in self._bits if tuple(packed.shape) == (N, -(-K // _CODES_PER_WORD.get(bits, 1)))]
-        if packed.dtype != torch.int32 or N < 1 or K < 1 or len(fitting) != 1 or fitting[0] not in _CODES_PER_WORD:
-            expected = f"int32 words of {' or '.join(map(str, sorted(self._bits)))}-bit codes of shape {(N, K)}"
-            found = f"{packed.dtype} of shape {tuple(packed.shape)}"
-            raise CorruptFileError(f"{module}.weight_packed", expected, found, AGAIN)
-        return unpack(packed, fitting[0])[:, :K], fitting[0]
+            rows = next((scheme.block[0] for scheme in self._schemes if scheme.block is not None), 1)
+            return float8_weight(name, codes, scale, rows)
+        if codes is None:
+            _, K, schemes = self._packed(module, tensors)
+            bits = schemes[0].bits
+            codes = unpack(tensors["weight_packed"], bits)[:, :K]
+            if zero is not None and zero.dtype is torch.int32 and scale.dim() == 2:
+                zero = unpack(zero.t(), bits).t()[: len(codes)]
+        order = tensors.get("weight_g_idx")
+        if order is not None and not bool((order == -1).all()):
+            check_groups_in_order(name, order, codes.shape[1], scale.shape[-1])
+        return asymmetric_weight(name, codes, scale, zero, bits)
 
 
-def _zero_point(tensors: Mapping[str, Tensor], N: int, bits: int) -> Tensor:
-    """Return the zero points; where codes are packed they are too, along the rows."""
-    zero = tensors.get("weight_zero_point", torch.zeros(1, dtype=torch.int8))
-    packed = "weight_packed" in tensors and zero.dim() == 2 and zero.dtype == torch.int32
-    return unpack(zero.t(), bits).t()[:N] if packed else zero
+def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
+    """Return what one group of config.json says of its weights."""
+    bits, kind = integer(weights, "num_bits", where), weights.get("type", "int")
+    if not isinstance(kind, str) or (kind, bits) not in _HELD:
+        raise no_place(where, "int4, int8 or float8 weights", f"{kind} of {bits} bits")
+    strategy = weights.get("strategy")
+    if strategy not in _STRATEGIES:
+        raise no_place(where, "scales of tensors, channels, groups or blocks", f"strategy {strategy!r}")
+    if strategy is None and weights.get("group_size") not in (None, -1):
+        strategy = "group"
+    size = integer(weights, "group_size", where) if strategy == "group" else -1
+    block = block_size(weights, "block_structure", where) if strategy in (None, "block") else None
+    symmetric = weights.get("symmetric", True) is not False
+    return _Scheme(kind, bits, strategy, size, block, symmetric, weights.get("actorder") in ("group", "dynamic"))
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:

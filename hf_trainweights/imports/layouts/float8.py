@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.imports.layouts.base import Layout
-from hf_trainweights.imports.weights import float8_weight, required
+from hf_trainweights.imports.layouts.base import Layout, Part, block_size, matrix
+from hf_trainweights.imports.weights import FLOAT8_SCALES, block_shape, channel_shapes, float8_weight, tensor_shapes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -19,27 +19,27 @@ class Float8(Layout):
     leaves = frozenset(
         ("weight", "weight_scale", "weight_scale_inv", "activation_scale", "input_scale", "input_scale_ub")
     )
+    marks = frozenset(("weight_scale", "weight_scale_inv"))
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
-        block = config.get("weight_block_size")
-        self._block_rows = block[0] if isinstance(block, list) and block and type(block[0]) is int else 1
+        self._block = block_size(config, "weight_block_size")
+        self._of_rows = config.get("quant_method") == "fbgemm_fp8"
 
-    def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
-        """Return the weight of a module; what is known of its activations is left out.
+    def _scale(self, tensors: Mapping[str, Tensor]) -> str:
+        """Return the name of the scale; codes are multiplied by `weight_scale_inv` in spite of its name."""
+        older = self._of_rows or ("weight_scale" in tensors and "weight_scale_inv" not in tensors)
+        return "weight_scale" if older else "weight_scale_inv"
 
-        Args:
-            module: Its full name, for errors.
-            tensors: Its tensors. `weight_scale_inv` is what codes are multiplied by, in spite of its name.
+    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what the tensors of a quantized weight have to be."""
+        N, K = matrix(module, tensors, "weight", torch.float8_e4m3fn)
+        shapes = channel_shapes(N) if self._of_rows else (*tensor_shapes(), *channel_shapes(N))
+        if self._block is not None:
+            shapes = (block_shape(N, K, self._block),)
+        return {"weight": Part((torch.float8_e4m3fn,), ((N, K),)), self._scale(tensors): Part(FLOAT8_SCALES, shapes)}
 
-        Raises:
-            CorruptFileError: The scale does not fit the codes.
-            UnsupportedError: The scales of a row differ.
-        """
-        weight = tensors.get("weight")
-        scale = tensors.get("weight_scale_inv", tensors.get("weight_scale"))
-        if weight is None or (scale is None and weight.dtype != torch.float8_e4m3fn):
-            return None
-        if scale is None:
-            scale = required(module, tensors, "weight_scale")[0]
-        return float8_weight(f"{module}.weight", weight, scale, max(1, self._block_rows))
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module; what is known of its activations is left out."""
+        rows = self._block[0] if self._block else 1
+        return float8_weight(f"{module}.weight", tensors["weight"], tensors[self._scale(tensors)], rows)

@@ -7,60 +7,84 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.imports.asymmetric import asymmetric_weight
-from hf_trainweights.imports.layouts.base import Layout, no_place
-from hf_trainweights.imports.weights import AGAIN, float8_weight, required
+from hf_trainweights.imports.layouts.base import INTEGERS, Layout, Part, matrix, no_place
+from hf_trainweights.imports.weights import (
+    AGAIN,
+    FLOAT8_SCALES,
+    block_shape,
+    channel_shapes,
+    float8_weight,
+    tensor_shapes,
+)
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
-_TENSORS = {"_weight_qdata", "_weight_scale", "_weight_zero_point"}
 _INT4 = ("int2", "int3", "int4")
+_INTX = "IntxUnpackedToInt8Tensor"
+_HELD = {"Int8Tensor": torch.int8, _INTX: torch.int8, "Float8Tensor": torch.float8_e4m3fn}
+
+
+class _Description(NamedTuple):
+    """What the metadata says of a weight."""
+
+    kind: str
+    block: tuple[int, int]
+    bits: int
+    has_zeros: bool
 
 
 class TorchAO(Layout):
     """`Int8Tensor`, `IntxUnpackedToInt8Tensor` and `Float8Tensor`."""
 
-    leaves = frozenset((*_TENSORS, "_weight_act_pre_scale", "_weight_act_quant_scale"))
+    leaves = marks = frozenset(
+        ("_weight_qdata", "_weight_scale", "_weight_zero_point", "_weight_act_pre_scale", "_weight_act_quant_scale")
+    )
 
-    def read(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor | None:
-        """Return the weight of a module.
-
-        Args:
-            module: Its full name, for errors.
-            tensors: Its tensors.
-
-        Raises:
-            CorruptFileError: A tensor is missing, one does not fit the others, or the metadata does not describe them.
-            UnsupportedError: It is of another subclass, has activations scaled, or a zero point cannot be held.
-        """
-        if not tensors:
-            return None
+    def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
+        """Return what the tensors of a quantized weight have to be."""
         name = f"{module}.weight"
-        kind, attributes = self._description(name)
+        described = self._description(name)
         if "_weight_act_pre_scale" in tensors:
             raise no_place(name, "weights alone", "a scale for activations (act_pre_scale)")
-        if kind not in ("Int8Tensor", "IntxUnpackedToInt8Tensor", "Float8Tensor"):
-            raise no_place(name, "an Int8Tensor, IntxUnpackedToInt8Tensor or Float8Tensor of torchao", f"a {kind}")
-        codes, scale = required(module, tensors, "_weight_qdata", "_weight_scale")
-        if kind == "Float8Tensor":
-            return float8_weight(name, codes, scale, _rows_per_block(attributes))
-        zero = tensors.get("_weight_zero_point", torch.zeros(1, dtype=torch.int8))
-        target = attributes.get("target_dtype")
-        bits = 4 if isinstance(target, Mapping) and target.get("_data") in _INT4 else 8
-        return asymmetric_weight(name, codes, scale, zero, bits)
+        if described.kind not in _HELD:
+            raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {described.kind}")
+        dtype = _HELD[described.kind]
+        N, K = matrix(module, tensors, "_weight_qdata", dtype)
+        shape = block_shape(N, K, described.block)
+        shapes = tensor_shapes() if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
+        scale = Part(FLOAT8_SCALES if dtype is torch.float8_e4m3fn else FLOAT_DTYPES, shapes)
+        scale.check(f"{module}._weight_scale", tensors.get("_weight_scale"))
+        return {
+            "_weight_qdata": Part((dtype,), ((N, K),)),
+            "_weight_scale": scale,
+            "_weight_zero_point": Part(INTEGERS, (tuple(tensors["_weight_scale"].shape),), described.has_zeros),
+        }
 
-    def _description(self, name: str) -> tuple[str, Mapping[str, Any]]:
-        """Return the subclass of a weight and its attributes."""
+    def weight(self, module: str, tensors: Mapping[str, Tensor]) -> QuantizedTensor:
+        """Return the weight of a module."""
+        name = f"{module}.weight"
+        described, codes, scale = self._description(name), tensors["_weight_qdata"], tensors["_weight_scale"]
+        if codes.dtype is torch.float8_e4m3fn:
+            return float8_weight(name, codes, scale, described.block[0])
+        return asymmetric_weight(name, codes, scale, tensors.get("_weight_zero_point"), described.bits)
+
+    def _description(self, name: str) -> _Description:
+        """Return what the metadata says of a weight."""
         try:
             described = json.loads(self.metadata[name])
             kind, attributes = described["_type"], described.get("_data", {})
-            if isinstance(kind, str) and isinstance(attributes, Mapping):
-                return kind, attributes
+            rows, columns = attributes["block_size"] if kind in _HELD else (1, 1)
+            target, stored = attributes.get("target_dtype", {}), described.get("_tensor_data_names", [])
+            if min(rows, columns) > 0 and isinstance(kind, str) and isinstance(rows + columns, int):
+                bits = 4 if target.get("_data") in _INT4 else 8
+                return _Description(kind, (rows, columns), bits, kind == _INTX or "zero_point" in stored)
             fault = "other values"
         except (KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
             fault = repr(error)[:200]
@@ -68,8 +92,3 @@ class TorchAO(Layout):
         raise CorruptFileError(
             name, expected, fault, "Write it with Transformers 5 and torchao 0.15 or newer. " + AGAIN
         )
-
-
-def _rows_per_block(attributes: Mapping[str, Any]) -> int:
-    block = attributes.get("block_size")
-    return max(1, block[0]) if isinstance(block, list) and block and type(block[0]) is int else 1

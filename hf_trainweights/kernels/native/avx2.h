@@ -48,7 +48,7 @@ static inline float load_float(const void *from, int dtype, int64_t index) {
     if (dtype == FLOAT32) return ((const float *)from)[index];
     uint16_t half = ((const uint16_t *)from)[index];
     if (dtype == FLOAT16) return _cvtsh_ss(half);
-    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)half << 16)));
+    return _mm_cvtss_f32(_mm_castsi128_ps(_mm_cvtsi32_si128((int)((uint32_t)half << 16))));
 }
 
 // Load `count` elements from `index` on as float32; 0 in the other lanes.

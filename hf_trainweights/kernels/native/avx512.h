@@ -50,11 +50,15 @@ static inline Floats load_floats(const void *from, int dtype, int64_t index, int
 
 // Rounds to the nearest, ties to even, as PyTorch does; NaN stays NaN.
 static inline __m256i to_bfloat16(__m512 values) {
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(values);  // subnormal numbers become 0
+#else
     __m512i bits = _mm512_castps_si512(values);
     __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     __m512i rounded = _mm512_srli_epi32(_mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff))), 16);
     __mmask16 nan = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
     return _mm512_cvtepi32_epi16(_mm512_mask_mov_epi32(rounded, nan, _mm512_set1_epi32(0x7fc0)));
+#endif
 }
 
 static inline void store_floats(void *to, int dtype, int64_t index, int64_t count, Floats values) {

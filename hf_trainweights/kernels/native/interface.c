@@ -1,6 +1,8 @@
 // What Python calls.
 #include "product.h"
 
+int32_t abi(void) { return ABI; }
+
 // Return the scratch memory that a product of M rows needs, at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};

@@ -2,6 +2,10 @@
 #pragma once
 #include <stdint.h>
 
+// A library and the Python code that calls it have the same number: it changes with `Weight` and with any function of
+// interface.c.
+#define ABI 1
+
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
 // What does not change from call to call; `hf_trainweights/kernels/compiled.py` fills it in this order.

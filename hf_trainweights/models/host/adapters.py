@@ -4,7 +4,7 @@ PEFT chooses its code for a quantized layer from a fixed list of methods, by lay
 weight of a plain `nn.Linear`, so PEFT takes its layers for float weights, whose merging writes to the weight in place.
 So the methods of PEFT that do that are wrapped: within them the weight is a float one, and if they have changed it, it
 is quantized again. PyTorch tells when a PEFT layer takes in a module, so PEFT is neither imported here nor changed
-before it meets a quantized weight.
+before it meets a quantized weight. Over float weights a wrapped method is PEFT's own call and nothing else.
 """
 
 from __future__ import annotations
@@ -70,9 +70,20 @@ def _wrap(cls: type, names: tuple[str, ...], wrapper: Callable[[_Method], _Metho
         for name in set(names) & vars(base).keys():
             method = vars(base)[name]
             if not hasattr(method, "_wrapped_for_quantized_weights"):
-                wrapped = functools.wraps(method)(wrapper(method))
+                wrapped = _over_quantized_weights(method, wrapper(method))
                 wrapped._wrapped_for_quantized_weights = True  # type: ignore[attr-defined]
                 setattr(base, name, wrapped)
+
+
+def _over_quantized_weights(method: _Method, wrapped: _Method) -> _Method:
+    """Return the method that calls a wrapped one where any weight below is quantized, and else PEFT's own."""
+
+    @functools.wraps(method)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in self.parameters())
+        return (wrapped if is_quantized else method)(self, *args, **kwargs)
+
+    return call
 
 
 def _say_rounding_once(method: _Method) -> _Method:
@@ -86,12 +97,12 @@ def _say_rounding_once(method: _Method) -> _Method:
 def _with_float_weight(method: _Method) -> _Method:
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         base_layer = self.get_base_layer()
-        _refuse_loftq(method, kwargs)
         names = [] if _draws_adapter_alone(method, kwargs) else quantized_names(base_layer)
         # A wrapper of one expert weight leaves the others alone.
         names = [name for name in names if name == getattr(self, "parameter_name", name)]
         if not names:
             return method(self, *args, **kwargs)
+        _refuse_loftq(method, kwargs)
         merged = list(self.merged_adapters)
         try:
             with in_float(base_layer, names):

@@ -22,7 +22,6 @@ _INSTANCES: dict[str, list[Codec]] = {
     "grouped": [Grouped({"format": "int8"}), Grouped({"format": "int4", "group_size": 32})],
 }
 INSTANCES: list[Codec] = [codec for codec_id, kind in CODECS.items() for codec in _INSTANCES.get(codec_id) or [kind()]]
-DTYPES_OF_CODECS = [(codec, dtype) for codec in INSTANCES for dtype in sorted(codec.dtypes, key=str)]
 SHAPES = [[], [0], [1], [7], [0, 5], [5, 0], [3, 5], [37, 129], [5, 4, 3, 3], [2, 2**17 + 3], [700, 200]]
 
 

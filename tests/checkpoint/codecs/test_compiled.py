@@ -1,11 +1,12 @@
 """The compiled loops give the bytes of numpy's, for every codec and dtype."""
 
+import itertools
 import os
 
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import DTYPES_OF_CODECS, SHAPES, bits_equal, decode, inputs, name_of
+from checkpoint.codecs.cases import INSTANCES, SHAPES, bits_equal, decode, inputs, name_of
 
 from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor
@@ -50,10 +51,10 @@ def assert_same_bytes(
     return encoded
 
 
-@pytest.mark.parametrize(("codec", "dtype"), DTYPES_OF_CODECS, ids=name_of)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_both_ways_give_the_same_bytes(monkeypatch, codec, dtype, shape):
-    assert_same_bytes(monkeypatch, codec, *inputs(codec, shape, dtype))
+@pytest.mark.parametrize("codec", INSTANCES, ids=name_of)
+def test_both_ways_give_the_same_bytes(monkeypatch, codec):
+    for dtype, shape in itertools.product(sorted(codec.dtypes, key=str), SHAPES):
+        assert_same_bytes(monkeypatch, codec, *inputs(codec, shape, dtype))
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=name_of)

@@ -43,14 +43,14 @@ def check(levels, **shares):
 
 
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 7), (3, 5), (129, 257), (1, TILE + 1), (3, TILE), (600, 300)])
-@pytest.mark.parametrize("spread", [0, 0.5, 2, 5, 40, 300, 9000])
-def test_levels_of_any_size_come_back(shape, spread):
-    generator = torch.Generator().manual_seed(1)
-    levels = torch.randn(shape, generator=generator).mul_(spread).round_().clamp_(-32767, 32766)
-    check(levels)
-    check(levels, exact_share=0.1, same_share=0.3)
-    check(levels, exact_share=1.0)
-    check(levels, same_share=1.0)
+def test_levels_of_any_size_come_back(shape):
+    for spread in (0, 0.5, 2, 5, 40, 300, 9000):
+        generator = torch.Generator().manual_seed(1)
+        levels = torch.randn(shape, generator=generator).mul_(spread).round_().clamp_(-32767, 32766)
+        check(levels)
+        check(levels, exact_share=0.1, same_share=0.3)
+        check(levels, exact_share=1.0)
+        check(levels, same_share=1.0)
 
 
 @pytest.mark.parametrize("limit", [1, 2, 6, 7, 8, 126, 127, 128, 510, 511, 512, 8190, 8191, 8192, 32766])

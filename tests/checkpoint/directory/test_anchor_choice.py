@@ -138,7 +138,8 @@ def test_where_links_fail_each_checkpoint_has_a_copy(tmp_path, monkeypatch):
             raise OSError(errno.ENOTSUP, "no links here")
 
     monkeypatch.setattr(disk, "file_system", NoLinks())
-    models = save_run(tmp_path, Policy(), steps=3)
+    with pytest.warns(UserWarning, match="has no hard links"):
+        models = save_run(tmp_path, Policy(), steps=3)
     assert [path.stat().st_nlink for path in tmp_path.glob("*/*.anchor")] == [1, 1]
     shutil.rmtree(tmp_path / "checkpoint-1")
     for step in (2, 3):

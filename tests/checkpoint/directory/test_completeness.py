@@ -7,6 +7,10 @@ from checkpoint.directory.runs import cut, save
 from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
+from hf_trainweights.checkpoint.encoded import anchor_files
+from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
+from hf_trainweights.checkpoint.encoded.reader import load_file
 
 
 def remove(name):
@@ -116,3 +120,66 @@ def test_what_is_no_file_is_passed_over_and_not_waited_for(tmp_path, name, make)
     make(path / name)
     with pytest.warns(UserWarning, match=f"{name} cannot be read: .*expected a regular file, found a"):
         assert latest(tmp_path) is None
+
+
+@pytest.fixture
+def small_run(tmp_path, monkeypatch):
+    """Two small checkpoints without manifests, the second stored against the first; seen by a fresh process."""
+    for step in (1, 2):
+        path = save(tmp_path, step, manifest=False)
+        weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(0)) + step * 1e-4
+        save_file({"w": weight}, path / "model.safetensors")
+        compress_directory(path)
+    for path in tmp_path.rglob("trainweights.json"):
+        path.unlink()
+    monkeypatch.setattr(anchor_files, "_directories", {})
+    return tmp_path
+
+
+def test_a_checkpoint_whose_anchor_is_gone_is_passed_over(small_run):
+    assert latest(small_run) == str(small_run / "checkpoint-2")
+    next((small_run / "checkpoint-2").glob("*.anchor")).unlink()
+    save_file({"w": torch.ones(2)}, small_run / "checkpoint-1" / "model.safetensors")
+    (small_run / "checkpoint-1" / "pytorch_model.bin").unlink()
+    with pytest.warns(UserWarning, match=r"pytorch_model\.bin needs its .*anchor: none there, nor in"):
+        assert latest(small_run) == str(small_run / "checkpoint-1")
+
+
+def test_a_checkpoint_whose_anchor_is_damaged_is_passed_over(small_run):
+    anchor = next((small_run / "checkpoint-2").glob("*.anchor"))
+    content = anchor.read_bytes()
+    anchor.unlink()
+    anchor.write_bytes(content[:-1] + b"?")
+    save_file({"w": torch.ones(2)}, small_run / "checkpoint-1" / "model.safetensors")
+    (small_run / "checkpoint-1" / "pytorch_model.bin").unlink()
+    with pytest.warns(UserWarning, match=r"pytorch_model\.bin cannot be decoded: .*an anchor named by its SHA-256"):
+        assert latest(small_run) == str(small_run / "checkpoint-1")
+
+
+def test_an_anchor_is_found_under_its_own_name_in_the_checkpoint_that_wrote_it(small_run, monkeypatch):
+    path = small_run / "checkpoint-2"
+    expected = load_file(path / "pytorch_model.bin")["w"]
+    next(path.glob("*.anchor")).unlink()
+    with pytest.raises(MissingAnchorError, match=r"Call hf_trainweights\.latest\(run\) first"):
+        load_file(path / "pytorch_model.bin")
+    assert latest(small_run) == str(path)
+    assert torch.equal(load_file(path / "pytorch_model.bin")["w"], expected)
+    monkeypatch.setattr(anchor_files, "_directories", {})
+    restore_directory(path)
+    assert torch.equal(load_file(path / "pytorch_model.bin")["w"], expected)
+
+
+def test_a_checkpoint_whose_base_is_gone_is_passed_over(tmp_path, monkeypatch):
+    base = tmp_path / "base"
+    base.mkdir()
+    weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    save_file({"w": weight}, base / "model.safetensors")
+    path = save(tmp_path / "run", 2, manifest=False)
+    save_file({"w": weight + 1e-4}, path / "model.safetensors")
+    compress_directory(path, anchor=base)
+    (path / "trainweights.json").unlink()
+    save(tmp_path / "run", 1, manifest=False)
+    assert latest(tmp_path / "run") == str(path)
+    (base / "model.safetensors").unlink()
+    with pytest.warns(UserWarning, match=r"pytorch_model\.bin needs its base .*: none in the checkpoint"):
+        assert latest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-1")

@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import warnings
@@ -7,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 from trees import fingerprint, trained
 
+from hf_trainweights.checkpoint.compression import size_bytes
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
@@ -16,7 +18,8 @@ from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.training_files import save_checkpoint
 from hf_trainweights.checkpoint.training_state import build_checkpoint
-from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
+from hf_trainweights.files import disk
 
 
 def trainer_directory(path, *, safetensors="model.safetensors", seed=0):
@@ -352,18 +355,18 @@ def test_a_file_of_torch_save_with_everything_in_it_is_planned_part_by_part(tmp_
     assert fingerprint(loaded["net"]) == fingerprint(tree["net"])
 
 
-@pytest.mark.parametrize("content", ["numpy scalar", "no torch file"])
-def test_what_cannot_be_encoded_stays_as_it_is_with_a_warning(tmp_path, content):
+@pytest.mark.parametrize("name", ["optimizer.pt", "notes.pt"])
+def test_what_cannot_be_encoded_stays_as_it_is_with_a_warning(tmp_path, name):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
-    if content == "numpy scalar":
-        torch.save({"state": {}, "object": slice(1, 2), "t": torch.ones(4)}, path / "optimizer.pt")
+    if name == "optimizer.pt":
+        torch.save({"state": {}, "object": slice(1, 2), "t": torch.ones(4)}, path / name)
     else:
-        (path / "optimizer.pt").write_bytes(b"not a torch file")
-    before = (path / "optimizer.pt").read_bytes()
-    with pytest.warns(UserWarning, match=r"optimizer\.pt stays as it is"):
+        (path / name).write_bytes(b"not a torch file" * 5000)
+    before = (path / name).read_bytes()
+    with pytest.warns(UserWarning, match=f"{name} stays as it is: it holds more than plain data"):
         compress_directory(path)
-    assert (path / "optimizer.pt").read_bytes() == before
+    assert (path / name).read_bytes() == before
     assert is_encoded(path / "pytorch_model.bin")
     assert verify_checkpoint(path).ok
 
@@ -583,3 +586,98 @@ def test_a_conversion_that_was_interrupted_is_taken_up_again(tmp_path):
     assert verify_checkpoint(path).ok
     assert load_file(path / "optimizer.pt")["param_groups"] == optimizer["param_groups"]
     assert is_encoded(path / "pytorch_model.bin")
+
+
+def flip(path, needle):
+    """Flip a bit in the middle of some bytes that a file holds."""
+    content = bytearray(path.read_bytes())
+    content[content.index(needle) + len(needle) // 2] ^= 0x40
+    path.write_bytes(content)
+
+
+DAMAGE = {
+    "a flipped bit in a moment": lambda path, state: flip(
+        path / "optimizer.pt", state["state"][0]["exp_avg"].numpy().tobytes()
+    ),
+    "half an optimizer": lambda path, _: os.truncate(path / "optimizer.pt", 20_000),
+    "no optimizer": lambda path, _: (path / "optimizer.pt").write_bytes(b"not a torch file"),
+    "a small file cut off": lambda path, _: os.truncate(path / "scheduler.pt", 500),
+    "a small file without its beginning": lambda path, _: flip(path / "scheduler.pt", b"PK\x03\x04"),
+    "weights in a folder": lambda path, _: (path / "other" / "adapter_model.safetensors").write_bytes(b"\0" * 99),
+    "half a state": lambda path, _: os.truncate(path / "trainer_state.json", 9),
+}
+
+
+@pytest.mark.parametrize("keep_weights", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_nothing_damaged_gets_a_digest(tmp_path, damage, keep_weights):
+    path = tmp_path / "checkpoint-500"
+    _, state = trainer_directory(path)
+    (path / "other").mkdir()
+    save_file({"w": torch.ones(2)}, path / "other" / "adapter_model.safetensors")
+    DAMAGE[damage](path, state)
+    before = {file: file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    for verb in (lambda: compress_directory(path, keep_weights=keep_weights), lambda: restore_directory(path)):
+        with pytest.raises(CorruptFileError, match=r"expected a whole file, found .*cannot be read"):
+            verb()
+        assert {file: file.read_bytes() for file in path.rglob("*") if file.is_file()} == before
+
+
+def test_a_damaged_anchor_beside_weights_that_stay_gets_no_digest(tmp_path):
+    for step in (1, 2):
+        trainer_directory(tmp_path / f"checkpoint-{step}", seed=step)
+        compress_directory(tmp_path / f"checkpoint-{step}")
+    path = tmp_path / "checkpoint-2"
+    (path / MANIFEST_NAME).unlink()
+    anchor = next(path.glob("*.anchor"))
+    content = anchor.read_bytes()
+    anchor.unlink()
+    anchor.write_bytes(content[:-1] + b"?")
+    with pytest.raises(CorruptFileError, match="has another SHA-256"):
+        compress_directory(path, keep_weights=True)
+    assert not (path / MANIFEST_NAME).exists()
+
+
+def test_a_file_keeps_its_own_report_beside_a_namesake_in_a_folder(tmp_path):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    (path / "sub").mkdir()
+    torch.save({"x": torch.ones(64, 64)}, path / "sub" / "pytorch_model.bin")
+    compress_directory(path)
+    manifest = compress_directory(path, metrics={"loss": 1.0}, rules={"optimizer": "raw"})
+    assert manifest.files["pytorch_model.bin"].report
+    assert not manifest.files["sub/pytorch_model.bin"].report
+
+
+def test_the_error_of_a_rewrite_is_the_first_one(tmp_path, monkeypatch):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+
+    class Refuses(disk.FileSystem):
+        def write(self, descriptor, data):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def set_times(self, path, accessed_ns, modified_ns):
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(disk, "file_system", Refuses())
+    with pytest.raises(SaveError, match="No space left on device"):
+        compress_directory(path)
+
+
+def test_without_hard_links_the_size_counts_copies_and_one_warning_says_so(tmp_path, monkeypatch):
+    class NoLinks(disk.FileSystem):
+        def link(self, source, target):
+            raise OSError(errno.EPERM, "Operation not permitted")
+
+    for step in (1, 2, 3):
+        trainer_directory(tmp_path / f"checkpoint-{step}", seed=step)
+    monkeypatch.setattr(disk, "file_system", NoLinks())
+    compress_directory(tmp_path / "checkpoint-1")
+    with pytest.warns(UserWarning, match="has no hard links: each checkpoint has its own copies"):
+        compress_directory(tmp_path / "checkpoint-2")
+    with warnings.catch_warnings(action="error"):
+        compress_directory(tmp_path / "checkpoint-3")
+    for step in (1, 2, 3):
+        assert size_bytes(tmp_path / f"checkpoint-{step}") == total_bytes(tmp_path / f"checkpoint-{step}")
+    assert list((tmp_path / "checkpoint-3").glob("*.anchor"))

@@ -95,6 +95,7 @@ def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
         assert path.read_bytes() == encoded_bytes(again)
 
 
+@pytest.mark.slow  # an interpreter of its own
 @pytest.mark.parametrize("weights_only", [True, False])
 def test_without_our_import_loading_fails_and_names_the_package(weights_only, tmp_path, state):
     path = write_encoded(tmp_path / "optimizer.pt", state)
@@ -107,6 +108,7 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
     assert "hf_trainweights" in done.stderr
 
 
+@pytest.mark.slow  # an interpreter of its own
 def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_same_bytes(tmp_path, state):
     path, again = write_encoded(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
     script = (

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.sharded.states import differing, failures, load, save, sharded, whole_state, without_process_group
+from covering import exhaustive
 from ranks import outcomes_of_ranks, run_ranks
 from simulated_disk import OUTCOMES, FailingDisk, replay
 from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -154,7 +155,10 @@ def loads_one(rank: int, path: Path) -> int:
 # Rank 1 renames its two files; the coordinator its two, the manifest and `.metadata`.
 @pytest.mark.parametrize(
     ("dying", "die_at", "before", "left"),
-    [(1, 1, True, 1), (1, 2, False, 1), (0, 2, True, 1), (0, 3, True, 1), (0, 3, False, 2), (0, 4, False, 2)],
+    [
+        *((1, 2, False, 1), (0, 3, True, 1), (0, 3, False, 2)),
+        *exhaustive((1, 1, True, 1), (0, 2, True, 1), (0, 4, False, 2)),
+    ],
 )
 def test_a_rank_that_is_killed_leaves_all_ranks_the_old_or_the_new_checkpoint(
     tmp_path: Path, dying: int, die_at: int, before: bool, left: int

@@ -133,6 +133,18 @@ def put_link(path: Path) -> None:
     file.symlink_to(path / "elsewhere")
 
 
+def lay_over(path: Path) -> None:
+    """Say that two tensors are the upper half of one, whose lower half is missing."""
+
+    def change(manifest: dict[str, Any]) -> None:
+        for ending in ("up.weight", "gate.weight"):
+            row_of(manifest, f"model.{ending}").update(path="model.w", shard="0:2,0:2")
+            del manifest["sharded"]["tensors"][f"model.{ending}"]
+        manifest["sharded"]["tensors"]["model.w"] = "float32[4,2]"
+
+    resigned(path, change)
+
+
 FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no metadata": (unlink(".metadata"), r"complete checkpoint, found no \.metadata. Its save was interrupted"),
     "no manifest": (unlink(MANIFEST_NAME), "FileSystemReader reads it"),
@@ -149,7 +161,9 @@ FAULTS: dict[str, tuple[Callable[[Path], None], str]] = {
     "no tensors": (change_sharded("tensors", []), "tensors and keys"),
     "unknown dtype": (change_tensor("model.embed.weight", "float33[2]"), "a dtype and a shape"),
     "another shape": (change_tensor("model.embed.weight", "float32[131,96]"), r"shards that together are"),
-    "smaller shape": (change_tensor("model.embed.weight", "float32[129,96]"), r"shards of float32"),
+    "smaller shape": (change_tensor("model.embed.weight", "float32[129,96]"), r"shards that together are"),
+    "shape of fewer dimensions": (change_tensor("model.embed.weight", "float32[12480]"), r"shards that together are"),
+    "shards one over another": (lay_over, r"model\.w'\]: expected shards that together are float32\[4,2\], none over"),
     "tensor without shards": (change_tensor("model.more", "float32[5]"), r"shards that together are"),
     "object without an item": (change_tensor("more", "object"), "one item of that object"),
     "item of an unknown tensor": (change_row("model.up.weight", path="unknown"), "shards that together are"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import sys
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoint.sharded.states import TRAINED, differing, leaves, load, save, whole_state, without_process_group
+from checkpoint.sharded.states import BETAS, TRAINED, differing, leaves, load, save, whole_state, without_process_group
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -112,6 +116,90 @@ def test_steps_stay_the_same_until_the_next_anchor(run: tuple[str, Path]) -> Non
     steps = [rows(directory / str(number))["model.up.weight"]["params"].get("step") for number in (1, 2)]
     assert steps[0] == steps[1]
     assert (steps[0] is None) == (mode == "lossless")
+
+
+def test_an_exact_checkpoint_says_nothing_about_the_differences_of_rounded_ones(tmp_path: Path) -> None:
+    weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))
+    saves = [tmp_path / str(number) for number in range(4)]
+    for number, path in enumerate(saves):
+        noise = torch.randn(64, 80, generator=torch.Generator().manual_seed(number))
+        rules = {"weight": "lossless"} if number == 2 else {}
+        anchor = saves[number - 1] if number else None
+        save(path, {"model": {"w": weight + 1e-4 * noise}}, "near-lossless", anchor=anchor, rules=rules)
+    records = [read_manifest(path).sharded["anchor"] for path in saves]
+    assert [record["saves"] for record in records] == [1, 2, 3, 4]
+    assert records[2]["last_bits"] == records[1]["last_bits"]
+    assert rows(saves[2])["model.w"]["bound"] is None
+    assert rows(saves[3])["model.w"]["codec"] == "delta-uniform"
+
+
+def test_elements_that_never_had_a_gradient_keep_the_value_that_they_have_in_the_anchor(tmp_path: Path) -> None:
+    def table(number: int) -> dict[str, Any]:
+        noise = torch.randn(64, 80, generator=torch.Generator().manual_seed(number))
+        noise[8:] = 0
+        weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(9)) + 1e-3 * number * noise
+        states = {"w": {"exp_avg": noise, "exp_avg_sq": noise.square(), "step": torch.tensor(1000.0)}}
+        groups = [{"lr": 1e-5, "betas": list(BETAS), "params": ["w"]}]
+        return {"model": {"w": weight}, "optim": {"state": states, "param_groups": groups}}
+
+    found = []
+    for number in range(3):
+        anchor = tmp_path / "0" if number else None
+        save(tmp_path / str(number), table(number), "near-lossless", anchor=anchor)
+        found.append(load(tmp_path / str(number), state=table(9))["model"]["w"])
+    assert not torch.equal(found[0], table(0)["model"]["w"])
+    assert not torch.equal(found[2][:8], found[0][:8])
+    assert torch.equal(found[2][8:], found[0][8:])
+
+
+def many(weights: int) -> dict[str, Any]:
+    """Return a state of so many weights."""
+    model = {f"{number}.weight": torch.full((64, 64), float(number)) for number in range(weights)}
+    step = torch.tensor(9.0)
+    states = {name: {"exp_avg": each * 1e-3, "exp_avg_sq": each, "step": step} for name, each in model.items()}
+    groups = [{"lr": 1e-3, "betas": list(BETAS), "params": list(model)}]
+    return {"model": model, "optim": {"state": states, "param_groups": groups}}
+
+
+def calls_of(action: Callable[[], Any]) -> int:
+    """Return how many functions Python calls while it does something."""
+    count = 0
+
+    def see(frame: object, event: str, argument: object) -> None:
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    previous = sys.getprofile()
+    sys.setprofile(see)
+    try:
+        action()
+    finally:
+        sys.setprofile(previous)
+    return count
+
+
+@pytest.mark.parametrize("kind", ["full, near-lossless", "delta, near-lossless", "delta, lossless"])
+def test_work_of_a_save_grows_with_the_number_of_weights_and_not_with_its_square(tmp_path: Path, kind: str) -> None:
+    is_delta, mode = kind.startswith("delta"), kind.split(", ")[1]
+    counts = []
+    for weights in (10, 20, 40):
+        anchor = tmp_path / f"anchor of {weights}" if is_delta else None
+        if anchor is not None:
+            save(anchor, many(weights), mode)
+        counts.append(calls_of(partial(save, tmp_path / f"{weights}", many(weights), mode, anchor=anchor)))
+    assert counts[2] - counts[1] < 2.1 * (counts[1] - counts[0])
+
+
+@pytest.mark.parametrize("reader", [TrainWeightsReader, FileSystemReader])
+def test_work_of_a_load_grows_with_the_number_of_weights_and_not_with_its_square(tmp_path: Path, reader: type) -> None:
+    counts = []
+    for weights in (10, 20, 40):
+        state = {"model": many(weights)["model"]}
+        save(tmp_path / f"{weights}", state)
+        save(tmp_path / f"{weights} delta", state, anchor=tmp_path / f"{weights}")
+        os.utime(next((tmp_path / f"{weights} delta").glob("*.anchor")), (0, 0))  # as if it was not just written
+        counts.append(calls_of(partial(load, tmp_path / f"{weights} delta", reader, state)))
+    assert counts[2] - counts[1] < 2.5 * (counts[1] - counts[0])
 
 
 def test_steps_become_finer_if_saves_follow_each_other_more_closely(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import struct
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +75,18 @@ def test_classes_of_pytorch_stay_as_they_are_whatever_a_file_sets_in_them(direct
     with pytest.raises(CorruptFileError, match=r"\.metadata: expected"):
         read_plain_metadata(directory)
     assert getattr(Metadata, "state_dict_metadata", None) != "poisoned"
+
+
+def test_a_file_of_a_few_bytes_takes_no_more_memory_than_it_needs(directory: Path) -> None:
+    # None, kept in the memo under the number 2**24.
+    (directory / ".metadata").write_bytes(b"\x80\x04Nr" + struct.pack("<I", 1 << 24) + b".")
+    tracemalloc.start()
+    try:
+        with pytest.raises(CorruptFileError, match=r"\.metadata: expected Metadata, found None"):
+            read_plain_metadata(directory)
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 1000])

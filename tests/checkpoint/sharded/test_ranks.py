@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from checkpoint.sharded.states import differing, load, save, sharded, whole_state
+from covering import exhaustive
 from ranks import run_ranks
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
@@ -42,7 +43,7 @@ def lossless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world_size", WORLD_SIZES)
+@pytest.mark.parametrize("world_size", [1, 3, *exhaustive(2, 4)])
 def test_what_any_number_of_ranks_saved_comes_back_bit_for_bit_on_any_other(lossless: Path, world_size: int) -> None:
     assert run_ranks(world_size, loads_all, lossless, WORLD_SIZES) == [[]] * world_size
 

@@ -12,6 +12,8 @@ from exports.models import Convolutional, images, quantized
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.exports import OnnxModel, export_onnx
 
+pytestmark = pytest.mark.slow  # its fixture exports, which takes seconds
+
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> OnnxModel:

@@ -11,6 +11,8 @@ from torch import nn
 from hf_trainweights import quantize_
 from hf_trainweights.formats import FORMATS
 
+pytestmark = pytest.mark.slow  # torch's exporter takes seconds
+
 
 @pytest.mark.filterwarnings("ignore")  # torch's exporter uses what torch deprecates
 @pytest.mark.parametrize("name", FORMATS)

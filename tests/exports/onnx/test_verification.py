@@ -12,6 +12,8 @@ from exports.models import Convolutional, images, quantized
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.exports import VerificationReport, export_onnx, verify_onnx_model
 
+pytestmark = pytest.mark.slow  # its fixture exports, which takes seconds
+
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:

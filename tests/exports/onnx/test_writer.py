@@ -11,6 +11,7 @@ import onnx
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
@@ -18,6 +19,8 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
 from hf_trainweights.exports import OnnxModel, export_onnx, verify_onnx_model
 from hf_trainweights.exports.onnx import graph, writer
+
+pytestmark = pytest.mark.slow  # an export takes seconds
 
 RUNTIMES = ("portable", "onnxruntime")
 NAMES: dict[str, Any] = {
@@ -37,7 +40,9 @@ def octets(tensor: onnx.TensorProto) -> bytes:
 
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("config", FORMATS)
-def test_any_module_is_exported_with_names_and_free_dimensions(tmp_path: Path, config: str, runtime: Any) -> None:
+def test_any_module_is_exported_with_names_and_free_dimensions_its_codes_and_no_float_copy(
+    tmp_path: Path, config: str, runtime: Any
+) -> None:
     model = quantized(Convolutional(), config)
     export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), runtime=runtime, **NAMES)
     session = OnnxModel(tmp_path / "model.onnx")
@@ -45,13 +50,6 @@ def test_any_module_is_exported_with_names_and_free_dimensions(tmp_path: Path, c
     assert close_to(session.predict(images(5))["scores"], dequantized_outputs(model, images(5))[0])
     assert os.listdir(tmp_path) == ["model.onnx"]
     assert model.training
-
-
-@pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("config", FORMATS)
-def test_a_file_holds_the_codes_of_each_weight_and_no_float_copy(tmp_path: Path, config: str, runtime: Any) -> None:
-    model = quantized(Convolutional(), config)
-    export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), runtime=runtime)
     tensors = onnx.load(tmp_path / "model.onnx").graph.initializer
     weights = [weight for weight in model.parameters() if isinstance(weight, QuantizedTensor)]
     assert len(weights) == 2
@@ -66,16 +64,18 @@ def test_a_file_holds_the_codes_of_each_weight_and_no_float_copy(tmp_path: Path,
 @pytest.mark.parametrize(
     ("architecture", "config", "runtime"),
     [
-        ("bert", "int8", "portable"),
-        ("bert", "int4 g32", "onnxruntime"),
-        ("bert", "float8", "onnxruntime"),
         ("vit", "int4 g32", "portable"),
-        ("llama_tied", "int8", "onnxruntime"),
-        ("llama_tied", "int4 g32", "portable"),
-        ("gpt2", "int8 g32", "onnxruntime"),
-        ("qwen3_moe", "int4 g32", "onnxruntime"),
-        ("whisper", "int8", "onnxruntime"),
-        ("whisper", "float8", "portable"),
+        *exhaustive(
+            ("llama_tied", "int8", "onnxruntime"),
+            ("bert", "int8", "portable"),
+            ("bert", "int4 g32", "onnxruntime"),
+            ("bert", "float8", "onnxruntime"),
+            ("llama_tied", "int4 g32", "portable"),
+            ("gpt2", "int8 g32", "onnxruntime"),
+            ("qwen3_moe", "int4 g32", "onnxruntime"),
+            ("whisper", "int8", "onnxruntime"),
+            ("whisper", "float8", "portable"),
+        ),
     ],
 )
 def test_a_transformer_takes_any_batch_and_length(tmp_path: Path, architecture: str, config: str, runtime: Any) -> None:

@@ -105,6 +105,8 @@ def inputs_of(model: nn.Module, name: str = "llama") -> Tensor:
 # ---- merging
 
 
+@pytest.mark.slow
+@pytest.mark.covering(2)
 @ROUNDED
 @pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
@@ -451,3 +453,40 @@ def test_loftq_is_refused_and_says_what_starts_from_a_quantized_weight() -> None
             base, LoraConfig(target_modules=["q_proj"], init_lora_weights="loftq", loftq_config=LoftQConfig())
         )
     assert [n for n, w in codes(base).items() if not same_stored(w, before[n])] == []
+
+
+CONFIGS: dict[str, LoraConfig] = {
+    "default": LoraConfig(r=4, target_modules=["0"]),
+    "loftq": LoraConfig(r=4, target_modules=["0"], init_lora_weights="loftq", loftq_config=LoftQConfig(loftq_bits=4)),
+    "pissa": LoraConfig(r=4, target_modules=["0"], init_lora_weights="pissa"),
+    "modules_to_save": LoraConfig(r=4, target_modules=["0"], modules_to_save=["1"]),
+    "parameter": LoraConfig(r=4, target_modules=[], target_parameters=["0.weight"]),
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_float_model_runs_the_functions_of_peft_beside_a_quantized_one(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def net() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+
+    for config in (CONFIGS["default"], CONFIGS["modules_to_save"], CONFIGS["parameter"]):
+        met = net()
+        quantize_(met, TrainWeightsConfig("int8"))
+        get_peft_model(met, config)
+
+    def refuse(*_: object) -> Any:
+        raise AssertionError("a float model met a function for quantized weights")
+
+    for own in ("in_float", "rounding_said_once", "quantized_names", "_refuse_loftq", "_draws_adapter_alone"):
+        monkeypatch.setattr(f"hf_trainweights.models.host.adapters.{own}", refuse)
+    # PEFT's own would ask for bitsandbytes here.
+    monkeypatch.setattr("peft.tuners.lora.LoraLayer.loftq_init", lambda *_: None)
+    model = get_peft_model(net(), CONFIGS[name])
+    with torch.no_grad():
+        expected = model(torch.ones(1, 64))
+        model.merge_adapter()
+        model.unmerge_adapter()
+        assert torch.allclose(model.merge_and_unload()(torch.ones(1, 64)), expected, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from pathlib import Path
 
@@ -12,7 +13,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.files.safetensors_file import TensorToWrite, rename_tensors, write_safetensors
+from hf_trainweights.files.safetensors_file import (
+    TensorToWrite,
+    align_int8,
+    read_safetensors_header,
+    rename_tensors,
+    write_safetensors,
+)
 
 DTYPES = [
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float8_e4m3fn),
@@ -109,3 +116,39 @@ def test_a_name_that_does_not_fit_is_refused_before_a_byte_is_written(new: str, 
     with pytest.raises(AssertionError, match=found):
         rename_tensors(tmp_path / "file", lambda name: new if name == "aa" else name)
     assert (tmp_path / "file").read_bytes() == before
+
+
+def int8_starts(file: Path) -> list[int]:
+    """Return the addresses of the int8 tensors within the page-aligned memory that a file is mapped to."""
+    data = 8 + struct.unpack("<Q", file.read_bytes()[:8])[0]
+    entries = read_safetensors_header(file).values()
+    return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
+
+
+@pytest.mark.covering(1)
+@pytest.mark.parametrize("length", range(1, 17))
+@pytest.mark.parametrize("columns", [32, 9_000_000])
+def test_int8_tensors_are_aligned_whatever_the_length_of_the_header(tmp_path: Path, length: int, columns: int) -> None:
+    codes = (torch.arange(columns) % 251 - 125).to(torch.int8)
+    # Sorted behind wider dtypes; 9 MB is more than is moved at a time.
+    tensors = {"x" * length: codes, "y": codes[:32].clone(), "head.bias": torch.arange(4, dtype=torch.bfloat16)}
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    align_int8(file)
+    assert {start % 16 for start in int8_starts(file)} == {0}
+    once = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == once
+    stored = load_file(file)
+    assert stored.keys() == tensors.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in tensors.items())
+
+
+def test_a_file_whose_int8_tensors_cannot_be_aligned_stays_as_it_is(tmp_path: Path) -> None:
+    tensors = {"codes": torch.ones(32, dtype=torch.int8), "head.bias": torch.zeros(3, dtype=torch.bfloat16)}
+    file = tmp_path / "model.safetensors"
+    save_file(tensors, file)
+    before = file.read_bytes()
+    align_int8(file)
+    assert file.read_bytes() == before
+    assert [start % 8 for start in int8_starts(file)] == [6]

@@ -1,0 +1,57 @@
+"""What users are told of formats whose products on this CPU take longer than those of float weights."""
+
+from __future__ import annotations
+
+import torch
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import ColumnScaled
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt, UInt4
+from hf_trainweights.kernels import compiled, uint4_tiles
+from hf_trainweights.kernels.cpu_features import product_dtype
+
+
+def slowness(form: Format, dtype: torch.dtype) -> str | None:
+    """Return what is slow about weights of a format that show a dtype, and what is fast; None where nothing is."""
+    if isinstance(form, ColumnScaled):
+        return slowness(form.inner, dtype)
+    if dtype == torch.bfloat16 and (isinstance(form, Int4) or form == UInt4(uint4_tiles.GROUP_SIZE)):
+        return None
+    text = _slowness if compiled.is_available() else _slowness_uncompiled
+    return text(form, dtype)
+
+
+def _slowness(form: Format, dtype: torch.dtype) -> str | None:
+    is_fast = product_dtype(dtype, 1 << 10) == dtype
+    if isinstance(form, UInt) and is_fast:
+        return (
+            f"{form.name} weights: on this CPU a product of many tokens takes twice as long as one with float weights, "
+            "and more. int8 is fast."
+        )
+    if isinstance(form, Float8E4M3) and is_fast:
+        return (
+            "float8 weights: on this CPU a product of many tokens dequantizes them first and takes longer than one "
+            "with float weights. int8 is fast."
+        )
+    is_rounded = isinstance(form, Int8) and form.activations is not None
+    if is_rounded or not isinstance(form, (Int8, Int4)) or not (is_fast and compiled.instructions() == "avx2"):
+        return None
+    return (
+        f"{form.name} weights in {str(dtype).removeprefix('torch.')}: on this CPU a product of many tokens takes "
+        'longer than one with float weights. int8 with activations="int8" is fast.'
+    )
+
+
+def _slowness_uncompiled(form: Format, dtype: torch.dtype) -> str | None:
+    if isinstance(form, Int8) and form.group_size is None and dtype != torch.float32:
+        return None
+    if not isinstance(form, (Int8, Int4, UInt, Float8E4M3)):
+        return None
+    return (
+        f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "
+        "dequantizes them first and takes longer than one with float weights. int8 without group_size, or int4, with "
+        "dtype=torch.bfloat16 is fast."
+    )

@@ -1,0 +1,115 @@
+// Tokens and rows of the weight as bfloat16, 32 columns a step: of a pair of steps the first has the even columns where
+// codes are nibbles, and the second the odd ones.
+#include "../bytes/digits.h"
+#include "panel.h"
+
+// What the integer 1 becomes where a row has one scale, which its sums are multiplied with at the end: a power of two,
+// so that codes stay exact, and so small that sums of 65,536 products with codes of 127 are no larger than x.
+#define CODE_UNIT 0x1p-23f
+
+static const uint16_t EVEN[32] = {0,  2,  4,  6,  8,  10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30,
+                                  32, 34, 36, 38, 40, 42, 44, 46, 48, 50, 52, 54, 56, 58, 60, 62};
+
+static inline __mmask32 first_of_32(int64_t count) {
+    return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0;
+}
+
+static void measure_tokens(const Panel *panel, int64_t tile, const uint16_t *x, int64_t tokens) {
+    const Weight *w = &panel->product->weight;
+    float unit = codes_hold_scales(panel) ? 1 : CODE_UNIT;
+    for (int64_t i = 0; i < tokens; i++) {
+        float top = largest_magnitude(x + i * w->K, BFLOAT16, w->K);
+        panel->worth[tile * TILE_ROWS + i] = top != top ? top : 1 / unit;
+    }
+}
+
+// Write 64 columns of a token, those of two steps.
+static inline __attribute__((always_inline)) void load_pair(const uint16_t *x, int64_t left, int bits, Integers *first,
+                                                            Integers *second) {
+    const __m512i low = _mm512_maskz_loadu_epi16(first_of_32(left), x);
+    const __m512i high = _mm512_maskz_loadu_epi16(first_of_32(left - 32), x + 32);
+    if (bits == 8) {
+        *first = (Integers)low;
+        *second = (Integers)high;
+        return;
+    }
+    const __m512i even = _mm512_loadu_si512(EVEN);
+    *first = (Integers)_mm512_permutex2var_epi16(low, even, high);
+    *second = (Integers)_mm512_permutex2var_epi16(low, _mm512_add_epi16(even, _mm512_set1_epi16(1)), high);
+}
+
+static inline __attribute__((always_inline)) void write_tile(const Panel *panel, int64_t tile, const uint16_t *x,
+                                                             int64_t tokens, int bits) {
+    int8_t *to = token_tiles(panel, tile);
+    Integers first[TILE_ROWS], second[TILE_ROWS];
+    for (int i = 0; i < TILE_ROWS; i++) first[i] = second[i] = all_integers(0);
+    for (int64_t k = 0; k < panel->columns; k += 64, to += 2 * TILE_BYTES) {
+        for (int i = 0; i < tokens; i++) {
+            const uint16_t *row = x + i * panel->product->weight.K + panel->column + k;
+            load_pair(row, panel->columns - k, bits, first + i, second + i);
+        }
+        store_transposed(first, to, 64);
+        store_transposed(second, to + TILE_BYTES, 64);
+    }
+}
+
+void write_tokens_as_bfloat16(const Panel *panel, int64_t tile) {
+    const Product *p = panel->product;
+    int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
+    const uint16_t *x = (const uint16_t *)p->x + first * p->weight.K;
+    if (panel->column == 0) measure_tokens(panel, tile, x, tokens);
+    if (p->weight.bits == 8) write_tile(panel, tile, x, tokens, 8);
+    else write_tile(panel, tile, x, tokens, 4);
+}
+
+static inline Integers rounded(Floats low, Floats high) { return (Integers)_mm512_cvtne2ps_pbh(high, low); }
+
+// Write codes of 8 bits times their scale, or times CODE_UNIT.
+static void write_row(const uint8_t *row, int64_t columns, const float *scale, int64_t group, int8_t *to) {
+    Floats factor = all_floats(CODE_UNIT);
+    for (int64_t k = 0, next = scale ? 0 : -1; k < round_up(columns, 64); k += 32, to += TILE_BYTES) {
+        if (k == next) {
+            factor = all_floats(*scale++);
+            next += group;
+        }
+        __m256i codes = _mm256_maskz_loadu_epi8(first_of_32(columns - k), row + k);
+        Integers low = (Integers)_mm512_cvtepi8_epi32(_mm256_castsi256_si128(codes));
+        Integers high = (Integers)_mm512_cvtepi8_epi32(_mm256_extracti128_si256(codes, 1));
+        *(Integers *)to = rounded(to_floats(low) * factor, to_floats(high) * factor);
+    }
+}
+
+// Write codes of 4 bits times their scale: a group has 16 products, and each code takes its own from that table. In
+// groups of 32 the 64 columns of two steps have two tables, whose 32 numbers fill a vector in any case.
+static void write_row_of_nibbles(const uint8_t *row, int64_t columns, const float *scale, int64_t group, int8_t *to) {
+    const Floats codes = to_floats(lane_numbers() - 8);
+    const __m512i nibble = _mm512_set1_epi16(15);
+    const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+    __m512i table = _mm512_setzero_si512();
+    for (int64_t k = 0, next = 0; k < columns; k += 64, to += 2 * TILE_BYTES) {
+        if (k == next) {
+            const float *other = scale + (group == 32 && k + 32 < columns);
+            table = (__m512i)rounded(codes * all_floats(*scale), codes * all_floats(*other));
+            scale = other + 1;
+            next += group == 32 ? 64 : group;
+        }
+        __m512i pairs = _mm512_cvtepu8_epi16(_mm256_maskz_loadu_epi8(first_of_32((columns - k) / 2), row + k / 2));
+        __m512i even = _mm512_or_si512(_mm512_and_si512(pairs, nibble), second);
+        __m512i odd = _mm512_or_si512(_mm512_srli_epi16(pairs, 4), second);
+        _mm512_storeu_si512(to, _mm512_permutexvar_epi16(even, table));
+        _mm512_storeu_si512(to + TILE_BYTES, _mm512_permutexvar_epi16(odd, table));
+    }
+}
+
+void write_rows_as_bfloat16(const Panel *panel, const Block *block) {
+    const Product *p = panel->product;
+    const Weight *w = &p->weight;
+    int64_t steps = steps_of(panel, panel->columns), G = groups_of(p), group = group_columns(p);
+    for (int64_t r = 0; r < least(BLOCK_ROWS, w->N - block->first); r++) {
+        const uint8_t *row = row_of(p, block->first + r) + (panel->column * w->bits >> 3);
+        const float *scale = block->scale + r * G + panel->column / group;
+        int8_t *to = block->tiles + r / TILE_ROWS * steps * TILE_BYTES + r % TILE_ROWS * 64;
+        if (w->bits == 4) write_row_of_nibbles(row, panel->columns, scale, group, to);
+        else write_row(row, panel->columns, codes_hold_scales(panel) ? scale : NULL, group, to);
+    }
+}

@@ -1,0 +1,87 @@
+// What products by tiles share. A block of 32 rows of the weight is the left factor: two tiles of 16 rows, as they lie
+// in the file. Tokens are the right factor, 16 in a tile, in the order that tiles want. One instruction multiplies a
+// step of each row, 64 bytes: 64 columns as bytes, or 32 as bfloat16.
+#pragma once
+#include "../bytes/integers.h"
+#include "tiles.h"
+
+#define BLOCK_ROWS 32
+// Tokens whose products are summed at a time: two tiles.
+#define UNIT_TOKENS 32
+// Tests make these two small, so that small products have several panels.
+#ifndef HELD_BYTES
+// Tokens that are held at a time: half of a second-level cache of 2 MB.
+#define HELD_BYTES (1 << 20)
+// Bytes of a row of a block where not all columns of the tokens fit a panel: so a block of bytes, 40 KB, stays in the
+// first-level cache, and of bfloat16, whose columns take twice the bytes, most of it.
+#define ROW_BYTES 1280
+#define ROW_BYTES_OF_BFLOAT16 1792
+#endif
+#define MOST_TOKENS 512
+
+// How integer codes are multiplied.
+typedef enum {
+    DIGITS,   // with the digits of x, as bytes
+    WIDENED,  // as bfloat16, with an x of that dtype
+} Way;
+
+typedef struct {
+    const Product *product;
+    Way way;
+    int digits;              // of a token; 1 for bfloat16
+    int64_t most_columns;    // of a panel: all of K, or less, in whole groups
+    int64_t most_tokens;     // of a panel
+    int64_t token, tokens;   // what the panel holds
+    int64_t column, columns;
+    float *worth;            // [most_tokens]: what their sums are multiplied with; NaN where x is not finite
+    float *per_unit;         // [most_tokens]: what x is multiplied with, to be written as digits
+    float *kept;             // [N / 32][most_tokens / 32][PARTS][16][16]: sums between two panels of columns
+    int8_t *tiles;           // [tokens / 16][digits][steps] of tokens
+    int8_t *blocks;          // of the threads
+} Panel;
+
+// What a thread multiplies with a panel.
+typedef struct {
+    int64_t first;   // of its rows of the weight
+    int8_t *tiles;   // [2][steps] of rows; those behind the last row hold anything
+    float *scale;    // [BLOCK_ROWS][G]
+    int8_t *sums;    // [2][SUMS_BYTES]: of a unit and of the next
+    float *kept;     // [PARTS][16][16]: sums between one group and the next
+    float *results;  // [16 tokens][BLOCK_ROWS]
+} Block;
+
+// Parts of a unit, of 16 rows and 16 tokens: [2 of tokens][2 of rows].
+#define PARTS 4
+#define SUMS_BYTES (PARTS * 3 * TILE_BYTES)
+
+static inline int64_t step_columns(Way way) { return way == DIGITS ? 64 : 32; }
+static inline int64_t steps_of(const Panel *panel, int64_t columns) {
+    return round_up(columns, 64) / step_columns(panel->way);
+}
+static inline int8_t *token_tiles(const Panel *panel, int64_t tile) {
+    return panel->tiles + tile * panel->digits * steps_of(panel, panel->columns) * TILE_BYTES;
+}
+// Columns that share a scale.
+static inline int64_t group_columns(const Product *p) {
+    return p->weight.group_size ? p->weight.group_size : round_up(p->weight.K, 64);
+}
+
+// Whether codes are multiplied with their scales before x is: all but those of rows with one scale, which stay exact.
+static inline int codes_hold_scales(const Panel *panel) {
+    return panel->way == WIDENED && (panel->product->weight.bits == 4 || panel->product->weight.group_size);
+}
+
+// Whether `prepare` found that tiles may be used; without it an instruction for tiles ends the process.
+extern int tiles_are_granted;
+
+Panel panel_at(const Product *p, Way way, int8_t *memory);
+Block block_at(const Panel *panel, int thread);
+int64_t tiles_bytes(const Product *p, Way way, int threads);
+void multiply_by_tiles(const Product *p, Way way, int threads, int8_t *memory);
+
+// Write the tile of 16 tokens from panel->token + 16 * tile on; in the first panel of columns their worth, too.
+void write_tokens_as_digits(const Panel *panel, int64_t tile);
+void write_tokens_as_bfloat16(const Panel *panel, int64_t tile);
+// Write the rows of a block, as many of them as the weight has.
+void write_rows_as_bytes(const Panel *panel, const Block *block);
+void write_rows_as_bfloat16(const Panel *panel, const Block *block);

@@ -1,0 +1,204 @@
+// Products of blocks of 32 rows of the weight with all tokens of a panel. Sums of 32 rows and 32 tokens, a unit, are
+// finished part by part between the steps of the next ones, while tiles multiply.
+#include "../bytes/digits.h"
+#include "panel.h"
+
+// Sums that are to be scaled, added to what was kept of columns before, and kept or stored.
+typedef struct {
+    int next, count;                // of the parts of 16 rows and 16 tokens: [2 of tokens][2 of rows]
+    int begins, ends;               // whether they are the first sums of their results, and the last
+    int64_t first, token, tokens;   // the first row of the weight and token, and tokens that there are from it on
+    const float *scale, *worth;     // of the first row and token
+    int64_t scales;                 // how far the scales of two rows lie apart
+    const int8_t *sums;             // [2 of tokens][digits][2 of rows], tiles
+    Floats *kept;                   // [PARTS][TILE_ROWS]
+    float *results;                 // [TILE_ROWS of tokens][BLOCK_ROWS]
+} Pending;
+
+static void store_results(const Product *p, const Pending *pending, int64_t tile) {
+    const Weight *w = &p->weight;
+    int64_t tokens = least(TILE_ROWS, pending->tokens - tile * TILE_ROWS), left = w->N - pending->first;
+    for (int64_t n = 0; n < BLOCK_ROWS; n += LANES) {
+        Floats bias = p->bias ? load_floats(p->bias, w->dtype, pending->first + n, left - n) : all_floats(0);
+        for (int64_t i = 0; i < tokens; i++) {
+            Floats worth = all_floats(pending->worth[tile * TILE_ROWS + i]);
+            Floats values = multiply_add(*(Floats *)(pending->results + i * BLOCK_ROWS + n), worth, bias);
+            int64_t token = pending->token + tile * TILE_ROWS + i;
+            store_floats(p->out, w->dtype, token * w->N + pending->first + n, left - n, values);
+        }
+    }
+}
+
+static inline __attribute__((always_inline)) void finish(const Product *p, Pending *pending, Way way, int digits) {
+    int part = pending->next++, tile = part / 2, half = part % 2;
+    const int8_t *from = pending->sums + (tile * digits * 2 + half) * TILE_BYTES;
+    const float *scale = pending->scale + half * TILE_ROWS * pending->scales;
+    Floats *kept = pending->kept + part * TILE_ROWS, sums[TILE_ROWS];
+    Floats *to = pending->ends ? sums : kept;
+    for (int i = 0; i < TILE_ROWS; i++, from += 64) {
+        Integers products[3];
+        for (int d = 0; d < digits; d++) products[d] = *(const Integers *)(from + d * 2 * TILE_BYTES);
+        Floats sum = way == DIGITS ? join_digits(products, digits) : *(const Floats *)from;
+        Floats before = pending->begins ? all_floats(0) : kept[i];
+        to[i] = multiply_add(sum, all_floats(scale[i * pending->scales]), before);
+    }
+    if (!pending->ends) return;
+    store_transposed((const Integers *)sums, (int8_t *)(pending->results + half * TILE_ROWS), BLOCK_ROWS * 4);
+    if (half) store_results(p, pending, tile);
+}
+
+#define ADD_PRODUCTS(C, A, B)                                           \
+    do {                                                                \
+        if (way == DIGITS) add_products_of_bytes_in_tiles(C, A, B);     \
+        else add_products_of_bfloat16_in_tiles(C, A, B);                \
+    } while (0)
+
+// Fill two tiles of sums with the products of both tiles of rows and one tile of tokens, or four with those of two,
+// over some steps. Two of either lie `stride` bytes apart.
+static inline __attribute__((always_inline)) void multiply_tiles(const Product *p, const int8_t *rows,
+                                                                 const int8_t *tokens, int64_t stride, int is_pair,
+                                                                 int64_t steps, int8_t *sums, Pending *pending,
+                                                                 Way way, int digits) {
+    finish_stores(rows);
+    zero_tile(0);
+    zero_tile(1);
+    zero_tile(2);
+    zero_tile(3);
+    for (int64_t s = 0; s < steps; s++, rows += TILE_BYTES, tokens += TILE_BYTES) {
+        stream_tile(6, tokens);
+        load_tile(4, rows);
+        ADD_PRODUCTS(0, 4, 6);
+        load_tile(5, rows + stride);
+        ADD_PRODUCTS(1, 5, 6);
+        if (is_pair) {
+            stream_tile(7, tokens + stride);
+            ADD_PRODUCTS(2, 4, 7);
+            ADD_PRODUCTS(3, 5, 7);
+        }
+        if (pending->next < pending->count) finish(p, pending, way, digits);
+    }
+    store_tile(0, sums);
+    store_tile(1, sums + TILE_BYTES);
+    if (is_pair) {
+        store_tile(2, sums + 2 * TILE_BYTES);
+        store_tile(3, sums + 3 * TILE_BYTES);
+    }
+}
+
+// Fetch what the next steps need: in each unit some rows of the next block, and the lines that its results go to. An
+// address behind the weight does no harm there.
+static void fetch(const Panel *panel, int64_t first, int64_t unit) {
+    const Product *p = panel->product;
+    const Weight *w = &p->weight;
+    int64_t units = (panel->tokens + UNIT_TOKENS - 1) / UNIT_TOKENS, share = (BLOCK_ROWS + units - 1) / units;
+    for (int64_t r = unit * share; r < least(BLOCK_ROWS, (unit + 1) * share); r++) {
+        const uint8_t *row = row_of(p, first + BLOCK_ROWS + r) + (panel->column * w->bits >> 3);
+        for (int64_t i = 0; i < panel->columns * w->bits >> 3; i += 64) __builtin_prefetch(row + i, 0, 2);
+    }
+    if (panel->column + panel->columns < w->K) return;
+    for (int64_t m = unit * UNIT_TOKENS; m < least(panel->tokens, (unit + 1) * UNIT_TOKENS); m++) {
+        const char *out = (const char *)p->out + ((panel->token + m) * w->N + first) * itemsize(w->dtype);
+        for (int64_t i = 0; i < BLOCK_ROWS * itemsize(w->dtype); i += 64) __builtin_prefetch(out + i, 1, 3);
+    }
+}
+
+// Describe what is left to do with the sums of a unit over some steps, of a panel with `steps`.
+static Pending pending_of(const Panel *panel, const Block *block, int64_t unit, int64_t step, int64_t count,
+                          const int8_t *sums) {
+    static const float one = 1;
+    const Product *p = panel->product;
+    int64_t column = panel->column + step * step_columns(panel->way), end = panel->column + panel->columns;
+    int64_t units = (panel->most_tokens + UNIT_TOKENS - 1) / UNIT_TOKENS, first = unit * UNIT_TOKENS;
+    Pending pending = {.first = block->first, .token = panel->token + first, .tokens = panel->tokens - first};
+    pending.count = pending.tokens > TILE_ROWS ? PARTS : PARTS / 2;
+    pending.begins = column == 0;
+    pending.ends = end == p->weight.K && step + count == steps_of(panel, panel->columns);
+    pending.scale = codes_hold_scales(panel) ? &one : block->scale + column / group_columns(p);
+    pending.scales = codes_hold_scales(panel) ? 0 : groups_of(p);
+    pending.worth = panel->worth + first;
+    pending.sums = sums;
+    pending.kept = (Floats *)block->kept;
+    if (panel->most_columns < p->weight.K)
+        pending.kept = (Floats *)panel->kept + (block->first / BLOCK_ROWS * units + unit) * PARTS * TILE_ROWS;
+    pending.results = block->results;
+    return pending;
+}
+
+static inline __attribute__((always_inline)) void multiply_block(const Panel *panel, const Block *block, Way way,
+                                                                 int digits) {
+    const Product *p = panel->product;
+    int64_t steps = steps_of(panel, panel->columns), stride = steps * TILE_BYTES;
+    // Sums of bytes are scaled group by group, those of bfloat16 when they are complete.
+    int64_t count = way == DIGITS && groups_of(p) > 1 ? group_columns(p) / 64 : steps;
+    int8_t *sums = block->sums, *others = block->sums + SUMS_BYTES;
+    Pending pending = {.count = 0};
+    for (int64_t unit = 0; unit * UNIT_TOKENS < panel->tokens; unit++) {
+        int columns = digits * (panel->tokens - unit * UNIT_TOKENS > TILE_ROWS ? 2 : 1);
+        fetch(panel, block->first, unit);
+        for (int64_t step = 0; step < steps; step += count) {
+            const int8_t *tokens = token_tiles(panel, 2 * unit) + step * TILE_BYTES;
+            const int8_t *rows = block->tiles + step * TILE_BYTES;
+            for (int i = 0; i < columns; i += 2, tokens += 2 * stride)
+                multiply_tiles(p, rows, tokens, stride, columns - i > 1, count, sums + 2 * i * TILE_BYTES, &pending,
+                               way, digits);
+            while (pending.next < pending.count) finish(p, &pending, way, digits);
+            pending = pending_of(panel, block, unit, step, count, sums);
+            int8_t *free = others;
+            others = sums;
+            sums = free;
+        }
+    }
+    while (pending.next < pending.count) finish(p, &pending, way, digits);
+}
+
+// The way and the number of digits are constants in each case.
+#define CASE(WAY, DIGITS_)                                                                      \
+    static void multiply_block_##WAY##_##DIGITS_(const Panel *panel, const Block *block) {      \
+        multiply_block(panel, block, WAY, DIGITS_);                                             \
+    }
+CASE(DIGITS, 1)
+CASE(DIGITS, 2)
+CASE(DIGITS, 3)
+CASE(WIDENED, 1)
+
+// Multiply the rows of the weight from `first` on with the tokens that the panel holds.
+static void multiply_rows(const Panel *panel, int64_t first) {
+    const Weight *w = &panel->product->weight;
+    Block block = block_at(panel, thread_index());
+    int64_t G = groups_of(panel->product), scales = least(BLOCK_ROWS, w->N - first) * G;
+    block.first = first;
+    copy_as_float32(panel->product->scale, w->scale_dtype, first * G, scales, round_up(scales, LANES), block.scale);
+    if (panel->way == WIDENED) write_rows_as_bfloat16(panel, &block);
+    else write_rows_as_bytes(panel, &block);
+    if (panel->way == WIDENED) multiply_block_WIDENED_1(panel, &block);
+    else if (panel->digits == 1) multiply_block_DIGITS_1(panel, &block);
+    else if (panel->digits == 2) multiply_block_DIGITS_2(panel, &block);
+    else multiply_block_DIGITS_3(panel, &block);
+}
+
+static void multiply_panel(const Panel *panel, int threads) {
+#pragma omp parallel num_threads(threads) if (threads > 1)
+    {
+#pragma omp for
+        for (int64_t tile = 0; tile < (panel->tokens + TILE_ROWS - 1) / TILE_ROWS; tile++) {
+            if (panel->way == WIDENED) write_tokens_as_bfloat16(panel, tile);
+            else write_tokens_as_digits(panel, tile);
+        }
+        begin_tiles();
+#pragma omp for
+        for (int64_t n = 0; n < panel->product->weight.N; n += BLOCK_ROWS) multiply_rows(panel, n);
+        end_tiles();
+    }
+}
+
+void multiply_by_tiles(const Product *p, Way way, int threads, int8_t *memory) {
+    Panel panel = panel_at(p, way, memory);
+    for (int64_t token = 0; token < p->M; token += panel.most_tokens)
+        for (int64_t column = 0; column < p->weight.K; column += panel.most_columns) {
+            panel.token = token;
+            panel.tokens = least(panel.most_tokens, p->M - token);
+            panel.column = column;
+            panel.columns = least(panel.most_columns, p->weight.K - column);
+            multiply_panel(&panel, threads);
+        }
+}

@@ -1,0 +1,54 @@
+// The eight tiles of AMX, of 16 rows of 64 bytes each: to C[m][n] is added the sum over k and i of A[m][k][i] *
+// B[k][n][i], where i counts the four bytes or the two numbers of bfloat16 of 32 bits. The number of a tile has to be a
+// literal.
+#pragma once
+#include "../vectors.h"
+
+#define TILE_ROWS 16
+#define TILE_BYTES 1024
+
+#ifdef EMULATED_TILES
+#include "emulated.h"
+#else
+#include <errno.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+// Linux gives tiles to a process that asks for them, for all of its threads and forked children: arch_prctl(2).
+#define ARCH_REQ_XCOMP_PERM 0x1023
+#define XFEATURE_XTILEDATA 18
+
+// Return 0, or the number of an error: ENOSPC where a thread has too small a stack for signals.
+static inline int ask_for_tiles(void) {
+    return syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) ? errno : 0;
+}
+
+// GCC does not know which memory tiles are loaded from, and could move stores behind the load or leave them out.
+#define finish_stores(memory) __asm__ volatile("" ::"r"(memory) : "memory")
+
+// Each thread configures tiles before it uses them, because other libraries configure their own, and releases them
+// after: tiles in use are saved whenever the system takes the thread off its CPU. Both together take 57 ns.
+static inline void begin_tiles(void) {
+    struct {
+        uint8_t palette, start_row, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } configuration __attribute__((aligned(64))) = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        configuration.row_bytes[i] = 64;
+        configuration.rows[i] = TILE_ROWS;
+    }
+    finish_stores(&configuration);
+    _tile_loadconfig(&configuration);
+}
+
+static inline void end_tiles(void) { _tile_release(); }
+
+#define zero_tile(tile) _tile_zero(tile)
+#define load_tile(tile, from) _tile_loadd(tile, from, 64)
+// What is loaded so is not kept in the first-level cache.
+#define stream_tile(tile, from) _tile_stream_loadd(tile, from, 64)
+#define store_tile(tile, to) _tile_stored(tile, to, 64)
+#define add_products_of_bytes_in_tiles(c, a, b) _tile_dpbssd(c, a, b)
+#define add_products_of_bfloat16_in_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
+#endif

@@ -1,0 +1,71 @@
+"""Up to how many rows of x a compiled product takes less time than PyTorch's with the dequantized weight.
+
+The numbers are measured: docs/performance.md, "Thresholds".
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt
+from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
+
+ALL = sys.maxsize
+
+# Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX.
+_SHORT_ROWS = 256
+# Float8, and integer codes in float32 with AVX2: twice as fast at 8 rows, as fast at 32.
+_WIDENED_ROWS = 16
+# Uint in a dtype that the CPU multiplies fast.
+_UINT_ROWS = 64
+
+# bfloat16 on a CPU with AMX, by products without tiles: by the kind of codes, for most weights and for those from so
+# many elements on.
+_LARGE_WEIGHTS = 1 << 23
+_AMX_ROWS = {
+    "float8": (16, 8),
+    "int4": (256, 256),
+    "int8": (128, 64),
+    "int8 in groups": (128, 128),
+    "int8 with int8 activations": (256, 256),
+}
+
+
+def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> int:
+    """Return up to how many rows of x the functions of a library serve a weight of so many elements; `ALL` for any."""
+    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
+    if isinstance(form, UInt):
+        return _UINT_ROWS if is_fast else ALL
+    if library == "amx" and _takes_tiles(form, dtype):
+        return ALL
+    if dtype == torch.bfloat16 and has_amx():
+        return _AMX_ROWS[_kind(form)][weights >= _LARGE_WEIGHTS]
+    if isinstance(form, Float8E4M3):
+        return _WIDENED_ROWS
+    if not is_fast or (isinstance(form, Int8) and form.activations):
+        return ALL
+    if dtype == torch.float32:
+        return _WIDENED_ROWS if library == "avx2" else ALL
+    return _SHORT_ROWS
+
+
+def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
+    """Return whether products of many rows take tiles: `take_tiles` of native/tiles/integers.c."""
+    if isinstance(form, Int4) and dtype == torch.bfloat16:
+        return True
+    return isinstance(form, (Int8, Int4)) and (form.group_size or 0) % 64 == 0
+
+
+def _kind(form: Format) -> str:
+    if isinstance(form, Float8E4M3):
+        return "float8"
+    if isinstance(form, Int4):
+        return "int4"
+    assert isinstance(form, Int8)
+    return "int8 with int8 activations" if form.activations else "int8 in groups" if form.group_size else "int8"

@@ -1,0 +1,59 @@
+"""`trainweights run`: another program, with quantized models as it would have them after `import hf_trainweights`."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from hf_trainweights_cli.commands import INTERRUPTED, Command
+
+
+class RunCommand(Command):
+    """A command that takes what follows the program's name as that program's own, options too."""
+
+    allow_interspersed_args = False
+
+
+def run(
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="Its command, a .py file or a module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGS", help="Its own arguments.")] = None,
+) -> None:
+    """Run a Python program that is to load quantized models, such as `transformers serve` or `lm_eval`.
+
+    It runs in this process, after `import hf_trainweights`. Where a launcher starts processes of its own, let it start
+    this command: `torchrun -m hf_trainweights run train.py`.
+    """
+    commands = entry_points(group="console_scripts", name=program)
+    file = Path(program)
+    if not commands and not file.is_file() and not _is_module(program):
+        found = "no such command, file or module in this environment"
+        raise typer.BadParameter(f"expected a Python program, found {found}: {program}", param_hint="PROGRAM")
+
+    import hf_trainweights  # noqa: F401  (registers the quantizer)
+
+    sys.argv = [program, *(arguments or [])]
+    try:
+        if commands:
+            sys.exit(next(iter(commands)).load()())
+        elif file.is_file():
+            sys.path.insert(0, str(file.absolute().parent))
+            runpy.run_path(program, run_name="__main__")
+        else:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+    except KeyboardInterrupt as error:  # before `Group` says of it what holds for commands of this package alone
+        raise SystemExit(INTERRUPTED) from error
+
+
+def _is_module(name: str) -> bool:
+    """Return whether a module can be found by its name, which is not imported."""
+    from importlib.util import find_spec
+
+    try:
+        return find_spec(name) is not None
+    except (ImportError, ValueError):
+        return False

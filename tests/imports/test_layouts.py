@@ -1,0 +1,120 @@
+"""A layout reads a weight only when every tensor that it needs is there, in the dtype and the shape that it has."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+import torch
+from imports.writers import Layout, awq, codes_and_scale, compressed_tensors, float8, gptq
+from torch import Tensor
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.imports.layouts import layout_of
+
+Tensors = dict[str, Tensor]
+
+
+def _bitsandbytes(weight: Tensor) -> tuple[Tensors, Tensor]:
+    largest = weight.float().abs().amax(1)
+    codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
+    order = torch.tensor(0, dtype=torch.uint8)
+    return {"weight": codes, "SCB": largest, "weight_format": order}, codes * (largest / 127)[:, None]
+
+
+def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale = codes_and_scale(weight, 8, 32)
+    tensors = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": torch.zeros_like(codes[:, :2])}
+    return tensors, codes * scale.repeat_interleave(32, 1)
+
+
+LAYOUTS = {
+    "gptq": gptq(),
+    "gptq-activation-order": Layout(gptq(shuffled=True).config, gptq().write),
+    "awq": awq(),
+    "ct-int4": compressed_tensors("int", 4, "group", 32),
+    "ct-int4-asymmetric": compressed_tensors("int", 4, "group", 32, symmetric=False),
+    "ct-int4-channel-asymmetric": compressed_tensors("int", 4, "channel", symmetric=False),
+    "ct-int8": compressed_tensors("int", 8, "channel", packed=False),
+    "ct-float8": compressed_tensors("float", 8, "channel"),
+    "fp8": float8("fp8", "weight_scale_inv", "tensor"),
+    "fp8-blocks": float8("fp8", "weight_scale_inv", "block"),
+    "fbgemm": float8("fbgemm_fp8", "weight_scale", "row"),
+    "bitsandbytes": Layout({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bitsandbytes),
+    "torchao": Layout({"quant_method": "torchao"}, _torchao),
+}
+TORCHAO = {"_type": "Int8Tensor", "_data": {"block_size": [1, 32]}, "_tensor_data_names": ["qdata", "zero_point"]}
+METADATA = {"m.weight": json.dumps(TORCHAO)}
+OPTIONAL = {("gptq", "g_idx"), ("bitsandbytes", "weight_format")}
+
+
+def written(name: str) -> tuple[Tensors, Tensor]:
+    weight = torch.randn(160, 64, generator=torch.Generator().manual_seed(0))
+    tensors, expected = LAYOUTS[name].write(weight)
+    return {leaf: tensor.contiguous() for leaf, tensor in tensors.items()}, expected
+
+
+NEEDED = [(name, leaf) for name in LAYOUTS for leaf in written(name)[0]]
+CHANGES: dict[str, Callable[[Tensor], Tensor]] = {
+    "half of the columns": lambda tensor: tensor[..., : tensor.shape[-1] // 2],
+    "half of the rows": lambda tensor: tensor[: tensor.shape[0] // 2],
+    "twice the rows": lambda tensor: torch.cat([tensor, tensor]),
+    "one dimension more": lambda tensor: tensor.unsqueeze(0),
+    "nothing": lambda tensor: tensor[:0],
+    "bool": lambda tensor: tensor.float().bool(),
+    "complex": lambda tensor: tensor.float().to(torch.complex64),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_sound_weight_is_read(name: str) -> None:
+    tensors, expected = written(name)
+    weight = layout_of(LAYOUTS[name].config, METADATA).read("m", tensors)
+    assert weight is not None
+    torch.testing.assert_close(weight.dequantize(torch.float32), expected.float(), rtol=1e-3, atol=0)
+
+
+@pytest.mark.parametrize(("name", "leaf"), NEEDED)
+def test_no_tensor_of_a_weight_may_be_missing(name: str, leaf: str) -> None:
+    tensors, _ = written(name)
+    del tensors[leaf]
+    layout = layout_of(LAYOUTS[name].config, METADATA)
+    if (name, leaf) in OPTIONAL:
+        assert layout.read("m", tensors) is not None
+        return
+    with pytest.raises(CorruptFileError, match=rf"m\.{leaf}: expected .*, found (none|.*shape)"):
+        layout.read("m", tensors)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("change", CHANGES)
+def test_no_tensor_of_a_weight_may_have_another_shape_or_dtype(name: str, change: str) -> None:
+    layout = layout_of(LAYOUTS[name].config, METADATA)
+    for leaf, tensor in written(name)[0].items():
+        # How many codes there should be only config.json knows, and the load compares; one number has no half.
+        cuts_codes = leaf == "weight" and change in ("half of the columns", "half of the rows", "twice the rows")
+        if cuts_codes or (tensor.dim() == 0 and change not in ("bool", "complex")):
+            continue
+        if tensor.shape[-1:] == (1,) and change == "half of the columns":
+            continue
+        with pytest.raises(CorruptFileError, match=r"m\.\w+: expected"):
+            layout.read("m", {**written(name)[0], leaf: CHANGES[change](tensor)})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
+def test_codes_alone_are_no_float_weight(name: str, dtype: torch.dtype) -> None:
+    with pytest.raises(CorruptFileError, match=r"m\.\w+: expected"):
+        layout_of(LAYOUTS[name].config, METADATA).read("m", {"weight": torch.zeros(160, 64).to(dtype)})
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_float_weight_is_left_to_others(name: str) -> None:
+    layout = layout_of(LAYOUTS[name].config, METADATA)
+    assert layout.read("m", {"weight": torch.zeros(8, 8, dtype=torch.bfloat16)}) is None
+
+
+def test_a_weight_beside_its_codes_is_refused() -> None:
+    with pytest.raises(CorruptFileError, match=r"m\.weight: expected codes alone"):
+        layout_of(gptq().config, {}).read("m", {**written("gptq")[0], "weight": torch.zeros(160, 64)})

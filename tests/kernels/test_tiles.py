@@ -1,0 +1,273 @@
+"""Products by AMX tiles, with tiles that plain C emulates: few machines that run these tests have such a CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import math
+import mmap
+import shutil
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_close_products
+from torch import Tensor
+from weights import random_weight
+
+from hf_trainweights.files.native_library import load_library
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels import compiled
+
+every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+
+FORMATS = [Int8(), Int8(64), Int8(128), Int4(32), Int4(64), Int4(128)]
+# On both sides of every threshold, of a tile of tokens and of two; the last of more than one panel.
+ROWS = (5, 16, 17, 33, 65, 130)
+# Panels of so few bytes that 300 columns of 17 tokens do not fit.
+SMALL = ("-DHELD_BYTES=8192", "-DROW_BYTES=128", "-DROW_BYTES_OF_BFLOAT16=256")
+_INSTRUCTIONS = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16"
+FLAGS = ("-std=gnu11", "-fPIC", "-fopenmp", "-DEMULATED_TILES", *SMALL)
+# Of what these tests do not run, the compiler makes what takes it the least time.
+UNUSED = ("float8", "uint", "few_rows")
+PAGE = mmap.PAGESIZE
+
+
+def compile_sources(sources: Iterable[Path], to: Path) -> None:
+    """Compile C sources, each to an object in a folder, with what they include from where they are."""
+    for source in sources:
+        options = ["-O0" if source.stem in UNUSED else "-O1", *FLAGS, *(f"-m{each}" for each in _INSTRUCTIONS.split())]
+        subprocess.run(["cc", *options, "-c", source, "-o", to / f"{source.stem}_{source.parent.stem}.o"], check=True)
+
+
+def link(folder: Path) -> Path:
+    """Link the objects of a folder as the installation does: without OpenMP, which PyTorch brings."""
+    subprocess.run(["cc", "-shared", *folder.glob("*.o"), "-o", folder / "amx.so"], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compile the library, with emulated tiles and small panels."""
+    if shutil.which("cc") is None:
+        pytest.skip("needs a C compiler")
+    if not all(map(compiled.capabilities().get, (*compiled._LIBRARIES["avx512"], "avx512_bf16"))):
+        pytest.skip("needs AVX512_VNNI and AVX512_BF16")
+    folder, native = tmp_path_factory.mktemp("tiles"), compiled._NATIVE
+    shared = ("interface.c", "float8.c", "words/uint.c", "bytes/few_rows.c", "bytes/many_rows.c")
+    compile_sources((*(native / name for name in shared), *(native / "tiles").glob("*.c")), folder)
+    if b"__kmpc_" in (link(folder) / "amx.so").read_bytes():
+        pytest.skip("needs a compiler that takes its threads from PyTorch's OpenMP library")
+    return folder
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    library = load_library(folder / "amx.so", compiled._FUNCTIONS | {"prepare": "i"}, compiled.ABI)
+    assert library is not None
+    return library
+
+
+@pytest.fixture(scope="module")
+def library(folder: Path) -> ctypes.CDLL:
+    found = load(folder)
+    assert found.prepare() == 0
+    return found
+
+
+class Fenced:
+    """Memory between two pages that nobody may read or write, which it ends at, or begins behind."""
+
+    _libc = ctypes.CDLL(None)
+
+    def __init__(self, count: int, at_end: bool) -> None:
+        pages = -(-max(count, 1) // PAGE)
+        self._memory = mmap.mmap(-1, (pages + 2) * PAGE)
+        self._view = (ctypes.c_uint8 * len(self._memory)).from_buffer(self._memory)
+        start = ctypes.addressof(self._view)
+        self._fences = (start, start + (pages + 1) * PAGE)
+        self.address = self._fences[1] - count if at_end else start + PAGE
+        ctypes.memset(start, 0x7F, len(self._memory))
+        for fence in self._fences:
+            assert self._libc.mprotect(ctypes.c_void_p(fence), PAGE, 0) == 0
+
+    def __del__(self) -> None:
+        # What unmaps the memory does not touch it.
+        for fence in self._fences:
+            self._libc.mprotect(ctypes.c_void_p(fence), PAGE, mmap.PROT_READ | mmap.PROT_WRITE)
+
+
+def fenced(tensor: Tensor | None, at_end: bool) -> Fenced | None:
+    if tensor is None:
+        return None
+    memory = Fenced(tensor.nbytes, at_end)
+    ctypes.memmove(memory.address, tensor.contiguous().data_ptr(), tensor.nbytes)
+    return memory
+
+
+def product(
+    library: ctypes.CDLL,
+    form: Format,
+    tensors: dict[str, Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    threads: int = 1,
+    at_end: bool = True,
+) -> Tensor:
+    """Return a product whose every argument, and no memory around it, may be read or written."""
+    assert isinstance(form, Int8 | Int4)
+    (M, K), N = x.shape, len(tensors["qdata"])
+    dtypes = [compiled._DTYPES[each] for each in (x.dtype, tensors["scale"].dtype)]
+    digits = 1 if "activations" in form.get_config() else 3 if x.dtype == torch.float32 else 2
+    weight = compiled.Weight(N, K, form.group_size or 0, *dtypes, digits, 8 if isinstance(form, Int8) else 4)
+    given = [fenced(each, at_end) for each in (x, tensors["qdata"], tensors["scale"], bias)]
+    out = Fenced(M * N * x.itemsize, at_end)
+    scratch = Fenced(library.product_bytes(ctypes.addressof(weight), M, threads), at_end)
+    addresses = [None if each is None else each.address for each in (*given, out)]
+    library.product(ctypes.addressof(weight), *addresses, M, threads, scratch.address, None, None)
+    result = torch.empty(M, N, dtype=x.dtype)
+    ctypes.memmove(result.data_ptr(), out.address, result.nbytes)
+    return result
+
+
+@every_dtype
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize(("N", "K"), [(1, 128), (50, 384)])
+def test_products_are_as_exact_as_dequantizing(
+    library: ctypes.CDLL, form: Format, N: int, K: int, dtype: torch.dtype
+) -> None:
+    form = form.fallback((N, K))
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    assert_close_products(lambda x, bias: product(library, form, tensors, x, bias), weight, dtype, ROWS)
+
+
+@pytest.mark.parametrize(
+    ("form", "K"), [*((Int8(), K) for K in (1, 3, 70, 130, 800)), *((Int4(32), K) for K in (32, 96, 416))], ids=str
+)
+def test_columns_that_fill_no_tile_are_multiplied_and_nothing_around_them(
+    library: ctypes.CDLL, form: Format, K: int
+) -> None:
+    for N, dtype in ((30, torch.float32), (34, torch.bfloat16)):
+        tensors = form.quantize(random_weight(N, K, dtype=dtype))
+        weight = form.dequantize(tensors, (N, K), torch.float32)
+        multiply = functools.partial(product, library, form, tensors, at_end=False)
+        assert_close_products(multiply, weight, dtype, (17, 130) if K < 500 else (17,))
+
+
+@every_dtype
+def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(library: ctypes.CDLL, dtype: torch.dtype) -> None:
+    form, N, K = Int8(activations="int8"), 40, 200
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    weight = form.dequantize(tensors, (N, K), torch.float64)
+    for M in (5, 33, 130):
+        x = random_weight(M, K, dtype=dtype, seed=M)
+        worth = x.double().abs().amax(1, keepdim=True) / 127
+        expected = ((x.double() / worth).round() * worth) @ weight.t()
+        # A number in the middle between two steps may fall to either of them. The rounding itself is 7e-3 of the norm.
+        error = (product(library, form, tensors, x).double() - expected).norm() / expected.norm()
+        assert error <= 1e-3 + torch.finfo(dtype).eps
+
+
+@every_dtype
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_threads_change_no_bit(library: ctypes.CDLL, form: Format, dtype: torch.dtype) -> None:
+    tensors = form.quantize(random_weight(100, 384, dtype=dtype))
+    for M in (17, 65):
+        x = random_weight(M, 384, dtype=dtype, seed=M)
+        one, two, three = (product(library, form, tensors, x, threads=count) for count in (1, 2, 3))
+        assert torch.equal(one, two)
+        assert torch.equal(one, three)
+
+
+@pytest.mark.covering(2)
+@every_dtype
+@pytest.mark.parametrize("form", [*FORMATS, Int8(activations="int8")], ids=str)
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(
+    library: ctypes.CDLL, form: Format, value: float, dtype: torch.dtype
+) -> None:
+    tensors = form.quantize(random_weight(20, 128, dtype=dtype))
+    for M in (5, 17, 130):
+        x = random_weight(M, 128, dtype=dtype)
+        x[1, 3] = value
+        rows = product(library, form, tensors, x).isnan().float().mean(1)
+        assert rows.tolist() == [float(m == 1) for m in range(M)]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("top", [0.0, 1e-44, 1e-38, 1e32, 3e38])
+@pytest.mark.parametrize("form", [*FORMATS, Int8(activations="int8")], ids=str)
+def test_the_smallest_and_the_largest_rows_are_multiplied(
+    library: ctypes.CDLL, form: Format, top: float, dtype: torch.dtype
+) -> None:
+    # Weights small enough for the sums of the largest rows.
+    tensors = form.quantize((random_weight(20, 128) * 1e-3).to(dtype))
+    for M in (5, 130):
+        x = (random_weight(M, 128).clamp_(-1, 1) * top).to(dtype)
+        exact = x.double() @ form.dequantize(tensors, (20, 128), torch.float64).t()
+        found = product(library, form, tensors, x).double()
+        # One digit counts steps of 1e-33 at least.
+        torch.testing.assert_close(found, exact, rtol=0.1, atol=max(1e-33, 0.01 * top))
+
+
+def use(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """Let this CPU have all instructions, and the installation the libraries of a folder."""
+    names = {name for needed in compiled._LIBRARIES.values() for name in needed}
+    monkeypatch.setattr(compiled, "capabilities", lambda: dict.fromkeys(names, True))
+    monkeypatch.setattr(compiled, "_NATIVE", folder)
+    monkeypatch.setattr(compiled, "_open", compiled._open.__wrapped__)
+
+
+def test_tiles_serve_where_they_are_granted_and_right(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    use(monkeypatch, folder)
+    assert compiled.instructions() == "amx"
+    assert compiled._load.__wrapped__() is not None
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "says"),
+    [
+        ("ask_for_tiles(void) { return 0; }", "ask_for_tiles(void) { return 28; }", ""),
+        ("sums[m][n] += emulated", "sums[m][n] -= emulated", "Products by AMX differ"),
+        ("right[k][i][n], parts", "right[15 - k][i][n], parts", "Products by AMX differ"),
+    ],
+    ids=["refused", "wrong with bytes", "wrong with bfloat16"],
+)
+def test_elsewhere_the_library_for_avx512_serves(
+    right: str, wrong: str, says: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    sources = shutil.copytree(compiled._NATIVE, tmp_path / "native", ignore=shutil.ignore_patterns("*.so"))
+    emulated = sources / "tiles" / "emulated.h"
+    assert right in emulated.read_text()
+    emulated.write_text(emulated.read_text().replace(right, wrong))
+    for built in folder.glob("*.o"):
+        shutil.copy(built, tmp_path)
+    compile_sources((sources / "tiles" / name for name in ("prepare.c", "products.c")), tmp_path)
+    (link(tmp_path) / "avx512.so").touch()
+    use(monkeypatch, tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert compiled.instructions() == "avx512"
+    assert bool(caplog.text) == bool(says)
+    assert says in caplog.text
+
+
+def test_without_permission_no_instruction_for_tiles_is_used(folder: Path, tmp_path: Path) -> None:
+    # Emulated tiles need none; what their library has not asked for, it does not use.
+    shutil.copy(folder / "amx.so", tmp_path)
+    form, x = Int8(), random_weight(17, 384)
+    tensors = form.quantize(random_weight(20, 384))
+    library = load(tmp_path)
+    before = product(library, form, tensors, x)
+    assert library.prepare() == 0
+    assert not torch.equal(product(library, form, tensors, x), before)
+    avx512 = load_library(compiled._path("avx512"), compiled._FUNCTIONS, compiled.ABI)
+    assert avx512 is not None
+    assert torch.equal(before, product(avx512, form, tensors, x))

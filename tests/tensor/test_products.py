@@ -1,0 +1,375 @@
+"""`F.linear` without a gradient: everything that is not its plain case, by the value that the float weight gives."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward_ad
+import torch.nn.functional as F
+from cpus import GENOA, use_cpu, use_library
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from weights import random_weight
+
+from hf_trainweights import QuantizedTensor, kernels
+from hf_trainweights.formats import get_format
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.tensor import products
+from hf_trainweights.tensor.held_tensor import Held
+
+N, K = 48, 64
+FORMS = {
+    "int8": Int8(),
+    "int4": Int4(32),
+    "uint4": get_format({"format": "uint4"}),
+    "float8": get_format({"format": "float8_e4m3"}),
+    "column_scale": get_format({"format": "int8", "column_scale": True}),
+}
+
+
+@pytest.fixture(params=["compiled", "not compiled"], autouse=True)
+def ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Multiply at once where a library does it, and by way of PyTorch's dispatcher where there is none."""
+    use_cpu(GENOA, monkeypatch)
+    if request.param == "not compiled":
+        use_library(None, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def no_grad() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+def quantized(form: Format | None = None, dtype: torch.dtype = torch.float32, seed: int = 0) -> QuantizedTensor:
+    return QuantizedTensor.quantize(random_weight(N, K, dtype=dtype, seed=seed), form or Int8())
+
+
+def inputs(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return random_weight(*(shape or (3, K)), dtype=dtype, seed=1)
+
+
+def assert_same(result: Tensor, expected: Tensor) -> None:
+    assert (result.dtype, result.shape) == (expected.dtype, expected.shape)
+    error = (result.double() - expected.double()).norm()
+    assert error <= max(1e-6, 4 * torch.finfo(result.dtype).eps) * expected.double().norm()
+
+
+def assert_like_dense(multiply: Callable[[Tensor], Tensor], weight: QuantizedTensor) -> None:
+    """Check that a function gives the same, or the same kind of error, with a quantized weight and a float one."""
+    F.linear(inputs(dtype=weight.dtype), weight)  # what a weight prepares for its products is there
+    expected, refused = result_or_error(multiply, weight.dequantize())
+    result, error = result_or_error(multiply, weight)
+    assert isinstance(error, type(refused))
+    if expected is not None and result is not None:
+        assert_same(result, expected)
+
+
+def result_or_error(
+    multiply: Callable[[Tensor], Tensor], weight: Tensor
+) -> tuple[Tensor, None] | tuple[None, RuntimeError]:
+    try:
+        return multiply(weight), None
+    except RuntimeError as error:
+        return None, error
+
+
+# What x may be
+
+
+X: dict[str, Callable[[], Tensor]] = {
+    "a row": lambda: inputs(K),
+    "a batch": lambda: inputs(2, 3, K),
+    "no rows": lambda: inputs(0, K),
+    "a batch without rows": lambda: inputs(2, 0, K),
+    "columns in memory": lambda: inputs(K, 3).t(),
+    "every other column": lambda: inputs(3, 2 * K)[:, ::2],
+    "an offset": lambda: inputs(4, K)[1:],
+    "one row, repeated": lambda: inputs(1, K).expand(5, K),
+    "another K": lambda: inputs(3, K // 2),
+    "another K of as many elements": lambda: inputs(6, K // 2),
+    "no dimension": lambda: torch.tensor(1.0),
+    "another dtype": lambda: inputs().bfloat16(),
+    "float64": lambda: inputs().double(),
+    "integers": lambda: inputs().int(),
+    "negated in a view": lambda: torch._neg_view(inputs()),
+    "the imaginary part of a conjugate": lambda: torch.complex(inputs(), inputs()).conj().imag,
+    "a tensor for oneDNN": lambda: inputs().to_mkldnn().to_dense(),
+    "another device": lambda: inputs().to("meta"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", X)
+def test_x_is_taken_as_by_a_float_weight(case: str, form: str) -> None:
+    x = X[case]()
+    weight = quantized(FORMS[form])
+    if x.is_meta:
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            _ = F.linear(x, weight).tolist()
+        return
+    assert_like_dense(lambda w: F.linear(x, w), weight)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_tensor_is_multiplied_part_by_part() -> None:
+    nested = torch.nested.nested_tensor([inputs(2, K), inputs(1, K)], layout=torch.strided)
+    weight = quantized()
+    for result, part in zip(F.linear(nested, weight).unbind(), nested.unbind(), strict=True):
+        assert_same(result, F.linear(part, weight.dequantize()))
+
+
+# What a bias may be
+
+
+BIAS: dict[str, Callable[[], Tensor]] = {
+    "a bias": lambda: inputs(N),
+    "a parameter": lambda: nn.Parameter(inputs(N)),
+    "every other number": lambda: inputs(2 * N)[::2],
+    "one number": lambda: inputs(1),
+    "one number, repeated": lambda: inputs(1).expand(N),
+    "no dimension": lambda: torch.tensor(1.0),
+    "one too few": lambda: inputs(N - 1),
+    "one too many": lambda: inputs(N + 1),
+    "a row each": lambda: inputs(3, N),
+    "another dtype": lambda: inputs(N).bfloat16(),
+    "float64": lambda: inputs(N).double(),
+    "negated in a view": lambda: torch._neg_view(inputs(N)),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("case", BIAS)
+def test_a_bias_is_taken_as_by_a_float_weight(case: str, form: str) -> None:
+    bias = BIAS[case]()
+    assert_like_dense(lambda w: F.linear(inputs(), w, bias), quantized(FORMS[form]))
+
+
+@pytest.mark.parametrize("case", BIAS)
+def test_addmm_takes_a_bias_as_of_a_float_weight(case: str) -> None:
+    bias = BIAS[case]()
+    assert_like_dense(lambda w: torch.addmm(bias, inputs(), w.t()), quantized())
+
+
+# What the weight may be
+
+
+WEIGHTS: dict[str, Callable[[Any], Any]] = {
+    "square and transposed": lambda w: w[:, :N].t() if isinstance(w, Tensor) else w,
+    "some of its rows": lambda w: w[::2],
+    "a parameter": lambda w: nn.Parameter(w, requires_grad=False),
+    "detached": lambda w: w.detach(),
+    "its transpose's transpose": lambda w: w.t().t(),
+}
+
+
+@pytest.mark.parametrize("case", WEIGHTS)
+def test_views_of_a_weight_multiply_as_those_of_a_float_weight(case: str) -> None:
+    def multiply(weight: Tensor) -> Tensor:
+        view = WEIGHTS[case](weight)
+        return F.linear(inputs(3, view.shape[1]), view)
+
+    assert_like_dense(multiply, quantized())
+
+
+def test_a_square_weight_and_its_transpose_are_told_apart() -> None:
+    weight = QuantizedTensor.quantize(random_weight(K, K), Int8())
+    for _ in range(2):
+        for view in (weight, weight.t()):
+            assert_same(F.linear(inputs(), view), F.linear(inputs(), view.dequantize()))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_weight_in_another_dtype_than_its_scales_multiplies(dtype: torch.dtype) -> None:
+    weight = quantized()
+    F.linear(inputs(), weight)
+    assert_same(
+        F.linear(inputs(dtype=dtype), weight.to(dtype)), F.linear(inputs(dtype=dtype), weight.to(dtype).dequantize())
+    )
+
+
+# Who watches
+
+
+class Seen(TorchDispatchMode):
+    """Notes the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def dispatch_mode(weight: Tensor) -> Tensor:
+    with Seen() as seen:
+        result = F.linear(inputs(), weight)
+    assert any("linear" in name or "mm" in name for name in seen.ops)
+    return result
+
+
+def jvp(weight: Tensor) -> Tensor:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(inputs(), torch.ones(3, K))
+        tangent = forward_ad.unpack_dual(F.linear(dual, weight)).tangent
+    assert tangent is not None
+    return tangent
+
+
+def autocast(weight: Tensor) -> Tensor:
+    with torch.autocast("cpu", torch.bfloat16):
+        return F.linear(inputs(), weight)
+
+
+def gradient(weight: Tensor) -> Tensor:
+    x = inputs().requires_grad_()
+    with torch.enable_grad():
+        F.linear(x, weight).sum().backward()
+    assert x.grad is not None
+    return x.grad
+
+
+WATCHERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "vmap": lambda w: torch.vmap(lambda row: F.linear(row, w))(inputs()),
+    "vmap over a bias": lambda w: torch.vmap(lambda bias: F.linear(inputs(), w, bias))(inputs(2, N)),
+    "torch.func.jvp": lambda w: torch.func.jvp(lambda x: F.linear(x, w), (inputs(),), (torch.ones(3, K),))[1],
+    "a dual number": jvp,
+    "autocast": autocast,
+    "a dispatch mode": dispatch_mode,
+    "autograd": gradient,
+    "inference mode": lambda w: torch.inference_mode()(lambda: F.linear(inputs(), w))(),
+    "a compiler": lambda w: torch.compile(lambda x: F.linear(x, w), fullgraph=True, backend="eager")(inputs()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's own, when the first tangent is computed
+@pytest.mark.parametrize("case", WATCHERS)
+def test_who_watches_sees_what_a_float_weight_would_show(case: str) -> None:
+    assert_like_dense(WATCHERS[case], quantized())
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
+def test_each_watcher_alone_keeps_the_product_from_being_computed_at_once() -> None:
+    assert not products._is_watched()
+    seen: dict[str, bool] = {}
+
+    def note(name: str) -> Callable[[Tensor], Tensor]:
+        def noted(x: Tensor) -> Tensor:
+            seen[name] = products._is_watched()
+            return x
+
+        return noted
+
+    torch.vmap(note("vmap"))(inputs())
+    with forward_ad.dual_level():
+        note("dual")(inputs())
+    with torch.autocast("cpu", torch.bfloat16):
+        note("autocast")(inputs())
+    with Seen():
+        note("mode")(inputs())
+    with torch.enable_grad():
+        note("grad")(inputs())
+    assert seen == dict.fromkeys(("vmap", "dual", "autocast", "mode", "grad"), True)
+
+
+# A weight that takes other tensors
+
+
+def _load_state_dict(weight: QuantizedTensor, other: QuantizedTensor) -> None:
+    layer = nn.Linear(K, N, bias=False)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    layer.load_state_dict({"weight": other})
+    weight.hold_(layer.weight.held)
+
+
+EXCHANGES: dict[str, Callable[[QuantizedTensor, QuantizedTensor], Any]] = {
+    "its tensors": lambda w, other: (setattr(w, "scale", other.scale), setattr(w, "qdata", other.qdata)),
+    "data": lambda w, other: setattr(w, "data", other),
+    "copy_": lambda w, other: w.copy_(other),
+    "hold_": lambda w, other: w.hold_(other.held),
+    "a scale in place": lambda w, other: (w.qdata.copy_(other.qdata), w.scale.copy_(other.scale)),
+    "load_state_dict": _load_state_dict,
+}
+
+
+@pytest.mark.parametrize("case", EXCHANGES)
+def test_a_product_uses_the_tensors_that_the_weight_holds(case: str) -> None:
+    weight, other = quantized(), quantized(seed=5)
+    for _ in range(2):
+        assert_same(F.linear(inputs(), weight), F.linear(inputs(), weight.dequantize()))
+    expected = F.linear(inputs(), other.dequantize())
+    EXCHANGES[case](weight, other)
+    for _ in range(2):
+        assert_same(F.linear(inputs(), weight), expected)
+
+
+def test_a_scale_that_is_assigned_after_a_product_counts() -> None:
+    weight = quantized()
+    before = F.linear(inputs(), weight)
+    weight.scale = 2 * weight.scale
+    assert_same(F.linear(inputs(), weight), 2 * before)
+
+
+def test_weights_that_share_their_tensors_each_prepare_their_own_product() -> None:
+    weight = quantized()
+    F.linear(inputs(), weight)
+    same = weight.detach()
+    weight.scale = 2 * weight.scale
+    assert_same(F.linear(inputs(), weight), 2 * F.linear(inputs(), same))
+
+
+def test_tensors_that_are_exchanged_while_a_product_is_prepared_leave_nothing_stale(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    weight, prepare = quantized(), kernels.prepare_few_rows
+    before = F.linear(inputs(), weight.dequantize())
+    exchanged = Held({**weight.tensors, "scale": 2 * weight.scale})
+
+    def exchanged_meanwhile(*args: Any) -> Any:
+        prepared = prepare(*args)
+        another = threading.Thread(target=weight.hold_, args=[exchanged])
+        another.start()
+        another.join()
+        return prepared
+
+    monkeypatch.setattr(kernels, "prepare_few_rows", exchanged_meanwhile)
+    F.linear(inputs(), weight)  # of the tensors that it held when the product began, or of those that it holds then
+    monkeypatch.setattr(kernels, "prepare_few_rows", prepare)
+    assert_same(F.linear(inputs(), weight), 2 * before)
+
+
+# Memory that was freed
+
+
+@pytest.mark.parametrize("form", ["int8", "int4", "uint4", "column_scale"])
+@pytest.mark.parametrize("rows", [1, 3, 70])
+@pytest.mark.parametrize("freed", ["x", "qdata", "scale", "bias"])
+def test_what_was_freed_is_an_error_and_no_crash(freed: str, rows: int, form: str) -> None:
+    weight, x, bias = quantized(FORMS[form]), inputs(rows, K), inputs(N)
+    F.linear(x, weight, bias)
+    tensors = {"x": x, "bias": bias, **weight.tensors}
+    if form == "column_scale" and freed == "x":
+        pytest.skip("an input that PyTorch multiplies with the factors is not ours to check")
+    tensors[freed].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"freed|not allocated|setStorage"):
+        F.linear(x, weight, bias)
+
+
+def test_a_format_without_a_kernel_is_traced_as_the_product_with_its_dequantized_weight() -> None:
+    weight = quantized(Codebook4())
+
+    def multiply(x: Tensor) -> Tensor:
+        return products.multiply(x, weight.held, weight.format, weight.stored_shape)
+
+    traced = make_fx(multiply, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs())
+    assert_same(traced(inputs()), F.linear(inputs(), weight.dequantize()))
