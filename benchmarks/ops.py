@@ -30,14 +30,12 @@ from benchmarks.machine import versions
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats import get_format
-from hf_trainweights.kernels.int4_tiles import Int4Tiles
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.read_only import ReadOnlyTensor
 
 RESULTS = Path(__file__).parent / "results" / "ops.json"
 
-# The ways of holding a weight: a format, and a kernel's layout for int4.
-WEIGHTS = ("int8", "int8 g32", "int4", "int4 in tiles", "float8_e4m3")
+WEIGHTS = ("int8", "int8 g32", "int4", "float8_e4m3")
 # What the database calls its sizes, made such that groups of 32 divide them; larger samples than this are left out.
 SIZE, LARGEST = 32, 1 << 16
 # Samples of an op at most: as many take minutes, and the first are the most different.
@@ -125,10 +123,7 @@ def make_weight(kind: str, values: Tensor, transposed: bool) -> QuantizedTensor 
     weight = QuantizedTensor.quantize(values, get_format({"format": name, **group}), transposed)
     if weight.format.name != name or getattr(weight.format, "group_size", None) != group.get("group_size"):
         return None
-    tiles = Int4Tiles(32)
-    if rest != "in tiles":
-        return weight
-    return weight.in_layout(tiles) if tiles.fits(weight.stored_shape) else None
+    return weight
 
 
 def outcomes(op: Any, sample: Any, kind: str, transposed: bool) -> Iterator[str]:

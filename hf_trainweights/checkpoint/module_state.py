@@ -164,15 +164,11 @@ def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
 
 
 def _copy_quantized(target: QuantizedTensor, stored: Mapping[str, Any], name: str) -> None:
-    # The stored tensors themselves, or copies of those that a kernel holds in a layout of its own.
-    canonical = target.canonical()
-    tensors = canonical.tensors
+    tensors = target.tensors
     if tensors.keys() != stored.keys():
         raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(tensors)))
     for inner, tensor in tensors.items():
         _copy_inner(tensor, stored[inner], f"{name}.{inner}")
-    if canonical is not target:
-        target.copy_(canonical)
 
 
 def _tensors(value: Any, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], Tensor]]:

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -88,8 +86,7 @@ def run_demo(
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("--out", "a new or empty directory", str(out), "Choose another one: nothing is overwritten.")
-    with _each_warning_once():
-        return _measure(out, formats, recipe, report, model, keep, shape or Shape())
+    return _measure(out, formats, recipe, report, model, keep, shape or Shape())
 
 
 def _measure(
@@ -122,23 +119,3 @@ def _describe_machine() -> str:
     """Return the processor, and which of the compiled products serve on it."""
     library = compiled.instructions() if compiled.is_available() else None
     return f"{describe_machine()}, {f'products compiled for {library}' if library else 'no compiled products'}"
-
-
-@contextlib.contextmanager
-def _each_warning_once() -> Iterator[None]:
-    """Let the package warn of a thing once: the demo loads each format three times."""
-    seen: set[object] = set()
-
-    def is_new(record: logging.LogRecord) -> bool:
-        # The reason comes last; before it stands how many weights it concerns.
-        reason = record.args[-1] if isinstance(record.args, tuple) and record.args else record.msg
-        is_first = reason not in seen
-        seen.add(reason)
-        return is_first
-
-    logger = logging.getLogger("hf_trainweights.tensor.layouts")
-    logger.addFilter(is_new)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_new)

@@ -17,7 +17,6 @@ from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.exports.lowered_weight import LoweredWeight
 from hf_trainweights.exports.targets.base import Target, Use
 from hf_trainweights.formats.column_scale import ColumnScaled
-from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -41,7 +40,7 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
     weights = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)]
     if not weights:
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")
-    with canonical_layouts(weights), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
         for module, places in _places(model, target):
             stack.enter_context(_lowered_module(module, places, target))
         yield model

@@ -15,7 +15,6 @@ from hf_trainweights.models.config_file import write_config
 from hf_trainweights.models.directory import load_saved
 from hf_trainweights.models.saved_tensors import whole_state_dict
 from hf_trainweights.models.saving import is_replaced
-from hf_trainweights.tensor.layouts import canonical_layouts
 
 
 def export_compressed_tensors(
@@ -45,12 +44,7 @@ def export_compressed_tensors(
     """
     directory = None if isinstance(model_or_directory, PreTrainedModel) else Path(model_or_directory)
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    with canonical_layouts(model.parameters()):
-        # In a function of its own: its tensors are gone before the weights are brought back into their layouts.
-        _export(model, directory, Path(out), max_shard_size)
-
-
-def _export(model: PreTrainedModel, directory: Path | None, target: Path, max_shard_size: int | str) -> None:
+    target = Path(out)
     tensors, quantization_config = compressed_tensors.lay_out(model, whole_state_dict(model))
     with staged_files(target, lambda name: is_replaced(name, variant=None)) as staged:
         if directory is not None:

@@ -9,8 +9,8 @@ from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.uint import UInt, UInt4
-from hf_trainweights.kernels import compiled, uint4_tiles
+from hf_trainweights.formats.uint import UInt
+from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.cpu_features import product_dtype
 
 
@@ -18,8 +18,6 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     """Return what is slow about weights of a format that show a dtype, and what is fast; None where nothing is."""
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
-    if dtype == torch.bfloat16 and (isinstance(form, Int4) or form == UInt4(uint4_tiles.GROUP_SIZE)):
-        return None
     text = _slowness if compiled.is_available() else _slowness_uncompiled
     return text(form, dtype)
 
@@ -52,6 +50,6 @@ def _slowness_uncompiled(form: Format, dtype: torch.dtype) -> str | None:
         return None
     return (
         f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "
-        "dequantizes them first and takes longer than one with float weights. int8 without group_size, or int4, with "
+        "dequantizes them first and takes longer than one with float weights. int8 without group_size with "
         "dtype=torch.bfloat16 is fast."
     )

@@ -26,7 +26,6 @@ from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.selection import check_choice, choose
 from hf_trainweights.models.slowness import say_if_slow
 from hf_trainweights.models.summary import Choice, Summary
-from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -76,7 +75,6 @@ def quantize_(
     summary = choose(module, config, skip)
     check_choice(module, summary, config)
     quantize_chosen(module, summary)
-    choose_layouts_(module)
     say_if_slow(module, config)
     for model in _models(module):
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)

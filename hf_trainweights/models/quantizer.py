@@ -36,7 +36,6 @@ from hf_trainweights.models.slowness import say_if_slow
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.models.summary import Summary, check_not_empty
 from hf_trainweights.tensor.guards import NOTICE_NAME
-from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.placements import local_tensor
@@ -224,7 +223,6 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             check_none_is_missing(model, self.summary(), self.state.stored)
         _logger.info("%s", self._summary)
         say_if_slow(model, self.quantization_config)
-        choose_layouts_(model)
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)

@@ -16,7 +16,6 @@ import contextlib
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from torch import nn
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -28,7 +27,6 @@ from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
 from hf_trainweights.models.host.construction import refuse_quantized_configurations
 from hf_trainweights.tensor.descriptions import describe
-from hf_trainweights.tensor.layouts import choose_layout_of_registered
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
@@ -46,14 +44,8 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
         register_quantizer(QUANT_METHOD)(quantizer)
         register_module_module_registration_hook(meet_adapters)  # type: ignore[arg-type]
-        register_module_parameter_registration_hook(_meet_parameter)  # type: ignore[arg-type]
+        register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
     for function in callable_by_files:
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])
-
-
-def _meet_parameter(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-    """Let a module take in a quantized weight, or part with one; PyTorch calls this for every parameter."""
-    choose_layout_of_registered(module, parameter)
-    describe(module, name, parameter)

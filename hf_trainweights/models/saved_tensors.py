@@ -34,12 +34,9 @@ def flat_state_dict(
         compress: Whether to code every tensor, quantized or float, where that makes it smaller.
 
     Returns:
-        Names to tensors; copies where a kernel's private layout holds a weight. Of a model with adapters such weights
-        are left out, because nothing but the adapters is saved.
+        Names to tensors, which are the model's own where nothing is coded.
     """
     state_dict = whole_state_dict(model, given)
-    if has_adapters(model):
-        state_dict = {name: tensor for name, tensor in state_dict.items() if not _is_in_private_layout(tensor)}
     flat = flatten_state_dict(state_dict, default, compress and not has_adapters(model))
     # In front, where they open no shard of their own.
     return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
@@ -49,10 +46,6 @@ def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[s
     """Return guards for weights that do not lie in a file under their own names."""
     names = [name_for_transformers(name) for name in guarded_names(name for name in state_dict if name not in flat)]
     return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
-
-
-def _is_in_private_layout(tensor: object) -> bool:
-    return isinstance(tensor, QuantizedTensor) and tensor.kernel_layout is not None
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
@@ -84,7 +77,7 @@ def memory_key(tensor: Tensor) -> object:
     tensor = local_tensor(tensor)
     if isinstance(tensor, QuantizedTensor):
         held = tuple((name, memory_key(each)) for name, each in tensor.held.tensors.items())
-        return held, tensor.format, tensor.kernel_layout, tensor.stored_shape, tensor.transposed, tensor.dtype
+        return held, tensor.format, tensor.stored_shape, tensor.transposed, tensor.dtype
     # Tensors without elements have no address.
     address = tensor.data_ptr() if tensor.numel() else id(tensor)
     seen = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()

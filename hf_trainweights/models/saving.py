@@ -29,14 +29,13 @@ from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.guard_names import name_guards
-from hf_trainweights.models.host.models import has_adapters, shallow_copy
+from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
 from hf_trainweights.models.hub import Push, begin_push
 from hf_trainweights.models.ranks import gather_on_first_rank, is_in_parts, on_first_rank
 from hf_trainweights.models.resizing import resize_token_embeddings
-from hf_trainweights.models.saved_tensors import get_memory_footprint, is_same_weight
+from hf_trainweights.models.saved_tensors import get_memory_footprint
 from hf_trainweights.models.training import train
-from hf_trainweights.tensor.layouts import canonical_layouts
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
 _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
@@ -180,8 +179,7 @@ def _save(
     card = None
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
         staging = staged.path
-        with _as_in_files(model, options.get("state_dict")) as saved_model:
-            type(model).save_pretrained(saved_model, staging, **options)
+        type(model).save_pretrained(_handing_over(model, options.get("state_dict")), staging, **options)
         name_guards(staging)
         if not safe:
             rewrite_as_bin(staging)
@@ -222,9 +220,8 @@ def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
     return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
 
 
-@contextlib.contextmanager
-def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Iterator[PreTrainedModel]:
-    """Yield what Transformers is to save: the model, whose weights are held as they lie in files meanwhile.
+def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None) -> PreTrainedModel:
+    """Return what Transformers is to save: a shallow copy of the model, whose quantizer hands the tensors over.
 
     Args:
         model: A quantized model, or one that was.
@@ -232,19 +229,12 @@ def _as_in_files(model: PreTrainedModel, given: Mapping[str, Any] | None) -> Ite
             of the quantizer, in a copy of the model that shares all else with it, hands it over.
     """
     if not hasattr(model, "hf_quantizer"):
-        yield model
-        return
-    if given is not None:
-        # The model's own weights, where it is these that are given: they are not to be converted a second time.
-        own = dict(model.named_parameters(remove_duplicate=False))
-        given = {name: own[name] if is_same_weight(own.get(name), tensor) else tensor for name, tensor in given.items()}
+        return model
     quantizer: Any = copy.copy(model.hf_quantizer)
     quantizer.state_dict_to_save, quantizer.writes_guards = given, True
     saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
-    # Of a model with adapters only these are saved.
-    with canonical_layouts([] if has_adapters(model) else model.parameters() if given is None else given.values()):
-        yield saved_model
+    return saved_model
 
 
 def is_replaced(name: str, variant: str | None) -> bool:

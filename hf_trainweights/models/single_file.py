@@ -24,7 +24,6 @@ from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.saved_tensors import memory_key
 from hf_trainweights.models.stored_weights import check_weight_files
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, is_notice, make_guard
-from hf_trainweights.tensor.layouts import canonical_layouts
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
@@ -61,7 +60,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     aliases = {name: kept for name, kept in aliases.items() if name not in (kept, "format")}
     kept = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
     path = _checked(path)
-    with staged_files(path.parent, lambda _: False) as staged, canonical_layouts(kept.values()):
+    with staged_files(path.parent, lambda _: False) as staged:
         flat = flatten_state_dict(kept, None)
         guarded = guarded_names(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor))
         flat = {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])} | flat

@@ -35,18 +35,18 @@ _WAITING = [
 ]
 
 
-@implements(*(op.default for op in _WAITING), any_layout=True)
+@implements(*(op.default for op in _WAITING))
 def _wait(func: Any, tensor: QuantizedTensor) -> Any:
     del func
     alias = torch.ops.aten.alias.default
-    return HANDLERS[alias].function(alias, tensor)
+    return HANDLERS[alias](alias, tensor)
 
 
 @implements(torch.ops.c10d.scatter_.default)
 def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]], *args: Any) -> Any:
     """Let the first rank send the others their rows: `distribute_tensor`, with which a full state dict is loaded."""
     weights = [*outputs, *(weight for row in inputs for weight in row)]
-    if not all(isinstance(weight, QuantizedTensor) and weight.kernel_layout is None for weight in weights):
+    if not all(isinstance(weight, QuantizedTensor) for weight in weights):
         raise unsupported_collective(func)
     works = []
     for name in outputs[0].format.tensor_names:

@@ -33,11 +33,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     Raises:
         UnsupportedError: The op writes to a quantized weight, or sends it to other processes.
     """
-    handler, result = HANDLERS.get(func), NotImplemented
-    if handler is not None:
-        if not handler.any_layout:
-            args = tuple(value.canonical() if isinstance(value, HeldTensor) else value for value in args)
-        result = handler.function(func, *args, **kwargs)
+    handler = HANDLERS.get(func)
+    result = NotImplemented if handler is None else handler(func, *args, **kwargs)
     return _fall_back(func, args, kwargs) if result is NotImplemented else result
 
 

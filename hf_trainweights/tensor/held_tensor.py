@@ -1,4 +1,4 @@
-"""The tensors that a quantized weight holds, in the layout of files or in a kernel's."""
+"""The tensors that a quantized weight holds, as they lie in files."""
 
 from __future__ import annotations
 
@@ -8,10 +8,8 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights import kernels
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
-from hf_trainweights.kernels.layouts import Layout
 from hf_trainweights.tensor.stored_checks import check_stored
 
 
@@ -21,24 +19,19 @@ class Held:
     Another thread may multiply meanwhile, so nothing here changes but `multiply_few`, which depends on the rest alone.
 
     Args:
-        tensors: By the names of the format's stored tensors.
-        layout: The kernel's layout that they are in; None for the stored tensors themselves.
+        tensors: The stored tensors of the format, by their names.
     """
 
-    __slots__ = ("layout", "multiply_few", "tensors")
+    __slots__ = ("multiply_few", "tensors")
 
-    def __init__(self, tensors: dict[str, Tensor], layout: Layout | None = None):
-        self.tensors, self.layout = tensors, layout
+    def __init__(self, tensors: dict[str, Tensor]):
+        self.tensors = tensors
         # The kernel's function for the few rows of a decoding step; None until the first of them.
         self.multiply_few: MultiplyFew | None = None
 
-    def to_canonical(self) -> dict[str, Tensor]:
-        """Return the stored tensors: those that are held, or new ones where a layout holds them."""
-        return self.tensors if self.layout is None else self.layout.to_canonical(self.tensors)
-
 
 def _stored_tensor(name: str) -> Any:
-    """Return a property for one stored tensor; to assign to it takes the weight out of a kernel's layout."""
+    """Return a property for one stored tensor, which checks what is assigned to it."""
 
     def read(weight: HeldTensor) -> Tensor:
         return weight.tensors[name]
@@ -48,7 +41,7 @@ def _stored_tensor(name: str) -> Any:
         check_stored(tensors, weight.format, weight.stored_shape)
         weight.hold_(Held(tensors))
 
-    return property(read, write, doc=f"The stored tensor `{name}`; a new one where a kernel's layout holds the weight.")
+    return property(read, write, doc=f"The stored tensor `{name}`.")
 
 
 class HeldTensor(Tensor):
@@ -58,8 +51,6 @@ class HeldTensor(Tensor):
     stored_shape: tuple[int, ...]
     transposed: bool
     held: Held
-    # Whether the layout was chosen, or will be, by the one who made the weight a parameter.
-    layout_is_settled: bool
 
     qdata = _stored_tensor("qdata")
     scale = _stored_tensor("scale")
@@ -103,7 +94,7 @@ class HeldTensor(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> Self:
-        """Return the weight that tensors in any layout hold, unchecked.
+        """Return the weight that tensors hold, unchecked.
 
         Args:
             held: The tensors; kept, not copied.
@@ -123,7 +114,6 @@ class HeldTensor(Tensor):
             cls, size, strides=strides, dtype=dtype, device=device, requires_grad=False, storage_size=0
         )
         weight.format, weight.stored_shape, weight.transposed = format, tuple(shape), transposed
-        weight.layout_is_settled = False
         return weight.hold_(held)
 
     @classmethod
@@ -156,11 +146,6 @@ class HeldTensor(Tensor):
         return cls.from_held(held, chosen, stored.shape, weight.dtype, transposed)
 
     @property
-    def kernel_layout(self) -> Layout | None:
-        """The kernel's layout that holds the weight, None for its stored tensors. Torch uses `layout` otherwise."""
-        return self.held.layout
-
-    @property
     def is_traced(self) -> bool:
         """Whether a compiler traces with the weight: then it holds tensors of another class, without values."""
         return any(type(tensor) is not Tensor for tensor in self.held.tensors.values())
@@ -174,12 +159,12 @@ class HeldTensor(Tensor):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The stored tensors by name: no copies, unless a kernel's private layout holds the weight."""
-        return self.held.to_canonical()
+        """The stored tensors by name; no copies."""
+        return self.held.tensors
 
     @property
     def scale_dtype(self) -> torch.dtype:
-        """Dtype of the scales, which every layout keeps."""
+        """Dtype of the scales."""
         return self.held.tensors["scale"].dtype
 
     @property
@@ -212,42 +197,8 @@ class HeldTensor(Tensor):
         held = Held({name: function(tensor) for name, tensor in self.tensors.items()})
         return self.from_held(held, self.format, self.stored_shape, dtype or self.dtype, self.transposed)
 
-    def map_held(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the tensor with `function` applied to every held tensor, in the same layout.
-
-        Args:
-            function: From a held tensor to itself or a copy.
-        """
-        held = Held({name: function(tensor) for name, tensor in self.held.tensors.items()}, self.held.layout)
-        return self.from_held(held, self.format, self.stored_shape, self.dtype, self.transposed)
-
-    def best_layout(self) -> Layout | None:
-        """Return the layout in which a kernel multiplies this weight fastest; None for its stored tensors."""
-        if self.dtype != self.scale_dtype:
-            return None
-        return kernels.choose_layout(self.format, self.stored_shape, self.dtype, self.device)
-
-    def in_layout(self, layout: Layout | None) -> Self:
-        """Return the same weight, held in another layout.
-
-        Args:
-            layout: A layout for its format and shape; None for the stored tensors.
-
-        Returns:
-            `self` where it is held so already, else a new tensor.
-        """
-        if layout == self.kernel_layout:
-            return self
-        tensors = self.tensors
-        held = Held(tensors if layout is None else layout.from_canonical(tensors), layout)
-        return self.from_held(held, self.format, self.stored_shape, self.dtype, self.transposed)
-
-    def canonical(self) -> Self:
-        """Return the tensor as it lies in files: `self`, unless a kernel's private layout holds it."""
-        return self.in_layout(None)
-
     def hold_(self, held: Held) -> Self:
         """Take over tensors of this weight's format, shape and device in place of those that are held; not copied."""
         # What was prepared for another weight may serve another dtype.
-        self.held = Held(held.tensors, held.layout)
+        self.held = Held(held.tensors)
         return self

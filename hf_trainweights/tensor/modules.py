@@ -12,7 +12,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
-    """Make a quantized weight a frozen parameter, in place, whose layout `choose_layouts_` is to choose.
+    """Make a quantized weight a frozen parameter, in place.
 
     Args:
         weight: A weight that nothing else holds.
@@ -28,7 +28,6 @@ def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
     """
     # nn.Parameter does the same to a copy that it gets from `detach`, which takes a tenth of the time of a reload.
     weight._is_param = True  # type: ignore[attr-defined]
-    weight.layout_is_settled = True
     return weight  # type: ignore[return-value]
 
 

@@ -20,17 +20,17 @@ aten = torch.ops.aten
 _MASKS = (torch.bool, torch.uint8)
 
 
-@implements(aten.detach.default, aten.alias.default, any_layout=True)
+@implements(aten.detach.default, aten.alias.default)
 def _alias(func: Any, tensor: QuantizedTensor) -> Any:
-    return return_and_correct_aliasing(func, (tensor,), {}, tensor.map_held(lambda held: held))
+    return return_and_correct_aliasing(func, (tensor,), {}, tensor.map(lambda stored: stored))
 
 
-@implements(aten.clone.default, any_layout=True)
+@implements(aten.clone.default)
 def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None) -> Any:
     del func
     if tensor.transposed and memory_format == torch.contiguous_format:
         return NotImplemented
-    return tensor.map_held(torch.clone)
+    return tensor.map(torch.clone)
 
 
 @implements(aten._to_copy.default)
@@ -68,7 +68,6 @@ def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     aten.new_zeros.default,
     aten.new_ones.default,
     aten.new_full.default,
-    any_layout=True,
 )
 def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     """Run a factory such as zeros_like, which reads no values, on a tensor without any."""
@@ -76,7 +75,7 @@ def _like(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     return func(torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta"), *args, **kwargs)
 
 
-@implements(aten.copy_.default, any_layout=True)
+@implements(aten.copy_.default)
 def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
     """Copy between equal formats only: anything else would round, or inflate, without a word.
 
@@ -107,10 +106,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
         raise UnsupportedError("copy_", expected, found, next_step)
     assert isinstance(target, QuantizedTensor)
     assert isinstance(source, QuantizedTensor)
-    held = target.held
-    copied = source.in_layout(held.layout).held.tensors
-    for name, tensor in held.tensors.items():
-        tensor.copy_(copied[name], non_blocking=non_blocking)
+    for name, tensor in target.tensors.items():
+        tensor.copy_(source.tensors[name], non_blocking=non_blocking)
     return target
 
 
@@ -137,46 +134,40 @@ def _stored_dim(tensor: QuantizedTensor, dim: int) -> int:
 
 
 def _narrow(tensor: QuantizedTensor, dim: int, function: Callable[[Tensor], Tensor]) -> Any:
-    """Apply an indexing function along one stored dimension to every held tensor; not possible along K."""
+    """Apply an indexing function along one dimension to every stored tensor; not possible along K."""
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    whole, shared = _divisible(tensor, dim), _shared_along(tensor, dim)
-    tensors = {name: held if name in shared else function(held) for name, held in whole.tensors.items()}
-    return _part(tensor, Held(tensors, whole.layout))
-
-
-def _divisible(tensor: QuantizedTensor, dim: int) -> Held:
-    """Return tensors that can be cut along `dim`: between experts in any layout, between rows the stored ones."""
-    return Held(tensor.tensors) if _stored_dim(tensor, dim) == tensor.dim() - 2 else tensor.held
+    shared = _shared_along(tensor, dim)
+    return _part(tensor, {name: held if name in shared else function(held) for name, held in tensor.tensors.items()})
 
 
 def _shared_along(tensor: QuantizedTensor, dim: int) -> tuple[str, ...]:
-    """Return the names of the held tensors that a cut along `dim` leaves whole: those that all rows share."""
+    """Return the names of the stored tensors that a cut along `dim` leaves whole: those that all rows share."""
     return tensor.format.shared_names if _stored_dim(tensor, dim) == tensor.dim() - 2 else ()
 
 
-def _part(tensor: QuantizedTensor, held: Held) -> Tensor:
-    """Return the weight that held tensors of some of the rows stand for; a single row is dequantized, read-only."""
-    shape = (*held.tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
+def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
+    """Return the weight that stored tensors of some of the rows stand for; a single row is dequantized, read-only."""
+    shape = (*tensors["qdata"].shape[:-1], tensor.stored_shape[-1])
     if len(shape) < 2:
-        rows = {name: stored if stored.dim() > 1 else stored.unsqueeze(0) for name, stored in held.tensors.items()}
+        rows = {name: stored if stored.dim() > 1 else stored.unsqueeze(0) for name, stored in tensors.items()}
         return read_only(tensor.format.dequantize(rows, (1, *shape), tensor.dtype)[0])
     # Indices of two dimensions make several matrices of rows.
     whole = {
         name: stored.expand(*shape[:-2], *stored.shape[-2:]) if name in tensor.format.shared_names else stored
-        for name, stored in held.tensors.items()
+        for name, stored in tensors.items()
     }
-    return QuantizedTensor.from_held(Held(whole, held.layout), tensor.format, shape, tensor.dtype, tensor.transposed)
+    return QuantizedTensor.from_held(Held(whole), tensor.format, shape, tensor.dtype, tensor.transposed)
 
 
-@implements(aten.select.int, any_layout=True)
+@implements(aten.select.int)
 def _select(func: Any, tensor: QuantizedTensor, dim: int, index: int) -> Any:
     if tensor.dim() > 2 and _positive(tensor, dim) >= tensor.dim() - 2:
         return NotImplemented
     return _narrow(tensor, dim, lambda stored: func(stored, _stored_dim(tensor, dim), index))
 
 
-@implements(aten.slice.Tensor, any_layout=True)
+@implements(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     size = tensor.shape[dim]
     if (start is None or start in (0, -size)) and (end is None or end >= size) and step == 1:
@@ -184,19 +175,19 @@ def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, 
     return _narrow(tensor, dim, lambda stored: func(stored, _stored_dim(tensor, dim), start, end, step))
 
 
-@implements(aten.split.Tensor, aten.split_with_sizes.default, any_layout=True)
+@implements(aten.split.Tensor, aten.split_with_sizes.default)
 def _split(func: Any, tensor: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     if _stored_dim(tensor, dim) == tensor.dim() - 1:
         return NotImplemented
-    whole, shared = _divisible(tensor, dim), _shared_along(tensor, dim)
-    cut = {name: held for name, held in whole.tensors.items() if name not in shared}
+    tensors, shared = tensor.tensors, _shared_along(tensor, dim)
+    cut = {name: held for name, held in tensors.items() if name not in shared}
     pieces = {name: func(held, sizes, _stored_dim(tensor, dim)) for name, held in cut.items()}
-    pieces |= {name: [whole.tensors[name]] * len(pieces["qdata"]) for name in shared}
+    pieces |= {name: [tensors[name]] * len(pieces["qdata"]) for name in shared}
     parts = (dict(zip(pieces, piece, strict=True)) for piece in zip(*pieces.values(), strict=True))
-    return [_part(tensor, Held(part, whole.layout)) for part in parts]
+    return [_part(tensor, part) for part in parts]
 
 
-@implements(aten.unbind.int, any_layout=True)
+@implements(aten.unbind.int)
 def _unbind(func: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
     del func
     if tensor.dim() < 3 or _positive(tensor, dim) >= tensor.dim() - 2:
@@ -204,7 +195,7 @@ def _unbind(func: Any, tensor: QuantizedTensor, dim: int = 0) -> Any:
     return [_select(aten.select.int, tensor, dim, index) for index in range(tensor.shape[dim])]
 
 
-@implements(aten.index.Tensor, any_layout=True)
+@implements(aten.index.Tensor)
 def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None]) -> Any:
     # A mask of several dimensions selects single weights, and over experts only a plain list keeps `[*, N, K]`.
     index = indices[0]
@@ -222,18 +213,17 @@ def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None])
     )
 
 
-@implements(aten.embedding.default, any_layout=True)
+@implements(aten.embedding.default)
 def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Dequantize only the rows that are looked up."""
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
-    held, K = tensor.held, tensor.stored_shape[-1]
-    rows = (held.layout or tensor.format).take_rows(held.tensors, indices.flatten())
+    rows, K = tensor.format.take_rows(tensor.tensors, indices.flatten()), tensor.stored_shape[-1]
     return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
 
 
-@implements(aten.t.default, aten.transpose.int, aten.permute.default, any_layout=True)
+@implements(aten.t.default, aten.transpose.int, aten.permute.default)
 def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     order = list(range(tensor.dim()))
     if func is aten.permute.default:
@@ -248,7 +238,7 @@ def _transpose(func: Any, tensor: QuantizedTensor, *dims: Any) -> Any:
     return return_and_correct_aliasing(func, (tensor, *dims), {}, flipped)
 
 
-@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default, any_layout=True)
+@implements(aten.expand.default, aten.view.default, aten._unsafe_view.default)
 def _view(func: Any, tensor: QuantizedTensor, shape: Sequence[int], **kwargs: Any) -> Any:
     del kwargs
     same = len(shape) == tensor.dim() and all(new in (-1, old) for new, old in zip(shape, tensor.shape, strict=True))

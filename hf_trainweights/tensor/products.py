@@ -45,13 +45,12 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
         raise UnsupportedError("torch.onnx.export", "float weights", f"a weight in {form}", next_step)
-    out = kernels.linear(x, held.tensors, form, held.layout, bias)
+    out = kernels.linear(x, held.tensors, form, bias)
     if out is not None:
         return out
-    tensors = held.to_canonical()
     if not plain:
-        return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
-    return multiply_dequantized(x, tensors, form, shape, bias)
+        return F.linear(x, form.dequantize(held.tensors, shape, x.dtype), bias)
+    return multiply_dequantized(x, held.tensors, form, shape, bias)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -85,14 +84,14 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     return fits and (bias is None or (bias.shape == weight.shape[:1] and bias.dtype == weight.dtype))
 
 
-@implements(aten.linear.default, any_layout=True)
+@implements(aten.linear.default)
 def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if _takes(x, weight, bias):
         return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, x, weight, bias)
 
 
-@implements(aten.matmul.default, aten.mm.default, any_layout=True)
+@implements(aten.matmul.default, aten.mm.default)
 def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
     """Multiply with the transpose of a stored matrix, the form in which F.linear arrives below autograd."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
@@ -100,7 +99,7 @@ def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
     return compute_dequantized(func, x, weight)
 
 
-@implements(aten.addmm.default, any_layout=True)
+@implements(aten.addmm.default)
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
     fits = bias.shape == weight.shape[1:] and bias.dtype == weight.dtype
     if not factors and fits and _fits(x, weight, transposed=True):
@@ -108,7 +107,7 @@ def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> T
     return compute_dequantized(func, bias, x, weight, **factors)
 
 
-@implements(aten.bmm.default, any_layout=True)
+@implements(aten.bmm.default)
 def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     """Multiply expert by expert: no float weight of a whole layer is made."""
     if is_plain(first) and _fits(first, second, transposed=True):
@@ -118,7 +117,7 @@ def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     return compute_dequantized(func, first, second)
 
 
-@implements(aten._grouped_mm.default, any_layout=True)
+@implements(aten._grouped_mm.default)
 def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
     """Multiply the rows of each expert with it; an expert without rows is not touched."""
     fits = x.dim() == 2 and weight.dim() == 3 and _fits(x, weight, transposed=True)
@@ -132,8 +131,7 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
 
 
 def _expert(weight: QuantizedTensor, index: int) -> Expert:
-    held = weight.held
-    part = Held({name: tensor[index] for name, tensor in held.tensors.items()}, held.layout)
+    part = Held({name: tensor[index] for name, tensor in weight.tensors.items()})
     return part, weight.format, weight.stored_shape[1:]
 
 
@@ -190,7 +188,7 @@ def _settle(weight: QuantizedTensor, held: Held) -> MultiplyFew:
     """Return the function for what a weight holds, and keep it there: what is exchanged meanwhile takes it along."""
     multiply_few = None
     if weight.dim() == 2 and not weight.transposed:
-        multiply_few = kernels.prepare_few_rows(held.tensors, weight.format, held.layout, weight.dtype)
+        multiply_few = kernels.prepare_few_rows(held.tensors, weight.format, weight.dtype)
     held.multiply_few = multiply_few or _leave_to_linear
     return held.multiply_few
 

@@ -79,20 +79,19 @@ class QuantizedTensor(ShardedTensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         names = [f"held_{name}" for name in self.format.tensor_names]
-        return names, (self.kernel_layout, self.format, self.stored_shape, self.dtype, self.transposed)
+        return names, (self.format, self.stored_shape, self.dtype, self.transposed)
 
     @staticmethod
     def __tensor_unflatten__(
         inner_tensors: dict[str, Tensor], metadata: tuple[Any, ...], outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
         del outer_size, outer_stride
-        layout, *others = metadata
-        held = Held({name.removeprefix("held_"): tensor for name, tensor in inner_tensors.items()}, layout)
-        return QuantizedTensor.from_held(held, *others)
+        held = Held({name.removeprefix("held_"): tensor for name, tensor in inner_tensors.items()})
+        return QuantizedTensor.from_held(held, *metadata)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what compiled code depends on; torch.compile keys its cache of whole graphs by it."""
-        return f"{self.format}:{self.kernel_layout}:{self.stored_shape}:{self.dtype}:{self.transposed}"
+        return f"{self.format}:{self.stored_shape}:{self.dtype}:{self.transposed}"
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         del protocol
@@ -105,7 +104,7 @@ class QuantizedTensor(ShardedTensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) not in memo:
-            copied = self.map_held(torch.clone)
+            copied = self.map(torch.clone)
             memo[id(self)] = nn.Parameter(copied, requires_grad=False) if isinstance(self, nn.Parameter) else copied
         return memo[id(self)]
 
@@ -188,11 +187,7 @@ def rebuild_quantized_tensor(
         for name, tensor in tensors.items()
     }
     tensor = QuantizedTensor(tensors, form, shape, dtype, bool(transposed))
-    if not is_parameter:
-        return tensor
-    # A module that is loaded whole does not register its parameters. That one is a table of embeddings, which needs no
-    # layout, is not in the file: nothing there may depend on the CPU that wrote it.
-    return nn.Parameter(tensor.in_layout(tensor.best_layout()), requires_grad=False)  # type: ignore[return-value]
+    return nn.Parameter(tensor, requires_grad=False) if is_parameter else tensor  # type: ignore[return-value]
 
 
 def _is_float8(dtype: torch.dtype) -> bool:

@@ -94,11 +94,7 @@ def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
     plain = values.detach().to(weight.scale_dtype)
     quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed, beside=weight.held.tensors)
     _keep_equal_rows_(quantized, weight, plain)
-    quantized = quantized.map(lambda stored: stored, weight.dtype)
-    if weight.kernel_layout is None:
-        return quantized
-    same = quantized.stored_shape == weight.stored_shape
-    return quantized.in_layout(weight.kernel_layout if same else quantized.best_layout())
+    return quantized.map(lambda stored: stored, weight.dtype)
 
 
 def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, values: Tensor) -> None:
@@ -153,7 +149,7 @@ def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
 
 
 def _put(module: nn.Module, name: str, parameter: Tensor) -> None:
-    # `setattr` would choose a layout anew, and a parametrized module keeps its parameters out of its own reach.
+    # Not by `setattr`: a parametrized module keeps its parameters out of its own reach.
     module._parameters[name] = parameter  # type: ignore[assignment]
 
 

@@ -24,13 +24,13 @@ from hf_trainweights.tensor.sharding import pad_rows
 
 aten = torch.ops.aten
 
-_new_tensor = HANDLERS[aten.new_zeros.default].function
-_copy_of = HANDLERS[aten.clone.default].function
-_to_copy = HANDLERS[aten._to_copy.default].function
-_view = HANDLERS[aten.view.default].function
-_alias = HANDLERS[aten.alias.default].function
-_split_rows = HANDLERS[aten.split.Tensor].function
-_slice_rows = HANDLERS[aten.slice.Tensor].function
+_new_tensor = HANDLERS[aten.new_zeros.default]
+_copy_of = HANDLERS[aten.clone.default]
+_to_copy = HANDLERS[aten._to_copy.default]
+_view = HANDLERS[aten.view.default]
+_alias = HANDLERS[aten.alias.default]
+_split_rows = HANDLERS[aten.split.Tensor]
+_slice_rows = HANDLERS[aten.slice.Tensor]
 
 # What accelerate sets in the environment when FSDP is to load in this way.
 _SENT_FROM_FIRST_RANK = ("ACCELERATE_USE_FSDP", "FSDP_CPU_RAM_EFFICIENT_LOADING")
@@ -129,14 +129,14 @@ def _new_zeros(func: Any, tensor: QuantizedTensor, size: Sequence[int], **kwargs
     return tensor.zeros(size[0])
 
 
-@implements(aten.split.Tensor, any_layout=True)
+@implements(aten.split.Tensor)
 def _split(func: Any, tensor: QuantizedTensor, size: int, dim: int = 0) -> Any:
     """Cut a weight that is stored transposed by columns, as FSDP does with its first dimension."""
     by_columns = _among_ranks() and tensor.is_cut_by_columns and dim == 0 and tensor.can_be_cut(size)
     return tensor.chunks(size) if by_columns else _split_rows(func, tensor, size, dim)
 
 
-@implements(aten.slice.Tensor, any_layout=True)
+@implements(aten.slice.Tensor)
 def _slice(func: Any, tensor: QuantizedTensor, dim: int = 0, start: Any = None, end: Any = None, step: Any = 1) -> Any:
     """Let the first rows of a shard know what the shard knew: FSDP keeps the padded one and shows these."""
     part = _slice_rows(func, tensor, dim, start, end, step)
@@ -152,7 +152,7 @@ def _is_contiguous(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
     return True if isinstance(tensor, QuantizedTensor) and _among_ranks() else NotImplemented
 
 
-@implements(aten.clone.default, any_layout=True)
+@implements(aten.clone.default)
 def _clone(func: Any, tensor: QuantizedTensor, memory_format: torch.memory_format | None = None) -> Any:
     """Let `contiguous`, which DTensor calls, agree with `is_contiguous`."""
     return _copy_of(func, tensor, None if _among_ranks() else memory_format)
@@ -187,6 +187,6 @@ def _pad(func: Any, tensor: QuantizedTensor, pad: Sequence[int], value: Any = 0)
     return pad_rows(tensor, pad[-1])
 
 
-@implements(aten.is_pinned.default, any_layout=True)
+@implements(aten.is_pinned.default)
 def _is_pinned(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> bool:
     return all(func(held, *args, **kwargs) for held in tensor.held.tensors.values())

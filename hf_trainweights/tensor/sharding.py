@@ -33,12 +33,6 @@ class ShardedTensor(HeldTensor):
         mapped.padded_rows = self.padded_rows
         return mapped
 
-    def map_held(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the same rows with `function` applied to every held tensor; see `HeldTensor.map_held`."""
-        mapped = super().map_held(function)
-        mapped.padded_rows = self.padded_rows
-        return mapped
-
     @property
     def is_cut_by_columns(self) -> bool:
         """Whether the first dimension shown is K: GPT-2's Conv1D keeps its weight `[K, N]`."""

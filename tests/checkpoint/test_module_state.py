@@ -8,7 +8,6 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.checkpoint.module_state import load_module_state, module_state, state_sha256
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels.int4_tiles import Int4Tiles
 from hf_trainweights.tensor.modules import as_parameter
 
 
@@ -161,13 +160,11 @@ def test_the_hash_is_that_of_headers_and_little_endian_bytes():
     assert state_sha256(state) == hashlib.sha256(content).hexdigest()
 
 
-@pytest.mark.parametrize("rows", [32, 64])
-def test_a_weight_in_a_kernels_layout_is_stored_and_loaded_as_in_files(rows):
+def test_a_quantized_weight_is_stored_and_loaded_by_its_tensors():
     def layer(seed):
         weight = torch.randn(128, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
         module = nn.Linear(64, 128, bias=False)
-        quantized = QuantizedTensor.quantize(weight, Int4(32)).in_layout(Int4Tiles(rows))
-        module.weight = as_parameter(quantized)
+        module.weight = as_parameter(QuantizedTensor.quantize(weight, Int4(32)))
         return module
 
     first, second = layer(0), layer(1)
@@ -175,5 +172,4 @@ def test_a_weight_in_a_kernels_layout_is_stored_and_loaded_as_in_files(rows):
     assert state["weight"].keys() == {"qdata", "scale"}
     assert all(torch.equal(state["weight"][name], tensor) for name, tensor in first.weight.tensors.items())
     load_module_state(second, state)
-    assert second.weight.kernel_layout == Int4Tiles(rows)
     assert state_sha256(module_state(second)) == state_sha256(state)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo.run import Result, _each_warning_once, run_demo
+from hf_trainweights.demo.run import Result, run_demo
 from hf_trainweights.demo.training import Recipe
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
@@ -54,10 +53,3 @@ def test_a_directory_with_files_is_refused_and_left_alone(tmp_path: Path, tiny: 
     with pytest.raises(ConfigError, match="--out: expected a new or empty directory"):
         run_demo(tmp_path, ["int8"], tiny, no_report)
     assert [file.name for file in tmp_path.iterdir()] == ["thesis.txt"]
-
-
-def test_the_package_warns_of_a_thing_once(result: Result, caplog: pytest.LogCaptureFixture) -> None:
-    with _each_warning_once():
-        for count in (14, 14, 7):
-            logging.getLogger("hf_trainweights.tensor.layouts").warning("%d %s", count, "int4 weights are slow")
-    assert caplog.messages == ["14 int4 weights are slow"]

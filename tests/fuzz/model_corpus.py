@@ -53,7 +53,7 @@ _FORMAT_TEXTS = [
     *(
         b'{"format":"int8","group_size":0}',
         b'{"format":"int8","group_size":1e3}',
-        b'{"format":"int4_tiles"}',
+        b'{"format":"int8_tiles"}',
         b"9" * 5000,
     ),
 ]

@@ -19,7 +19,7 @@ AFresh = Callable[..., Any]
 def describe(value: Any) -> Any:
     """Return JSON that is the same for two values only if they agree in type, order and every bit."""
     if isinstance(value, hf_trainweights.QuantizedTensor):
-        weight = value.canonical()
+        weight = value
         return {
             **_kind(value),
             "format": weight.format.get_config(),

@@ -1,4 +1,4 @@
-"""Products with column scales: as near as the dequantized product, in every layout, with gradients, and compiled."""
+"""Products with column scales: as near as the dequantized product, with gradients, and compiled."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from weights import random_weight, same_bytes
+from weights import random_weight
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.kernels.column_scale import WithColumnScale
 
 INNER = {
     "int8": {"format": "int8"},
@@ -28,10 +27,9 @@ each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
 def column_scaled(inner: str, dtype: torch.dtype) -> QuantizedTensor:
-    """Return a weight whose columns differ by a factor of ten, in the layout that a module gives it."""
+    """Return a weight whose columns differ by a factor of ten."""
     values = random_weight(N, K) * torch.logspace(-1, 0, K)
-    weight = QuantizedTensor.quantize(values.to(dtype), get_format({**INNER[inner], "column_scale": True}))
-    return weight.in_layout(weight.best_layout())
+    return QuantizedTensor.quantize(values.to(dtype), get_format({**INNER[inner], "column_scale": True}))
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -62,18 +60,9 @@ def test_gradients_are_those_of_the_dequantized_weight(inner: str, dtype: torch.
     torch.testing.assert_close(*gradients)
 
 
-def test_the_inner_formats_layout_is_kept_and_exact_both_ways() -> None:
-    weight = column_scaled("int4", torch.bfloat16)
-    canonical = weight.canonical()
-    if weight.kernel_layout is not None:
-        assert isinstance(weight.kernel_layout, WithColumnScale)
-    for name, stored in canonical.in_layout(weight.kernel_layout).canonical().tensors.items():
-        assert same_bytes(stored, canonical.tensors[name])
-
-
 @each_inner
 @each_dtype
-def test_rows_are_looked_up_in_every_layout(inner: str, dtype: torch.dtype) -> None:
+def test_rows_are_looked_up(inner: str, dtype: torch.dtype) -> None:
     weight, indices = column_scaled(inner, dtype), torch.tensor([[5, 0], [639, 5]])
     assert torch.equal(F.embedding(indices, weight), weight.dequantize()[indices])
 

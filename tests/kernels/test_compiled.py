@@ -34,13 +34,13 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: Format, bias: Tensor | 
     """Return the product as a weight computes it without a gradient, the compiled functions alone."""
     out = prepared(tensors, form, x.dtype)(x, bias)
     if out is None:
-        out = linear(x, tensors, form, None, bias)
+        out = linear(x, tensors, form, bias)
     assert out is not None
     return out
 
 
 def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew:
-    multiply = prepare_few_rows(tensors, form, None, dtype)
+    multiply = prepare_few_rows(tensors, form, dtype)
     assert multiply is not None
     return multiply
 

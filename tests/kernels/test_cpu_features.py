@@ -72,7 +72,6 @@ def test_products_of_every_format_keep_the_bound_where_their_dtype_is_slow(
 ) -> None:
     use_cpu(ICE_LAKE, monkeypatch)
     weight = QuantizedTensor.quantize(random_weight(N, 1024, dtype=dtype), FORMATS[name]())
-    weight = weight.in_layout(weight.best_layout())
     x, bias = random_weight(rows, 1024, dtype=dtype, seed=1), random_weight(N, dtype=dtype, seed=2)
     with torch.no_grad():
         for shift in (None, bias):

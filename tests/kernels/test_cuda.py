@@ -211,7 +211,7 @@ def test_a_compiler_sees_one_op(form: Int8 | Int4, monkeypatch: pytest.MonkeyPat
     tensors = form.quantize(random_weight(80, 96))
 
     def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor) -> Tensor | None:
-        return linear(x, {"qdata": qdata, "scale": scale}, form, None, bias)
+        return linear(x, {"qdata": qdata, "scale": scale}, form, bias)
 
     with FakeTensorMode():
         on_gpu = [torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for tensor in tensors.values()]

@@ -11,19 +11,17 @@ from torch.nn import functional as F
 
 from hf_trainweights import kernels
 from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels import dequantized, stored, tiled_products
-from hf_trainweights.kernels.int4_tiles import Int4Tiles, tile_rows
+from hf_trainweights.kernels import dequantized, stored
 from hf_trainweights.tensor.dispatch import FALLBACKS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # PyTorch's own ops are the subject here: test_compiled.py tests the compiled products.
 pytestmark = pytest.mark.usefixtures("without_compiled")
 
-# Few rows and many, for PyTorch's op and for blocks.
-M_VALUES = (1, 5, tiled_products.MOST_ROWS, tiled_products.MOST_ROWS + 1, 70)
+# Few rows and many.
+M_VALUES = (1, 5, 70)
 SHAPES = [(64, 32, 32), (192, 192, 64), (320, 256, 128)]
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-LAYOUTS = ("canonical", "tiled")
 
 
 @pytest.fixture(params=[1, 2], ids=["1 thread", "2 threads"])
@@ -38,14 +36,12 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> T
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def weight_of(shape: tuple[int, int, int], dtype: torch.dtype, where: str = "tiled") -> QuantizedTensor:
-    """Return a weight with scales of both signs, in the layout `where`; tiles hold bfloat16 alone."""
+def weight_of(shape: tuple[int, int, int], dtype: torch.dtype) -> QuantizedTensor:
+    """Return a weight with scales of both signs."""
     N, K, group_size = shape
     weight = QuantizedTensor.quantize(random(N, K, dtype=dtype, seed=1), Int4(group_size))
     assert {-1.0, 1.0} <= set(weight.scale.sign().unique().tolist())
-    if where == "canonical" or dtype != torch.bfloat16:
-        return weight
-    return weight.in_layout(Int4Tiles(tile_rows() or 64))
+    return weight
 
 
 def error(result: Tensor, exact: Tensor) -> float:
@@ -58,45 +54,31 @@ def floor(x: Tensor, weight: QuantizedTensor, exact: Tensor, bias: Tensor | None
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtype: torch.dtype, where: str) -> None:
-    weight, bias = weight_of(shape, dtype, where), random(shape[0], dtype=dtype)
+def test_products_are_as_exact_as_dequantizing(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    weight, bias = weight_of(shape, dtype), random(shape[0], dtype=dtype)
     for M in M_VALUES:
         x = random(M, shape[1], dtype=dtype, seed=100 + M)
         for added in (None, bias):
             exact = F.linear(x.double(), weight.dequantize(torch.float64), None if added is None else added.double())
-            tensors, layout = weight.held.tensors, weight.kernel_layout
-            result = kernels.linear(x, tensors, weight.format, layout, added)
+            result = kernels.linear(x, weight.tensors, weight.format, added)
             assert result is not None
             assert (result.dtype, result.shape) == (dtype, exact.shape)
             assert error(result, exact) <= 1.5 * floor(x, weight, exact, added), M
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_weights_of_many_blocks_are_put_together_in_order(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = weight_of((320, 256, 128), torch.bfloat16, where), random(40, 256)
-    tensors, layout = weight.held.tensors, weight.kernel_layout
-    whole = kernels.linear(x, tensors, weight.format, layout, None)
-    for module in (dequantized, tiled_products):
-        monkeypatch.setattr(module, "_BLOCK_ELEMENTS", 1)
-        monkeypatch.setattr(module, "_BLOCK_ROWS", 128)
-    torch.testing.assert_close(kernels.linear(x, tensors, weight.format, layout, None), whole)
+def test_weights_of_many_blocks_are_put_together_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of((320, 256, 128), torch.bfloat16), random(40, 256)
+    whole = kernels.linear(x, weight.tensors, weight.format)
+    monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", 1)
+    monkeypatch.setattr(dequantized, "_BLOCK_ROWS", 128)
+    torch.testing.assert_close(kernels.linear(x, weight.tensors, weight.format), whole)
 
 
-def test_tiles_of_another_cpu_give_the_same_product() -> None:
-    weight, x = weight_of((192, 192, 64), torch.bfloat16, "canonical"), random(3, 192)
-    exact = x.double() @ weight.dequantize(torch.float64).t()
-    for rows in (32, 64):
-        tiles = weight.in_layout(Int4Tiles(rows))
-        assert error(F.linear(x, tiles), exact) <= 1.5 * floor(x, weight, exact)
-
-
-@pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("M", [6, 60])
-def test_strides_and_batch_dimensions_change_nothing(M: int, where: str) -> None:
-    weight = weight_of((192, 192, 64), torch.bfloat16, where)
+def test_strides_and_batch_dimensions_change_nothing(M: int) -> None:
+    weight = weight_of((192, 192, 64), torch.bfloat16)
     x = random(M, 192)
     expected = F.linear(x, weight)
     wide = random(M, 400)
@@ -111,10 +93,9 @@ def test_strides_and_batch_dimensions_change_nothing(M: int, where: str) -> None
         assert F.linear(x.new_empty(empty), weight).shape == (*empty[:-1], 192)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
 @pytest.mark.parametrize("M", [3, 60])
-def test_the_gradient_of_x_is_that_of_the_dequantized_weight(M: int, where: str) -> None:
-    weight = weight_of((192, 192, 64), torch.bfloat16, where)
+def test_the_gradient_of_x_is_that_of_the_dequantized_weight(M: int) -> None:
+    weight = weight_of((192, 192, 64), torch.bfloat16)
     x, other = (random(M, 192).requires_grad_() for _ in range(2))
     upstream = random(M, 192, seed=2)
     F.linear(x, weight).backward(upstream)
@@ -122,9 +103,8 @@ def test_the_gradient_of_x_is_that_of_the_dequantized_weight(M: int, where: str)
     assert torch.equal(x.grad, other.grad)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_linear_takes_the_op_and_does_not_dequantize(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    weight, x = weight_of((64, 32, 32), torch.bfloat16, where), random(2, 32)
+def test_linear_takes_the_op_and_does_not_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight, x = weight_of((64, 32, 32), torch.bfloat16), random(2, 32)
     monkeypatch.setattr(Int4, "dequantize", None)
     monkeypatch.setattr(Int4, "dequantize_rows", None)
     FALLBACKS.clear()
@@ -136,32 +116,27 @@ def test_linear_takes_the_op_and_does_not_dequantize(where: str, monkeypatch: py
 
 def test_what_is_no_float_of_the_cpu_has_no_op() -> None:
     weight = weight_of((64, 32, 32), torch.float32)
-    assert kernels.linear(random(2, 32).double(), weight.tensors, weight.format, None, None) is None
-    assert kernels.linear(random(2, 32).to("meta"), weight.tensors, weight.format, None, None) is None
+    assert kernels.linear(random(2, 32).double(), weight.tensors, weight.format) is None
+    assert kernels.linear(random(2, 32).to("meta"), weight.tensors, weight.format) is None
 
 
 @pytest.mark.parametrize("M", [1, 5, 70])
 def test_scales_that_x_cannot_hold_are_used_as_they_are(M: int) -> None:
     weight, x = weight_of((64, 32, 32), torch.float32), random(M, 32)
-    result = kernels.linear(x, weight.tensors, weight.format, None, None)
+    result = kernels.linear(x, weight.tensors, weight.format)
     exact = F.linear(x.double(), weight.dequantize(torch.float64))
     assert error(result, exact) <= 1.5 * floor(x, weight.bfloat16(), exact)
 
 
 @pytest.mark.parametrize("M", [2, 40])
 def test_the_ops_are_well_behaved(M: int) -> None:
-    weight, tiles = (weight_of((64, 64, 32), torch.bfloat16, where) for where in LAYOUTS)
-    held, layout = tiles.held.tensors, tiles.kernel_layout
-    assert isinstance(layout, Int4Tiles)
+    weight = weight_of((64, 64, 32), torch.bfloat16)
     for bias in (None, random(64)):
         torch.library.opcheck(stored.INT4_LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
-        arguments = (random(M, 64), held["qdata"], held["scale"], bias, layout.tile_rows)
-        torch.library.opcheck(tiled_products.LINEAR, arguments)
 
 
-@pytest.mark.parametrize("where", LAYOUTS)
-def test_products_compile_whole(where: str) -> None:
-    weight, bias = weight_of((64, 64, 32), torch.bfloat16, where), random(64)
+def test_products_compile_whole() -> None:
+    weight, bias = weight_of((64, 64, 32), torch.bfloat16), random(64)
 
     def model(x: Tensor) -> Tensor:
         return F.linear(F.linear(x, weight, bias).relu(), weight)

@@ -95,9 +95,9 @@ def test_both_ways_to_a_product_change_at_the_same_row(cpu: str, kind: str, monk
     monkeypatch.setattr(compiled.Product, "__call__", lambda *args: taken.append(len(args[4])) or args[4])
     monkeypatch.setattr(stored, "multiply_dequantized", lambda x, *_: x)
     rows = (1, 2, 16, 17, 48, 49, 64, 65, 128, 129, 256, 257)
-    at_once = prepare_few_rows(tensors, form, None, BFLOAT16)
+    at_once = prepare_few_rows(tensors, form, BFLOAT16)
     assert at_once is not None
-    for multiply in (lambda x: at_once(x, None), lambda x: linear(x, tensors, form, None)):
+    for multiply in (lambda x: at_once(x, None), lambda x: linear(x, tensors, form)):
         taken.clear()
         for M in rows:
             multiply(torch.ones(M, 128, dtype=BFLOAT16))
@@ -146,7 +146,7 @@ MANY, TWICE, DEQUANTIZED = "longer than one with float weights. int8", "twice as
         (HASWELL, FLOAT32, [MANY, MANY, None, MANY, MANY, TWICE]),
         (HASWELL, BFLOAT16, [None] * 6),
         (OLD, FLOAT32, [DEQUANTIZED] * 6),
-        (OLD, BFLOAT16, [None, DEQUANTIZED, None, None, DEQUANTIZED, DEQUANTIZED]),
+        (OLD, BFLOAT16, [None, DEQUANTIZED, None, DEQUANTIZED, DEQUANTIZED, DEQUANTIZED]),
         (OLD, FLOAT16, [None, DEQUANTIZED, None, DEQUANTIZED, DEQUANTIZED, DEQUANTIZED]),
     ],
 )

@@ -23,9 +23,9 @@ ROWS = (1, 2, 3, 4, 5, 16, 64)
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | None = None) -> Tensor:
-    multiply = prepare_few_rows(tensors, form, None, x.dtype)
+    multiply = prepare_few_rows(tensors, form, x.dtype)
     assert multiply is not None
-    out, by_op = multiply(x, bias), linear(x, tensors, form, None, bias)
+    out, by_op = multiply(x, bias), linear(x, tensors, form, bias)
     assert out is not None
     assert by_op is not None
     torch.testing.assert_close(out, by_op, rtol=0, atol=0, equal_nan=True)
@@ -100,11 +100,11 @@ def test_a_gradient_flows_to_the_input() -> None:
 def test_many_rows_in_float32_are_multiplied_with_the_dequantized_weight() -> None:
     form, x = UInt3(), random_weight(65, 64)
     tensors = form.quantize(random_weight(20, 64))
-    multiply = prepare_few_rows(tensors, form, None, torch.float32)
+    multiply = prepare_few_rows(tensors, form, torch.float32)
     assert multiply is not None
     assert multiply(x, None) is None
     expected = F.linear(x, form.dequantize(tensors, (20, 64), torch.float32))
-    torch.testing.assert_close(linear(x, tensors, form, None), expected)
+    torch.testing.assert_close(linear(x, tensors, form), expected)
     assert linear(x[:0], tensors, form, None).shape == (0, 20)
     assert "twice as long" in (slowness(form, torch.float32) or "")
 
@@ -115,6 +115,6 @@ def test_without_the_library_blocks_are_dequantized(dtype: torch.dtype) -> None:
     form = UInt5()
     tensors = form.quantize(random_weight(20, 64, dtype=dtype))
     weight = form.dequantize(tensors, (20, 64), torch.float32)
-    assert prepare_few_rows(tensors, form, None, dtype) is None
-    assert_close_products(lambda x, bias: linear(x, tensors, form, None, bias), weight, dtype, ROWS)
+    assert prepare_few_rows(tensors, form, dtype) is None
+    assert_close_products(lambda x, bias: linear(x, tensors, form, bias), weight, dtype, ROWS)
     assert "each product dequantizes" in (slowness(form, dtype) or "")

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -34,10 +33,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files import disk
 from hf_trainweights.files.weight_files import ENTRY_POINTS, is_weight_file
-from hf_trainweights.formats.int4 import Int4
-from hf_trainweights.kernels.int4_tiles import Int4Tiles
 from hf_trainweights.tensor.guards import NOTICE_NAME, is_guard
-from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.stored_names import parse_stored_name
 
 LLAMA = ARCHITECTURES["llama"]
@@ -270,119 +266,9 @@ def test_a_tied_quantized_weight_is_written_once(serialization: str, tied: PreTr
     assert computes_the_same(reloaded, tied)
 
 
-# ---- weights in a kernel's private layout
-
-
-# Linears, a tied head, experts, a checkpoint with other names than the modules', weights kept transposed.
-TILED = ["llama", "llama_tied", "qwen3_moe", "gpt_neox", "gpt2"]
-
-
-def in_layouts(model: PreTrainedModel, tiled: bool) -> PreTrainedModel:
-    """Return the model with every int4 weight that fits in tiles, or with all in the layout of files."""
-    copied = copy.deepcopy(model)
-    for owner in copied.modules():
-        for name, weight in list(owner.named_parameters(recurse=False)):
-            if isinstance(weight, QuantizedTensor):
-                tiles = Int4Tiles(32)
-                fits = tiled and isinstance(weight.format, Int4) and tiles.fits(weight.stored_shape)
-                setattr(owner, name, as_parameter(weight.detach().in_layout(tiles if fits else None)))
-    copied.tie_weights()
-    return copied
-
-
-@pytest.fixture(scope="module", params=TILED)
-def layouts(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """Return a model in the layout of files and the same one in tiles."""
-    some = {"re:.*(o_proj|attention.dense|attn.c_proj)": {"format": "int4", "group_size": 32}}
-    config = TrainWeightsConfig("int4", group_size=64, overrides=some)
-    model = quantize_on_load(tmp_path_factory.mktemp("float"), request.param, config)
-    plain, tiled = in_layouts(model, tiled=False), in_layouts(model, tiled=True)
-    assert any(weight.kernel_layout for weight in tiled.parameters() if isinstance(weight, QuantizedTensor))
-    return plain, tiled
-
-
-@pytest.mark.slow
-@pytest.mark.covering(1)
-@pytest.mark.parametrize("serialization", SERIALIZATIONS)
-@pytest.mark.parametrize("options", [{}, {"variant": "v"}, {"save_original_format": False}], ids=str)
-def test_the_layout_in_memory_changes_no_byte_of_a_file(
-    options: dict[str, Any],
-    serialization: str,
-    layouts: tuple[PreTrainedModel, PreTrainedModel],
-    tmp_path: Path,
-) -> None:
-    plain, tiled = layouts
-    for model, directory in ((plain, tmp_path / "plain"), (tiled, tmp_path / "tiled")):
-        model.save_pretrained(directory, **SERIALIZATIONS[serialization], **options)
-        model.save_pretrained(directory / "given", state_dict=model.state_dict(), **SERIALIZATIONS[serialization])
-    assert contents(tmp_path / "tiled") == contents(tmp_path / "plain")
-
-
-def test_weights_in_a_private_layout_are_exchanged_one_by_one(
-    layouts: tuple[PreTrainedModel, PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    alive: list[weakref.ref[Tensor]] = []
-    to_canonical = Int4Tiles.to_canonical
-
-    def watched(layout: Int4Tiles, held: Any) -> dict[str, Tensor]:
-        assert all(tiles() is None for tiles in alive), "the tiles of an earlier weight are still there"
-        alive.append(weakref.ref(held["qdata"]))
-        return to_canonical(layout, held)
-
-    monkeypatch.setattr(Int4Tiles, "to_canonical", watched)
-    layouts[1].save_pretrained(tmp_path)
-    assert len(alive) > 2
-
-
-PROMPT = {"input_ids": torch.tensor([[1, 2, 3, 4]])}
-
-
-def kernel_layouts(model: PreTrainedModel) -> dict[str, object]:
-    quantized = {name: weight for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)}
-    return {name: weight.kernel_layout for name, weight in quantized.items()}
-
-
-@pytest.mark.parametrize("fails", [False, True], ids=["saved", "failed"])
-def test_weights_are_held_as_in_files_while_they_are_saved_and_as_before_afterwards(
-    fails: bool,
-    layouts: tuple[PreTrainedModel, PreTrainedModel],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    tiled, found, results = layouts[1], [], []
-    before, logits = kernel_layouts(tiled), outputs(tiled, PROMPT)
-    weights = {id(weight) for weight in tiled.parameters()}
-    write = transformers.modeling_utils.safe_save_file
-
-    def watched(*args: Any, **kwargs: Any) -> None:
-        found.append(set(kernel_layouts(tiled).values()))
-        results.append(outputs(tiled, PROMPT))
-        if fails:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(*args, **kwargs)
-
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", watched)
-    with pytest.raises(SaveError, match="free disk space") if fails else contextlib.nullcontext():
-        tiled.save_pretrained(tmp_path)
-    assert found == [{None}]
-    torch.testing.assert_close(results, [logits])
-    assert kernel_layouts(tiled) == before
-    assert {id(weight) for weight in tiled.parameters()} == weights
-    assert all(map(torch.equal, outputs(tiled, PROMPT), logits))
-
-
-def test_adapters_are_saved_without_making_the_weights_below_them(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError
-
-    config = TrainWeightsConfig("int4", group_size=64)
-    adapted = in_layouts(quantize_on_load(tmp_path / "float", "llama", config), tiled=True)
+def test_adapters_are_saved_without_the_weights_below_them(tmp_path: Path) -> None:
+    adapted = quantize_on_load(tmp_path / "float", "llama", TrainWeightsConfig("int4", group_size=64))
     adapted.add_adapter(LoraConfig(target_modules=["v_proj"]))
-    monkeypatch.setattr(Int4Tiles, "to_canonical", refuse)
     adapted.save_pretrained(tmp_path / "adapters")
     assert weight_files(tmp_path / "adapters") == {"adapter_model.safetensors"}
     assert all("lora" in name for name in load_file(tmp_path / "adapters" / "adapter_model.safetensors"))
@@ -422,12 +308,11 @@ def test_a_given_state_dict_is_not_remembered(model: PreTrainedModel, tmp_path: 
     assert computes_the_same(load(tmp_path), model)
 
 
-@pytest.mark.parametrize("name", ["int8", "int4 in tiles"])
+@pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_given_state_dict_of_a_tied_model_is_saved_once(name: str, tied: PreTrainedModel, tmp_path: Path) -> None:
-    if name == "int4 in tiles":
+    if name == "int4":
         config = TrainWeightsConfig("int4", group_size=32, include_embeddings=True)
-        tied = in_layouts(quantize_on_load(tmp_path / "float", "llama_tied", config), tiled=True)
-        assert tied.get_output_embeddings().weight.kernel_layout is not None
+        tied = quantize_on_load(tmp_path / "float", "llama_tied", config)
     # state_dict() detaches, so that the tied weight is two objects.
     tied.save_pretrained(tmp_path / "given", state_dict=tied.state_dict())
     tied.save_pretrained(tmp_path / "own")
@@ -482,11 +367,10 @@ def test_a_class_with_a_save_pretrained_of_its_own_gets_the_stored_tensors(tmp_p
             tensors = self.hf_quantizer.get_state_dict_and_metadata(self)[0]
             save_file(tensors, Path(save_directory, "own.safetensors"))
 
-    tiled = in_layouts(model, tiled=True)
-    stored, _ = tiled.hf_quantizer.get_state_dict_and_metadata(tiled)
+    stored, _ = model.hf_quantizer.get_state_dict_and_metadata(model)
     expected = {name: tensor.clone() for name, tensor in stored.items()}
-    tiled.__class__ = Own
-    tiled.save_pretrained(tmp_path / "saved")
+    model.__class__ = Own
+    model.save_pretrained(tmp_path / "saved")
     written = load_file(tmp_path / "saved" / "own.safetensors")
     assert written.keys() - guards_of(written) == expected.keys()
     assert all(torch.equal(written[name], expected[name]) for name in expected)

@@ -51,9 +51,8 @@ def test_a_module_comes_back_exactly_onto_the_meta_device(tmp_path: Path, name: 
     module = net(dtype)
     quantize_(module, TrainWeightsConfig(**FORMATS[name]))
     x = torch.randn(3, 64, dtype=dtype)
-    expected, layouts = module(x), [getattr(weight, "kernel_layout", None) for weight in module.parameters()]
+    expected = module(x)
     save_file(module, tmp_path / "model.safetensors")
-    assert [getattr(weight, "kernel_layout", None) for weight in module.parameters()] == layouts
     state = load_file(tmp_path / "model.safetensors")
     assert_same(state, module.state_dict())
     with torch.device("meta"):

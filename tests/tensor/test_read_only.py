@@ -122,20 +122,20 @@ STORED_WRITES: dict[str, Callable[[Tensor], object]] = {
     "np.asarray(w[:, :3])": lambda w: operator.setitem(np.asarray(w[:, :3]), (0, 0), 0.0),
 }
 
-# Held as the file has it, shown the other way round, and in the layout of the kernel.
+# Held as the file has it, shown the other way round, and in bfloat16.
 WAYS = {
     "stored": lambda form: quantized(form, torch.float32),
     "transposed": lambda form: quantized(form, torch.float32, transposed=True),
-    "kernel": lambda form: quantized(form, torch.bfloat16),
+    "bfloat16": lambda form: quantized(form, torch.bfloat16),
 }
-DTYPES = {"stored": torch.float32, "transposed": torch.float32, "kernel": torch.bfloat16}
+DTYPES = {"stored": torch.float32, "transposed": torch.float32, "bfloat16": torch.bfloat16}
 WRITTEN_WAYS = [(name, way) for name in WRITES for way in WAYS] + [(name, "stored") for name in STORED_WRITES]
 
 
 def quantized(form: str, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
     shape = (128, 64) if transposed else (64, 128)
     weight = QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
-    return nn.Parameter(weight.in_layout(weight.best_layout()), requires_grad=False)
+    return nn.Parameter(weight, requires_grad=False)
 
 
 def values(weight: Tensor) -> Tensor:

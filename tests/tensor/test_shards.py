@@ -173,7 +173,6 @@ def test_every_rank_refuses_what_it_or_another_cannot_hold(form: str, shape: Any
 
 
 def test_the_local_tensor_is_the_very_object_that_is_held() -> None:
-    """A kernel's layout is put into it in place."""
     with rank_of(2, 1):
         whole = placed((8, 512), Shard(0))
         parameter = with_local(whole, cut(QuantizedTensor.quantize(random_weight(8, 512), FORMS["int8"]), whole))

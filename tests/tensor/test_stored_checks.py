@@ -177,21 +177,19 @@ SLICES: dict[str, Callable[[Any], Any]] = {
 @every_form
 def test_kernels_read_a_scale_whatever_its_strides(form: str) -> None:
     weight = QuantizedTensor.quantize(random_weight(64, 128, dtype=torch.bfloat16), FORMS[form])
-    for held in dict.fromkeys((weight, weight.in_layout(weight.best_layout()))):
-        tensors, layout = held.held.tensors, held.kernel_layout
-        apart = Held(tensors | {"scale": with_gaps(tensors["scale"])}, layout)
-        strided = QuantizedTensor.from_held(apart, weight.format, weight.stored_shape, weight.dtype)
-        for rows in (1, 4, 33):
-            x = random_weight(rows, 128, dtype=torch.bfloat16, seed=1)
-            with torch.no_grad():
-                assert torch.equal(F.linear(x, strided), F.linear(x, held)), rows
+    apart = Held(weight.tensors | {"scale": with_gaps(weight.scale)})
+    strided = QuantizedTensor.from_held(apart, weight.format, weight.stored_shape, weight.dtype)
+    for rows in (1, 4, 33):
+        x = random_weight(rows, 128, dtype=torch.bfloat16, seed=1)
+        with torch.no_grad():
+            assert torch.equal(F.linear(x, strided), F.linear(x, weight)), rows
 
 
-# Every way of multiplying: cast weights, digits, PyTorch's ops, blocks that are dequantized.
+# Every way of multiplying: compiled products, cast weights, blocks that are dequantized.
 SIZES = [(16, 256), (128, 512), (1280, 1024)]
 
 
-def with_canonical_copy(weight: QuantizedTensor) -> QuantizedTensor:
+def contiguous_copy(weight: QuantizedTensor) -> QuantizedTensor:
     tensors = {name: tensor.contiguous() for name, tensor in weight.tensors.items()}
     return QuantizedTensor(tensors, weight.format, weight.stored_shape, weight.dtype)
 
@@ -205,14 +203,13 @@ def test_a_slice_multiplies_as_a_copy_of_it_does(form: Format, dtype: torch.dtyp
     N, K = size
     # The scales of the rows differ by so much that one which is read from another place is not overlooked.
     values = random_weight(N, K) * torch.logspace(-2, 2, N).unsqueeze(1)
-    stored = QuantizedTensor.quantize(values.to(dtype), form)
-    for weight in dict.fromkeys((stored, stored.in_layout(stored.best_layout()))):
-        for take in SLICES.values():
-            part = take(weight)
-            copy = with_canonical_copy(part)
-            assert torch.equal(copy.dequantize(), take(weight.dequantize()))
-            for rows in (1, 4, 33):
-                assert_multiplies_alike(part, copy, random_weight(rows, K, dtype=dtype, seed=rows), form)
+    weight = QuantizedTensor.quantize(values.to(dtype), form)
+    for take in SLICES.values():
+        part = take(weight)
+        copy = contiguous_copy(part)
+        assert torch.equal(copy.dequantize(), take(weight.dequantize()))
+        for rows in (1, 4, 33):
+            assert_multiplies_alike(part, copy, random_weight(rows, K, dtype=dtype, seed=rows), form)
 
 
 FEW_RESULTS = 8
@@ -221,8 +218,7 @@ FEW_RESULTS = 8
 def assert_multiplies_alike(part: QuantizedTensor, copy: QuantizedTensor, x: Tensor, form: Format) -> None:
     with torch.no_grad():
         plain = F.linear(x, part)
-        if part.kernel_layout is None:
-            assert torch.equal(plain, F.linear(x, copy))
+        assert torch.equal(plain, F.linear(x, copy))
         dense = copy.dequantize()
         if not getattr(form, "activations", None):
             exact, values = copy.dequantize(torch.float64), x.double()

@@ -10,7 +10,6 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.packages import require
 from hf_trainweights.models.directory import load_saved
-from hf_trainweights.tensor.layouts import canonical_layouts
 
 
 def export_gguf(
@@ -50,6 +49,4 @@ def export_gguf(
 
     source = None if isinstance(model_or_directory, PreTrainedModel) else model_or_directory
     model = model_or_directory if isinstance(model_or_directory, PreTrainedModel) else load_saved(model_or_directory)
-    with canonical_layouts(model.parameters()):
-        # In a function of its own: its tensors are gone before the weights are brought back into their layouts.
-        writer.write_model(model, tokenizer, source, target)
+    writer.write_model(model, tokenizer, source, target)

@@ -127,7 +127,7 @@ def _over_an_alias(method: _Method) -> _Method:
         parameters, name = self.get_base_layer()._parameters, self.parameter_name
         weight = parameters.get(name)
         if isinstance(weight, QuantizedTensor):
-            parameters[name] = as_parameter(weight.map_held(lambda stored: stored))
+            parameters[name] = as_parameter(weight.map(lambda stored: stored))
         try:
             with method(self, *args, **kwargs):
                 yield

@@ -17,7 +17,6 @@ from hf_trainweights import QuantizedTensor, inspect_weights
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.formats import get_format
 from hf_trainweights.models.stored_weights import check_weight_files
-from hf_trainweights.tensor.layouts import choose_layouts_
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target
@@ -34,7 +33,7 @@ FORMATS: list[dict[str, Any]] = [
 _SHAPES = [(16, 128), (64, 256), (1, 128), (7, 64), (3, 8, 128)]
 _DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 _OPTIONS = ["format", "group_size", "activations", "x"]
-_OPTION_VALUES = ["int8", "int4", "float8_e4m3", "int4_tiles", 0, -1, 32, 1 << 40, None, True, [32], "32"]
+_OPTION_VALUES = ["int8", "int4", "float8_e4m3", 0, -1, 32, 1 << 40, None, True, [32], "32"]
 _STORED_DTYPES = [torch.int8, torch.uint8, torch.int32, torch.float32, torch.bfloat16, torch.float64, torch.bool]
 _MOST_ELEMENTS = 1 << 20
 
@@ -120,22 +119,19 @@ def _saved(value: object) -> io.BytesIO:
 
 
 def _compare_products(weight: QuantizedTensor, dense: Tensor) -> None:
-    """Compare products in every layout with an exact one: what a kernel reads beyond its tensors is far off."""
-    layer = torch.nn.Linear(1, 1, bias=False)
-    layer.weight = torch.nn.Parameter(weight, requires_grad=False)
-    choose_layouts_(layer)
+    """Compare products with an exact one: what a kernel reads beyond its tensors is far off."""
     limit = 0.05 if weight.format.get_config().get("activations") else 0.02
     for rows in (1, 17):
         generator = torch.Generator().manual_seed(rows)
         x = torch.randn(rows, weight.shape[-1], generator=generator).to(weight.dtype)
         with torch.no_grad():
-            products = [F.linear(x, each).double() for each in (dense, weight, layer.weight)]
+            products = [F.linear(x, each).double() for each in (dense, weight)]
         if not products[0].isfinite().all():
             continue
         exact = F.linear(x.double(), dense.double())
         # A sum near zero is not more exact than its terms.
         largest = limit * exact.norm() + 0.004 * F.linear(x.double().abs(), dense.double().abs()).norm()
-        if any(not (product - exact).norm() <= largest for product in products[1:]):
+        if not (products[1] - exact).norm() <= largest:
             raise BrokenPromiseError(f"a product of {rows} rows differs from that of the dequantized weight")
 
 

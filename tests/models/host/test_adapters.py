@@ -132,7 +132,6 @@ def test_merging_gives_the_merged_float_weight_quantized_alike(
         rows = (values == old.dequantize()).all(dim=-2 if old.transposed else -1, keepdim=True)
         assert torch.equal(weight.dequantize(), torch.where(rows, values, fresh.dequantize()))
         assert (weight.format, weight.transposed, weight.dtype) == (old.format, old.transposed, old.dtype)
-        assert weight.kernel_layout == old.kernel_layout
     assert changed
     assert changed < len(before)
 
@@ -398,7 +397,7 @@ def test_an_adapter_of_a_parameter_computes_beside_graphs_of_earlier_forwards(fo
     base = quantized(config=form)
     plain = inputs_of(base)  # holds its graph, and the graph the weights
     owner, before = base.model.layers[0].mlp.gate_proj, codes(base)
-    parameter, layout = owner.weight, owner.weight.kernel_layout
+    parameter = owner.weight
     model = with_adapter(base, PARAMETER)
     with torch.enable_grad():
         graphs = [model(**ARCHITECTURES["llama"].make_inputs()).logits for _ in range(2)]
@@ -409,7 +408,6 @@ def test_an_adapter_of_a_parameter_computes_beside_graphs_of_earlier_forwards(fo
     limit = 0.2 if form.activations else 0.02  # compiled products round activations of every size
     assert (inputs_of(model) - expected).norm() < limit * (expected - plain).norm()
     assert owner.weight is parameter
-    assert owner.weight.kernel_layout == layout
     assert_same(weights(model), before)
 
 
