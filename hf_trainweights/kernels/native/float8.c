@@ -8,6 +8,7 @@
 static inline __attribute__((always_inline)) void add_products(const uint8_t *codes, int64_t left, const float *x,
                                                                int64_t stride, int M, Floats total[FEW_ROWS][2]) {
     Floats weight[2];
+    fetch_ahead(codes);
     load_float8(codes, left, weight);
     for (int m = 0; m < M; m++)
         for (int half = 0; half < 2; half++) {

@@ -11,6 +11,15 @@
 #include "avx2.h"
 #endif
 
+// How far ahead of what a row of the weight is read at its codes are fetched. The CPU's own prefetching stops at the end
+// of a page of 4 KB, and a row or two of codes fill one: docs/performance.md, "Thresholds".
+#define FETCHED_BYTES 4096
+
+// Fetch the codes that are read some time after these. An address behind the weight does no harm.
+static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *codes) {
+    _mm_prefetch((const char *)codes + FETCHED_BYTES, _MM_HINT_T0);
+}
+
 // Write `count` elements as float32, and zeros up to `padded`, a multiple of LANES.
 static inline void copy_as_float32(const void *from, int dtype, int64_t index, int64_t count, int64_t padded,
                                    float *to) {

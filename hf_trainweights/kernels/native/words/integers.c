@@ -31,6 +31,7 @@ static inline __attribute__((always_inline)) void add_block(const uint8_t *row, 
                                                             const int16_t *numbers, int64_t padded, int rows, int bits,
                                                             __m256i *products) {
     __m256i codes[4];
+    fetch_ahead(row + (k * bits >> 3));
     load_codes((__m256i)load_bytes(row + (k * bits >> 3), left), bits, codes);
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < 16 / bits; v++) {

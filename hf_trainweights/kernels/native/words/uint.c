@@ -73,6 +73,7 @@ static inline __attribute__((always_inline)) void write_row(const Product *p, in
     const uint8_t *codes = p->qdata + n * K / COLUMNS * bits * 4;
     write_groups(p, n, row);
     for (int64_t k = 0; k < K; k += COLUMNS, codes += bits * 4) {
+        fetch_ahead(codes);
         __m256i found = load_codes(codes, bits);
         for (int half = 0; half < 2; half++) {
             int64_t first = k + 16 * half, group = first >> shift;
