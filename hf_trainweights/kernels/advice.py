@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.column_scale import ColumnScaled
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
@@ -35,7 +36,8 @@ def _slowness(form: Format, dtype: torch.dtype) -> str | None:
             "with float weights. int8 is fast."
         )
     is_rounded = isinstance(form, Int8) and form.activations is not None
-    if is_rounded or not isinstance(form, (Int8, Int4)) or not (is_fast and compiled.instructions() == "avx2"):
+    is_slow = is_fast and compiled.instructions() == "avx2"
+    if is_rounded or not isinstance(form, (Int8, Int4, Codebook4)) or not is_slow:
         return None
     return (
         f"{form.name} weights in {str(dtype).removeprefix('torch.')}: on this CPU a product of many tokens takes "
@@ -46,7 +48,7 @@ def _slowness(form: Format, dtype: torch.dtype) -> str | None:
 def _slowness_uncompiled(form: Format, dtype: torch.dtype) -> str | None:
     if isinstance(form, Int8) and form.group_size is None and dtype != torch.float32:
         return None
-    if not isinstance(form, (Int8, Int4, UInt, Float8E4M3)):
+    if not isinstance(form, (Int8, Int4, UInt, Float8E4M3, Codebook4)):
         return None
     return (
         f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "

@@ -1,6 +1,6 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
-They serve float32, bfloat16 and float16 activations with the codes of int8, int4 and float8 weights as they are stored.
+They serve float32, bfloat16 and float16 activations with the codes of weights as they are stored.
 There is one library for CPUs with AMX, one for AVX512_VNNI, one for AVX-VNNI and one for AVX2. The package needs none:
 without a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
 """
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from hf_trainweights.files.native_library import load_library
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.uint import UInt
@@ -29,7 +30,7 @@ from hf_trainweights.kernels.thresholds import most_rows
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # What the functions take and expect of a `Weight`, as in native/product.h; another number is another agreement.
-ABI = 1
+ABI = 2
 _FUNCTIONS = {"product_bytes": "lpli", "product": "-pppppplippp", "dequantize": "-ppppi"}
 # As in native/product.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -50,7 +51,7 @@ _THREADED = 1 << 19
 # Numbers of rows and threads for which the size of scratch memory is remembered.
 _SIZES = 256
 
-# Group scales and zero points of a uint weight; nothing for other weights.
+# Group scales and zero points of a uint weight, the former of a codebook4 weight; nothing for other weights.
 Groups = tuple[Tensor, ...]
 _NO_GROUPS = (None, None)
 
@@ -58,12 +59,16 @@ _NO_GROUPS = (None, None)
 _FLOAT8_BITS = 0
 
 
+# What `Weight` knows of the codes; zeros where a format needs it not.
+_CODES = ("bits", "code_units", "zero_units", "codebook")
+
+
 class Weight(ctypes.Structure):
     """`Weight` of native/product.h: what a product knows of a weight before it gets one."""
 
     _fields_ = (
         *((name, ctypes.c_int64) for name in ("N", "K", "group_size")),
-        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", "bits", "code_units", "zero_units")),
+        *((name, ctypes.c_int32) for name in ("dtype", "scale_dtype", "digits", *_CODES)),
     )
 
 
@@ -117,9 +122,9 @@ class Product:
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
         dtypes = {number: dtype for dtype, number in _DTYPES.items()}
-        is_uint = weight.code_units > 0
-        codes = self.columns * weight.bits // 32 if weight.bits == 4 or is_uint else self.columns
-        G = self.columns // weight.group_size if weight.group_size and not is_uint else 1
+        is_packed, has_row_scale = weight.bits not in (8, _FLOAT8_BITS), weight.code_units or weight.codebook
+        codes = self.columns * weight.bits // 32 if is_packed else self.columns
+        G = self.columns // weight.group_size if weight.group_size and not has_row_scale else 1
         self._needs = (
             Needs("x", ("*", self.columns), (dtypes[weight.dtype],)),
             Needs("qdata", (self._N, codes), (torch.int8, torch.int32, torch.float8_e4m3fn)),
@@ -133,7 +138,7 @@ class Product:
         Args:
             qdata: The codes, as `find` was told.
             scale: `[N, G]`, likewise.
-            groups: Of uint weights.
+            groups: Of uint and codebook4 weights.
             x: `[*, K]`, at least one row, of the dtype that `find` was asked for.
             bias: `[N]` of the dtype of x, or None.
 
@@ -146,7 +151,8 @@ class Product:
         """
         if ENABLED:
             check("a compiled product", self._needs, (x, qdata, scale, bias), {})
-        numbers = [tensor.data_ptr() for tensor in groups] or _NO_GROUPS
+        numbers = [tensor.data_ptr() for tensor in groups]
+        missing = _NO_GROUPS[len(numbers) :]
         codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
         if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in numbers:
@@ -156,7 +162,7 @@ class Product:
         scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)
         out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers)
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers, *missing)
         return out
 
     def of_any_strides(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -188,7 +194,7 @@ class Product:
 
 @functools.lru_cache(maxsize=4096)
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
-    """Return the products with weights `[N, K]` in int8, int4, float8 or uint, None where the library has none."""
+    """Return the products with weights `[N, K]` of a format, None where the library has none."""
     library, size = _load(), getattr(form, "group_size", None) or 0
     fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
     if library is None or not fits or dtype not in _DTYPES or scale_dtype not in _DTYPES:
@@ -200,8 +206,10 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
     return Product(library, weight, most_rows(form, dtype, N * K, instructions() or ""))
 
 
-def _codes(form: Format) -> tuple[int, int, int]:
-    """Return `bits`, `code_units` and `zero_units` of a format."""
+def _codes(form: Format) -> tuple[int, ...]:
+    """Return what `_CODES` names, of a format, up to the last that is not 0."""
     if isinstance(form, UInt):
         return form.grid.bits, form.grid.code_units, form.grid.zero_units
-    return 4 if isinstance(form, Int4) else _FLOAT8_BITS if isinstance(form, Float8E4M3) else 8, 0, 0
+    if isinstance(form, Codebook4):
+        return 4, 0, 0, 1
+    return (4 if isinstance(form, Int4) else _FLOAT8_BITS if isinstance(form, Float8E4M3) else 8,)

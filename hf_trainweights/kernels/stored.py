@@ -15,6 +15,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
@@ -26,6 +27,9 @@ from hf_trainweights.kernels.arguments import MultiplyFew, check_allocated, only
 from hf_trainweights.kernels.dequantized import multiply_dequantized
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.registration import define
+
+# The formats that compiled products serve.
+_SERVED = (Int8, Coded, Int4, Float8E4M3, UInt, Codebook4)
 
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
@@ -41,6 +45,8 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
         return None
     if isinstance(form, UInt):
         return UINT_LINEAR(x, qdata, scale, held["group_scale"], held["zero_point"], bias, form.group_size)
+    if isinstance(form, Codebook4):
+        return CODEBOOK4_LINEAR(x, qdata, scale, held["group_scale"], bias)
     if isinstance(form, Int4):
         return INT4_LINEAR(x, qdata, scale, bias)
     if isinstance(form, Float8E4M3):
@@ -50,14 +56,14 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
 
 def _is_served(x: Tensor, qdata: Tensor, scale: Tensor, form: Format) -> bool:
     if x.device.type == "cpu":
-        return isinstance(form, (Int8, Coded, Int4, Float8E4M3, UInt))
+        return isinstance(form, _SERVED)
     is_exact = torch.promote_types(scale.dtype, x.dtype) == x.dtype
     return isinstance(form, (Int8, Coded, Int4)) and is_exact and cuda.serves(x, qdata, form.group_size)
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`, of the stored tensors: the compiled product, if there is one."""
-    if not isinstance(form, (Int8, Coded, Int4, Float8E4M3, UInt)):
+    if not isinstance(form, _SERVED):
         return None
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     if qdata.dim() != 2 or qdata.device.type != "cpu":
@@ -112,6 +118,10 @@ def _float8_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) ->
     return _multiply(x, Float8E4M3(), (qdata, scale), bias)
 
 
+def _codebook4_cpu(x: Tensor, qdata: Tensor, scale: Tensor, group_scale: Tensor, bias: Tensor | None) -> Tensor:
+    return _multiply(x, Codebook4(), (qdata, scale, group_scale), bias)
+
+
 def _uint_cpu(
     x: Tensor,
     qdata: Tensor,
@@ -160,6 +170,15 @@ _guard_float8 = guarded(
     Needs("scale", ("N", 1)),
     _BIAS,
 )
+_guard_codebook4 = guarded(
+    "hf_trainweights::codebook4_linear",
+    _X,
+    Needs("qdata", ("N", "words"), (torch.int32,)),
+    Needs("scale", ("N", 1)),
+    Needs("group_scale", ("N", "bytes"), (torch.uint8,)),
+    _BIAS,
+    rules={"K to be eight times the words": lambda sizes: sizes["K"] == 8 * sizes["words"]},
+)
 _guard_uint = guarded(
     "hf_trainweights::uint_linear",
     _X,
@@ -186,6 +205,11 @@ FLOAT8_LINEAR = define(
     "float8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",
     _empty_linear,
     CPU=_guard_float8(_float8_cpu),
+)
+CODEBOOK4_LINEAR = define(
+    "codebook4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor group_scale, Tensor? bias) -> Tensor",
+    _empty_linear,
+    CPU=_guard_codebook4(_codebook4_cpu),
 )
 UINT_LINEAR = define(
     "uint_linear(Tensor x, Tensor qdata, Tensor scale, Tensor group_scale, Tensor zero_point, Tensor? bias, "

@@ -10,6 +10,7 @@ import sys
 import torch
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -65,7 +66,7 @@ def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
 def _kind(form: Format) -> str:
     if isinstance(form, Float8E4M3):
         return "float8"
-    if isinstance(form, Int4):
+    if isinstance(form, (Int4, Codebook4)):
         return "int4"
     assert isinstance(form, Int8)
     return "int8 with int8 activations" if form.activations else "int8 in groups" if form.group_size else "int8"

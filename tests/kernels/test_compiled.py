@@ -15,6 +15,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -25,7 +26,7 @@ from hf_trainweights.tensor.dispatch import FALLBACKS
 on_every_cpu = pytest.mark.usefixtures("cpu")
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
-FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Float8E4M3()]
+FORMATS = [Int8(), Int8(4), Int8(16), Int8(32), Int8(128), Int4(32), Int4(64), Int4(128), Codebook4(), Float8E4M3()]
 # On both sides of every threshold, of a vector of tokens and of a tile of three, and more than one panel of digits.
 ROWS = (1, 2, 3, 4, 5, 16, 17, 33, 49, 700)
 

@@ -165,5 +165,5 @@ def test_of_other_formats_what_their_codes_are_is_said(monkeypatch: pytest.Monke
     assert isinstance(scaled, ColumnScaled)
     assert slowness(scaled, FLOAT32) == slowness(UInt3(), FLOAT32)
     assert slowness(UInt4(32), BFLOAT16) is None
-    assert slowness(Codebook4(), FLOAT32) is None
+    assert MANY in (slowness(Codebook4(), FLOAT32) or "")
     assert slowness(Coded(), FLOAT32) is None

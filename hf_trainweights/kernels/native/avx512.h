@@ -83,6 +83,12 @@ static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
     return (Integers)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
 }
 
+// Return the byte of a table of 16 that each byte, 0 to 15, is the index of.
+static inline Integers looked_up(const uint8_t table[16], Integers indexes) {
+    __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));
+    return (Integers)_mm512_shuffle_epi8(values, (__m512i)indexes);
+}
+
 // Load `count` codes of float8_e4m3 / 256: as float16 the exponent has one bit more and a larger bias. NaN, which no
 // weight holds, is not kept. Behind them are zeros.
 static inline void load_float8(const uint8_t *from, int64_t count, Floats out[2]) {

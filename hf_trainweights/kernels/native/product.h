@@ -4,7 +4,7 @@
 
 // A library and the Python code that calls it have the same number: it changes with `Weight` and with any function of
 // interface.c.
-#define ABI 1
+#define ABI 2
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -18,6 +18,7 @@ typedef struct {
     int32_t bits;         // of an integer code: 8 or 4, of uint 2 to 6; 0 for float8, which has no digits
     int32_t code_units;   // of uint, else 0
     int32_t zero_units;   // likewise
+    int32_t codebook;     // whether codes of 4 bits are indices into the values of codebook4
 } Weight;
 
 typedef struct {
@@ -26,10 +27,11 @@ typedef struct {
     const void *x;         // [M][K]
     const uint8_t *qdata;  // [N][K] codes: int8, or float8, or nibbles of code + 8 with the even column in the low one;
                            // of uint as formats/planes.py packs them
-    const void *scale;     // [N][G]; of uint [N]
+    const void *scale;     // [N][G]; of uint and codebook4 [N]
     const void *bias;      // [N] or NULL
     void *out;             // [M][N]
     const uint8_t *group_scale, *zero_point;  // of uint [N][G / 2], the first of two groups in the low bits
+                                              // of codebook4 group_scale alone: see scales.h
 } Product;
 
 // Bytes that scratch memory is aligned to.

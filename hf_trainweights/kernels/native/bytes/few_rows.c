@@ -78,18 +78,20 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
 // Add the products of the vector of codes from column k on with each vector of digits.
 static inline __attribute__((always_inline)) void add_products(const uint8_t *codes[PAIR], const int8_t *digits,
                                                                int64_t length, int64_t k, int64_t left, int rows,
-                                                               int vectors, int bits,
+                                                               int vectors, int kind,
                                                                Integers products[PAIR][FEW_ROWS * 3]) {
     Integers loaded[PAIR][2];
     for (int row = 0; row < rows; row++) {
-        const uint8_t *from = codes[row] + (k * bits >> 3);
+        const uint8_t *from = codes[row] + (k * bits_of(kind) >> 3);
         fetch_ahead(from);
-        Integers bytes = load_bytes(from, left * bits >> 3);
-        loaded[row][0] = bits == 8 ? bytes ^ all_bytes(0x80) : bytes & all_bytes(0x0f);
+        Integers bytes = load_bytes(from, left * bits_of(kind) >> 3);
+        loaded[row][0] = kind == BYTE_CODES ? bytes ^ all_bytes(0x80) : bytes & all_bytes(0x0f);
         loaded[row][1] = bytes >> 4 & all_bytes(0x0f);
+        for (int half = 0; kind == INDEXES && half < 2; half++)
+            loaded[row][half] = looked_up(CODEBOOK, loaded[row][half]);
     }
     for (int i = 0; i < vectors; i++)
-        for (int half = 0; half < 8 / bits; half++) {
+        for (int half = 0; half < 8 / bits_of(kind); half++) {
             Integers x = *(const Integers *)(digits + i * length + k + half * BYTES);
             for (int row = 0; row < rows; row++)
                 products[row][i] = add_products_of_bytes(products[row][i], loaded[row][half], x);
@@ -99,14 +101,14 @@ static inline __attribute__((always_inline)) void add_products(const uint8_t *co
 // Add the products of as many pairs of vectors as fit before `end`, and return the column behind them.
 static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t *codes[PAIR], const int8_t *digits,
                                                                    int64_t length, int64_t end, int rows, int vectors,
-                                                                   int bits, Integers products[PAIR][FEW_ROWS * 3]) {
+                                                                   int kind, Integers products[PAIR][FEW_ROWS * 3]) {
     Integers others[PAIR][FEW_ROWS * 3];
-    int64_t k = 0, columns = COLUMNS_OF(bits);
+    int64_t k = 0, columns = COLUMNS_OF(bits_of(kind));
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) others[row][i] = all_integers(0);
     for (; k + 2 * columns <= end; k += 2 * columns) {
-        add_products(codes, digits, length, k, columns, rows, vectors, bits, products);
-        add_products(codes, digits, length, k + columns, columns, rows, vectors, bits, others);
+        add_products(codes, digits, length, k, columns, rows, vectors, kind, products);
+        add_products(codes, digits, length, k + columns, columns, rows, vectors, kind, others);
     }
     for (int row = 0; row < rows; row++)
         for (int i = 0; i < vectors; i++) products[row][i] += others[row][i];
@@ -116,9 +118,9 @@ static inline __attribute__((always_inline)) int64_t add_in_halves(const uint8_t
 // Fill the sums [rows][FEW_ROWS] of rows of the weight from n on, whose scales lie `scales` apart.
 static inline __attribute__((always_inline)) void multiply_pair(const Product *p, const Tokens *tokens, int64_t n,
                                                                 const float *scale, int64_t scales, int rows, int M,
-                                                                int digits, int bits, float *sums) {
+                                                                int digits, int kind, float *sums) {
     int64_t K = p->weight.K, size = part_columns(p), parts = parts_of(p), length = padded_length(p);
-    int64_t columns = COLUMNS_OF(bits);
+    int64_t columns = COLUMNS_OF(bits_of(kind));
     int64_t group = p->weight.group_size ? p->weight.group_size : size, groups = size / group;
     const uint8_t *codes[PAIR];
     Floats total[PAIR][FEW_ROWS];
@@ -133,11 +135,11 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
             for (int i = 0; i < M * digits; i++) products[row][i] = tokens->initial[i * parts + part];
         // Groups are short, and their sums do not wait for each other.
         if (rows * M * digits <= HALVED_SUMS && parts == 1)
-            k = add_in_halves(codes, tokens->digits, length, end, rows, M * digits, bits, products);
+            k = add_in_halves(codes, tokens->digits, length, end, rows, M * digits, kind, products);
         // Whole vectors without a mask: with one, AMD's Zen 5 takes three times as long for one token in int8.
         for (; k + columns <= end; k += columns)
-            add_products(codes, tokens->digits, length, k, columns, rows, M * digits, bits, products);
-        if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, bits, products);
+            add_products(codes, tokens->digits, length, k, columns, rows, M * digits, kind, products);
+        if (k < end) add_products(codes, tokens->digits, length, k, end - k, rows, M * digits, kind, products);
         for (int row = 0; row < rows; row++) {
             Floats factors = part_scale(scale + row * scales, group, columns);
             for (int m = 0; m < M; m++) {
@@ -150,17 +152,19 @@ static inline __attribute__((always_inline)) void multiply_pair(const Product *p
         for (int m = 0; m < M; m++) sums[row * FEW_ROWS + m] = sum_of(total[row][m]);
 }
 
-#define CASE(M_, DIGITS, BITS)                                                                      \
-    if (p->M == M_ && p->weight.digits == DIGITS && p->weight.bits == BITS) {                       \
-        if (rows == PAIR) multiply_pair(p, tokens, n, scale, scales, PAIR, M_, DIGITS, BITS, sums); \
-        else multiply_pair(p, tokens, n, scale, scales, 1, M_, DIGITS, BITS, sums);                 \
+#define CASE(M_, DIGITS, KIND)                                                                      \
+    if (p->M == M_ && p->weight.digits == DIGITS && kind_of(p) == KIND) {                           \
+        if (rows == PAIR) multiply_pair(p, tokens, n, scale, scales, PAIR, M_, DIGITS, KIND, sums); \
+        else multiply_pair(p, tokens, n, scale, scales, 1, M_, DIGITS, KIND, sums);                 \
     }
-#define CASES(DIGITS, BITS) CASE(1, DIGITS, BITS) CASE(2, DIGITS, BITS) CASE(3, DIGITS, BITS) CASE(4, DIGITS, BITS)
+#define CASES(DIGITS, KIND) CASE(1, DIGITS, KIND) CASE(2, DIGITS, KIND) CASE(3, DIGITS, KIND) CASE(4, DIGITS, KIND)
 
 // The numbers are constants in each case, so that the sums stay in registers.
 static void multiply_pair_of(const Product *p, const Tokens *tokens, int64_t n, const float *scale, int64_t scales,
                              int rows, float *sums) {
-    CASES(1, 8) CASES(2, 8) CASES(3, 8) CASES(1, 4) CASES(2, 4) CASES(3, 4)
+    CASES(1, BYTE_CODES) CASES(2, BYTE_CODES) CASES(3, BYTE_CODES)
+    CASES(1, NIBBLES) CASES(2, NIBBLES) CASES(3, NIBBLES)
+    CASES(1, INDEXES) CASES(2, INDEXES) CASES(3, INDEXES)
 }
 
 static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first, int64_t count) {
@@ -171,7 +175,7 @@ static void multiply_rows(const Product *p, const Tokens *tokens, int64_t first,
     for (int64_t n = 0; n < count; n += step) {
         int rows = (int)least(step, count - n);
         for (int row = 0; row < rows; row++)
-            copy_as_float32(p->scale, w->scale_dtype, (first + n + row) * G, G, scales, scale + row * scales);
+            write_scales(p, first + n + row, scales, scale + row * scales);
         multiply_pair_of(p, tokens, first + n, scale, scales, rows, sums);
         for (int row = 0; row < rows; row++)
             for (int64_t m = 0; m < p->M; m++) results[m][n + row] = sums[row * FEW_ROWS + m];

@@ -19,7 +19,7 @@ static int are_widened(const Product *p) {
 
 static int take_tiles(const Product *p) {
     int64_t size = p->weight.group_size;
-    return tiles_are_granted && (size % 64 == 0 || (size == 32 && p->weight.bits == 4 && are_widened(p)));
+    return tiles_are_granted && !p->weight.codebook && (size % 64 == 0 || (size == 32 && p->weight.bits == 4 && are_widened(p)));
 }
 
 static Way way_of(const Product *p) { return are_widened(p) ? WIDENED : DIGITS; }

@@ -1,7 +1,7 @@
 // Activations as one 16-bit number each, or two for float32: x = worth * number, or worth * (number + second / 65536).
 #pragma once
 #define VECTORS_OF_32_BYTES
-#include "../vectors.h"
+#include "../scales.h"
 
 // Columns that x is padded to, with zeros.
 #define STEP 64

@@ -1,0 +1,57 @@
+// The scales of integer codes, and the values of codebook4, as formats/codebook4.py and formats/group_scales.py have them.
+#pragma once
+#include "vectors.h"
+
+// Bits of the scale of a group of codebook4, and of the part without the sign. Eight of them take so many bytes.
+#define GROUP_BITS 7
+#define FACTOR_BITS 6
+
+// The values of codebook4, each plus 128, for 16 bytes of a vector.
+static const uint8_t CODEBOOK[16] = {1, 28, 50, 67, 81, 94, 106, 117, 128, 139, 151, 163, 177, 192, 210, 234};
+
+// Return the factors of eight groups: a code of 6 bits and a sign each, the lowest first. They are eighths of an octave
+// in 8 bits; code 63 is 1, and code 0 stands for 0.
+static inline __m256 factors_of(uint64_t word) {
+    const __m256i all = _mm256_set1_epi64x((int64_t)word);
+    // Each eighth / 128, times 2**-8, to which the octave is added in the exponent.
+    const __m256 eighths = _mm256_mul_ps(_mm256_setr_ps(128, 140, 152, 166, 181, 197, 215, 235), _mm256_set1_ps(0x1p-15f));
+    __m256i first = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 7, 28, 35));
+    __m256i second = _mm256_srlv_epi64(all, _mm256_setr_epi64x(14, 21, 42, 49));
+    __m256 low_words = _mm256_shuffle_ps(_mm256_castsi256_ps(first), _mm256_castsi256_ps(second), 0x88);
+    __m256i codes = _mm256_castps_si256(low_words), magnitudes = _mm256_and_si256(codes, _mm256_set1_epi32(63));
+    __m256i steps = _mm256_add_epi32(magnitudes, _mm256_set1_epi32(1));
+    __m256i octaves = _mm256_slli_epi32(_mm256_srli_epi32(steps, 3), 23);
+    __m256i bits = _mm256_add_epi32(_mm256_castps_si256(_mm256_permutevar8x32_ps(eighths, steps)), octaves);
+    bits = _mm256_andnot_si256(_mm256_cmpeq_epi32(magnitudes, _mm256_setzero_si256()), bits);
+    __m256i signs = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(1 << FACTOR_BITS)), 31 - FACTOR_BITS);
+    return _mm256_castsi256_ps(_mm256_xor_si256(bits, signs));
+}
+
+// Write the scales of a row as float32, and zeros up to `padded`.
+static inline void write_scales(const Product *p, int64_t n, int64_t padded, float *to) {
+    int64_t G = groups_of(p);
+    if (!p->weight.codebook) {
+        copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, padded, to);
+        return;
+    }
+    int64_t packed_bytes = (G * GROUP_BITS + 7) / 8;
+    const uint8_t *packed = p->group_scale + n * packed_bytes;
+    __m256 scale = _mm256_set1_ps(load_floats(p->scale, p->weight.scale_dtype, n, 1)[0]);
+    for (int64_t g = 0, from = 0; g < G; g += 8, from += GROUP_BITS) {
+        uint64_t word = 0;
+        float eight[8];
+        memcpy(&word, packed + from, least(8, packed_bytes - from));
+        _mm256_storeu_ps(eight, _mm256_mul_ps(factors_of(word), scale));
+        memcpy(to + g, eight, 4 * least(8, G - g));
+    }
+    for (int64_t g = G; g < padded; g++) to[g] = 0;
+}
+
+// Write the scales of some rows as float32, one row after the other, and any numbers up to a whole vector behind them.
+static inline void write_scales_of_rows(const Product *p, int64_t first, int64_t rows, float *to) {
+    int64_t G = groups_of(p);
+    if (!p->weight.codebook)
+        copy_as_float32(p->scale, p->weight.scale_dtype, first * G, rows * G, round_up(rows * G, LANES), to);
+    else
+        for (int64_t n = 0; n < rows; n++) write_scales(p, first + n, G, to + n * G);
+}
