@@ -35,14 +35,16 @@ def inspect(
     Nothing in a file is executed: of one that holds more than data the members of its zip archive are listed.
     """
     from hf_trainweights.inspection.listing import inspect_weights
+    from hf_trainweights.kernels import compiled
 
     with errors_in_one_line(debug), status("reading"):
         inspection = inspect_weights(local_copy(path))
     if as_json:
         entries = [asdict(entry) for entry in inspection.entries]
-        print_json({"path": path, "tensors": entries, "unsafe": inspection.unsafe})
+        print_json({"path": path, "tensors": entries, "unsafe": inspection.unsafe, "products": compiled.describe()})
     else:
         _print_formats(inspection.entries)
+        typer.echo(f"on this machine: {compiled.describe()}\n")
         _print_tensors(inspection.entries, None if tensors else _LARGEST)
     for file, calls in inspection.unsafe.items():
         say(f"warning: {file} was not unpickled: it would call {', '.join(calls)}", err=True)
@@ -110,7 +112,6 @@ def _print_tensors(entries: Sequence[Entry], count: int | None) -> None:
     for entry in entries if count is None else by_size[:count]:
         shape = str(list(entry.shape)) if entry.shape is not None else ""
         table.add_row(entry.name, entry.format, shape, show_size(entry.stored_bytes))
-    typer.echo("")
     print_table(table)
     if count is not None and len(entries) > count:
         typer.echo(f"and {len(entries) - count} smaller ones; --tensors shows them all")

@@ -117,5 +117,4 @@ def _measure(
 
 def _describe_machine() -> str:
     """Return the processor, and which of the compiled products serve on it."""
-    library = compiled.instructions() if compiled.is_available() else None
-    return f"{describe_machine()}, {f'products compiled for {library}' if library else 'no compiled products'}"
+    return f"{describe_machine()}, {compiled.describe()}"

@@ -102,6 +102,11 @@ def _load() -> ctypes.CDLL | None:
     return None if name is None else _open(_path(name))
 
 
+def describe() -> str:
+    """Return which library multiplies on this machine, as people read it."""
+    return f"products compiled for {instructions()}" if is_available() else "no compiled products"
+
+
 def is_available() -> bool:
     """Return whether the functions are compiled and this CPU runs them."""
     return _load() is not None

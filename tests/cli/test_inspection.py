@@ -11,6 +11,7 @@ from command_line import run, run_json
 from safetensors.torch import load_file, save_file
 
 from hf_trainweights.files.digests import write_digests
+from hf_trainweights.kernels import compiled
 
 
 def test_inspect_sums_up_by_format_and_shows_the_ten_largest(int4: Path) -> None:
@@ -19,7 +20,8 @@ def test_inspect_sums_up_by_format_and_shows_the_ten_largest(int4: Path) -> None
     rows = [line.split() for line in result.stdout.splitlines()]
     assert ["int4", "g32", "14", "46.1", "kB"] in rows
     assert rows[5][:2] == ["total", "21"]
-    names = [row[0] for row in rows[9:-1]]
+    assert result.stdout.splitlines()[6] == f"on this machine: {compiled.describe()}"
+    names = [row[0] for row in rows[10:-1]]
     by_size = sorted(run_json("inspect", int4)["tensors"], key=lambda each: each["stored_bytes"], reverse=True)
     assert names == [each["name"] for each in by_size[:10]]
     assert result.stdout.endswith("\nand 11 smaller ones; --tensors shows them all\n")
@@ -32,6 +34,12 @@ def test_inspect_shows_all_tensors_if_asked(int4: Path) -> None:
     names = {each["name"] for each in run_json("inspect", int4)["tensors"]}
     assert names <= {row[0] for row in rows if row}
     assert "smaller" not in result.stdout
+
+
+def test_inspect_says_which_products_serve(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
+    assert run_json("inspect", int4)["products"] == "no compiled products"
+    assert "on this machine: no compiled products\n" in run("inspect", int4).stdout
 
 
 def test_inspect_warns_of_a_file_that_it_does_not_unpickle(tmp_path: Path) -> None:
