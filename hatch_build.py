@@ -41,7 +41,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
     flags: list[str]
 
 
-_OF_ALL = ("interface.c", "float8.c", "words/uint.c")
+_OF_ALL = ("interface.c", "dequantize.c", "float8.c", "words/uint.c")
 LIBRARIES = (
     Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
     Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),

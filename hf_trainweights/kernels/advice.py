@@ -25,15 +25,10 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
 
 def _slowness(form: Format, dtype: torch.dtype) -> str | None:
     is_fast = product_dtype(dtype, 1 << 10) == dtype
-    if isinstance(form, UInt) and is_fast:
+    if isinstance(form, (UInt, Float8E4M3)) and is_fast:
         return (
-            f"{form.name} weights: on this CPU a product of many tokens takes twice as long as one with float weights, "
-            "and more. int8 is fast."
-        )
-    if isinstance(form, Float8E4M3) and is_fast:
-        return (
-            "float8 weights: on this CPU a product of many tokens dequantizes them first and takes longer than one "
-            "with float weights. int8 is fast."
+            f"{form.name} weights: on this CPU a product of many tokens dequantizes them first and takes longer than "
+            "one with float weights. int8 is fast."
         )
     is_rounded = isinstance(form, Int8) and form.activations is not None
     is_slow = is_fast and compiled.instructions() == "avx2"

@@ -18,8 +18,10 @@ from torch import Tensor
 from hf_trainweights.files.native_library import load_library
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels.arguments import storage_freed
 from hf_trainweights.kernels.cpu_features import capabilities
@@ -30,8 +32,13 @@ from hf_trainweights.kernels.thresholds import most_rows
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"
 # What the functions take and expect of a `Weight`, as in native/product.h; another number is another agreement.
-ABI = 2
-_FUNCTIONS = {"product_bytes": "lpli", "product": "-pppppplippp", "dequantize": "-ppppi"}
+ABI = 3
+_FUNCTIONS = {
+    "product_bytes": "lpli",
+    "product": "-pppppplippp",
+    "dequantized_bytes": "lpi",
+    "dequantize": "-ppppllippp",
+}
 # As in native/product.h.
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
@@ -42,6 +49,9 @@ _LIBRARIES = {
     "avx_vnni": ("avx2", "fma3", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma3", "f16c"),
 }
+
+# The formats that the libraries read; in memory the tensors of coded are those of int8.
+FORMATS = (Int8, Coded, Int4, Float8E4M3, UInt, Codebook4)
 
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
@@ -127,14 +137,15 @@ class Product:
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
         dtypes = {number: dtype for dtype, number in _DTYPES.items()}
+        self._dtype = dtypes[weight.dtype]
         is_packed, has_row_scale = weight.bits not in (8, _FLOAT8_BITS), weight.code_units or weight.codebook
         codes = self.columns * weight.bits // 32 if is_packed else self.columns
         G = self.columns // weight.group_size if weight.group_size and not has_row_scale else 1
         self._needs = (
-            Needs("x", ("*", self.columns), (dtypes[weight.dtype],)),
+            Needs("x", ("*", self.columns), (self._dtype,)),
             Needs("qdata", (self._N, codes), (torch.int8, torch.int32, torch.float8_e4m3fn)),
             Needs("scale", (self._N, G), (dtypes[weight.scale_dtype],)),
-            Needs("bias", (self._N,), (dtypes[weight.dtype],)),
+            Needs("bias", (self._N,), (self._dtype,)),
         )
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -176,16 +187,26 @@ class Product:
         whole = tuple(tensor.contiguous() for tensor in groups)
         return self(qdata.contiguous(), scale.contiguous(), whole, x.contiguous(), bias)
 
-    def dequantize(self, qdata: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """Fill and return `out` `[N, K]`, of the dtype that `find` was asked for, with a float8 weight.
+    def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
+        """Return some rows of the float weight in scratch memory, valid until the next of this thread.
 
         Args:
-            qdata: The codes `[N, K]`, contiguous.
-            scale: `[N, 1]`, contiguous.
-            out: Contiguous.
+            qdata: The codes of the whole weight, as `find` was told.
+            scale: Likewise.
+            groups: As for a product.
+            rows: Which of its rows.
+
+        Returns:
+            `[rows, K]` of the dtype that `find` was asked for, each number rounded once.
         """
+        first, count, threads = rows.start, min(rows.stop, self._N) - rows.start, torch.get_num_threads()
+        out = SCRATCH.take("weight", (count, self.columns), self._dtype)
+        size = self._library.dequantized_bytes(self._address, threads)
+        memory = SCRATCH.take("compiled", (1 << (size - 1).bit_length(),), torch.uint8).data_ptr()
+        numbers = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self._library.dequantize(self._address, *pointers, torch.get_num_threads())
+        missing = _NO_GROUPS[len(numbers) :]
+        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *numbers, *missing)
         return out
 
     def _size(self, M: int, threads: int) -> int:
@@ -201,7 +222,7 @@ class Product:
 def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> Product | None:
     """Return the products with weights `[N, K]` of a format, None where the library has none."""
     library, size = _load(), getattr(form, "group_size", None) or 0
-    fits = size in (0, 4, 8, 16, 32) or size % 64 == 0
+    fits = isinstance(form, FORMATS) and (size in (0, 4, 8, 16, 32) or size % 64 == 0)
     if library is None or not fits or dtype not in _DTYPES or scale_dtype not in _DTYPES:
         return None
     if not 0 < K <= _MOST_COLUMNS or N == 0:

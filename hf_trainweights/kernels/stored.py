@@ -28,9 +28,6 @@ from hf_trainweights.kernels.dequantized import multiply_dequantized
 from hf_trainweights.kernels.guards import Needs, guarded
 from hf_trainweights.kernels.registration import define
 
-# The formats that compiled products serve.
-_SERVED = (Int8, Coded, Int4, Float8E4M3, UInt, Codebook4)
-
 # A smaller largest magnitude of a row counts as this one, as in native/product.h.
 _SMALLEST_TOP = 2.0**-103
 
@@ -56,14 +53,14 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
 
 def _is_served(x: Tensor, qdata: Tensor, scale: Tensor, form: Format) -> bool:
     if x.device.type == "cpu":
-        return isinstance(form, _SERVED)
+        return isinstance(form, compiled.FORMATS)
     is_exact = torch.promote_types(scale.dtype, x.dtype) == x.dtype
     return isinstance(form, (Int8, Coded, Int4)) and is_exact and cuda.serves(x, qdata, form.group_size)
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
     """As `hf_trainweights.kernels.prepare_few_rows`, of the stored tensors: the compiled product, if there is one."""
-    if not isinstance(form, _SERVED):
+    if not isinstance(form, compiled.FORMATS):
         return None
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     if qdata.dim() != 2 or qdata.device.type != "cpu":

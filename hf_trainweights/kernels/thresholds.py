@@ -19,12 +19,14 @@ from hf_trainweights.kernels.cpu_features import has_amx, product_dtype
 
 ALL = sys.maxsize
 
-# Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX.
+# Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX; the scales of codebook4 take longer.
 _SHORT_ROWS = 256
-# Float8, and integer codes in float32 with AVX2: twice as fast at 8 rows, as fast at 32.
+_CODEBOOK_ROWS = 64
+# Integer codes in float32, and float8, with AVX2.
 _WIDENED_ROWS = 16
-# Uint in a dtype that the CPU multiplies fast.
-_UINT_ROWS = 64
+# Float8 with more than AVX2.
+_FLOAT8_ROWS = 8
+_UINT_ROWS = 16
 
 # bfloat16 on a CPU with AMX, by products without tiles: by the kind of codes, for most weights and for those from so
 # many elements on.
@@ -32,6 +34,7 @@ _LARGE_WEIGHTS = 1 << 23
 _AMX_ROWS = {
     "float8": (16, 8),
     "int4": (256, 256),
+    "codebook4": (_CODEBOOK_ROWS, _CODEBOOK_ROWS),
     "int8": (128, 64),
     "int8 in groups": (128, 128),
     "int8 with int8 activations": (256, 256),
@@ -40,20 +43,20 @@ _AMX_ROWS = {
 
 def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> int:
     """Return up to how many rows of x the functions of a library serve a weight of so many elements; `ALL` for any."""
-    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
     if isinstance(form, UInt):
-        return _UINT_ROWS if is_fast else ALL
+        return _UINT_ROWS
     if library == "amx" and _takes_tiles(form, dtype):
         return ALL
     if dtype == torch.bfloat16 and has_amx():
         return _AMX_ROWS[_kind(form)][weights >= _LARGE_WEIGHTS]
     if isinstance(form, Float8E4M3):
-        return _WIDENED_ROWS
+        return _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
+    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
     if not is_fast or (isinstance(form, Int8) and form.activations):
         return ALL
     if dtype == torch.float32:
         return _WIDENED_ROWS if library == "avx2" else ALL
-    return _SHORT_ROWS
+    return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
 
 
 def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
@@ -67,6 +70,6 @@ def _kind(form: Format) -> str:
     if isinstance(form, Float8E4M3):
         return "float8"
     if isinstance(form, (Int4, Codebook4)):
-        return "int4"
+        return form.name
     assert isinstance(form, Int8)
     return "int8 with int8 activations" if form.activations else "int8 in groups" if form.group_size else "int8"

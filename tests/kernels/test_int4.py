@@ -103,10 +103,9 @@ def test_the_gradient_of_x_is_that_of_the_dequantized_weight(M: int) -> None:
     assert torch.equal(x.grad, other.grad)
 
 
-def test_linear_takes_the_op_and_does_not_dequantize(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linear_takes_the_op_and_does_not_dequantize_the_whole_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     weight, x = weight_of((64, 32, 32), torch.bfloat16), random(2, 32)
     monkeypatch.setattr(Int4, "dequantize", None)
-    monkeypatch.setattr(Int4, "dequantize_rows", None)
     FALLBACKS.clear()
     for inference in (False, True):
         with torch.inference_mode(inference):

@@ -73,7 +73,7 @@ def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype)
 
 @every_dtype
 def test_blocks_are_put_together(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_CAST_ELEMENTS", "_BLOCK_ELEMENTS", "_BLOCK_ROWS"):
+    for name in ("_BLOCK_ELEMENTS", "_BLOCK_ROWS"):
         monkeypatch.setattr(dequantized, name, 1)
     monkeypatch.setattr(int8_pack, "_COPIED_CODES", 1)
     for rows in (1, 6, 100):
@@ -96,9 +96,9 @@ def test_codes_are_copied_only_where_pytorchs_op_would_crash(monkeypatch: pytest
 
 
 @pytest.mark.parametrize("rows", [5, 9, 10])
-def test_a_cast_weight_on_the_left_gives_contiguous_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for elements in (1, dequantized._CAST_ELEMENTS):
-        monkeypatch.setattr(dequantized, "_CAST_ELEMENTS", elements)
+def test_a_weight_on_the_left_gives_contiguous_rows(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for elements in (1, dequantized._BLOCK_ELEMENTS):
+        monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", elements)
         for bias in (None, x(200, dtype=torch.bfloat16, seed=2)):
             assert_linear(x(rows, 96, dtype=torch.bfloat16), quantized(200, 96, torch.bfloat16), bias)
 

@@ -36,7 +36,7 @@ SMALL = ("-DHELD_BYTES=8192", "-DROW_BYTES=128", "-DROW_BYTES_OF_BFLOAT16=256")
 _INSTRUCTIONS = "avx2 fma f16c avx512f avx512bw avx512vl avx512dq avx512vnni avx512bf16"
 FLAGS = ("-std=gnu11", "-fPIC", "-fopenmp", "-DEMULATED_TILES", *SMALL)
 # Of what these tests do not run, the compiler makes what takes it the least time.
-UNUSED = ("float8", "uint", "few_rows")
+UNUSED = ("dequantize", "float8", "uint", "few_rows")
 PAGE = mmap.PAGESIZE
 
 
@@ -61,7 +61,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not all(map(compiled.capabilities().get, (*compiled._LIBRARIES["avx512"], "avx512_bf16"))):
         pytest.skip("needs AVX512_VNNI and AVX512_BF16")
     folder, native = tmp_path_factory.mktemp("tiles"), compiled._NATIVE
-    shared = ("interface.c", "float8.c", "words/uint.c", "bytes/few_rows.c", "bytes/many_rows.c")
+    shared = ("interface.c", "dequantize.c", "float8.c", "words/uint.c", "bytes/few_rows.c", "bytes/many_rows.c")
     compile_sources((*(native / name for name in shared), *(native / "tiles").glob("*.c")), folder)
     if b"__kmpc_" in (link(folder) / "amx.so").read_bytes():
         pytest.skip("needs a compiler that takes its threads from PyTorch's OpenMP library")

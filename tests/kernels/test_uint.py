@@ -19,7 +19,7 @@ from hf_trainweights.tensor.dispatch import FALLBACKS
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 FORMATS = [form(group_size) for form in (UInt2, UInt3, UInt4, UInt5, UInt6) for group_size in (16, 32)]
-ROWS = (1, 2, 3, 4, 5, 16, 64)
+ROWS = (1, 2, 3, 4, 5, 16)
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | None = None) -> Tensor:
@@ -78,7 +78,7 @@ def test_a_layer_multiplies_few_rows_without_dequantizing(form: UInt, dtype: tor
     layer = nn.Linear(64, 48).to(dtype)
     layer.weight = nn.Parameter(QuantizedTensor.quantize(layer.weight.detach(), form), requires_grad=False)
     FALLBACKS.clear()
-    for x in (torch.randn(2, 9, 64).to(dtype), torch.randn(64).to(dtype), torch.randn(0, 64).to(dtype)):
+    for x in (torch.randn(2, 7, 64).to(dtype), torch.randn(64).to(dtype), torch.randn(0, 64).to(dtype)):
         with torch.no_grad():
             at_once = layer(x)
         assert torch.equal(at_once, layer(x))  # by way of autograd and the dispatcher
@@ -98,7 +98,7 @@ def test_a_gradient_flows_to_the_input() -> None:
 
 @pytest.mark.usefixtures("library")
 def test_many_rows_in_float32_are_multiplied_with_the_dequantized_weight() -> None:
-    form, x = UInt3(), random_weight(65, 64)
+    form, x = UInt3(), random_weight(17, 64)
     tensors = form.quantize(random_weight(20, 64))
     multiply = prepare_few_rows(tensors, form, torch.float32)
     assert multiply is not None
@@ -106,7 +106,7 @@ def test_many_rows_in_float32_are_multiplied_with_the_dequantized_weight() -> No
     expected = F.linear(x, form.dequantize(tensors, (20, 64), torch.float32))
     torch.testing.assert_close(linear(x, tensors, form), expected)
     assert linear(x[:0], tensors, form, None).shape == (0, 20)
-    assert "twice as long" in (slowness(form, torch.float32) or "")
+    assert "takes longer" in (slowness(form, torch.float32) or "")
 
 
 @pytest.mark.usefixtures("without_compiled")

@@ -75,11 +75,27 @@ static inline void store_float(void *to, int dtype, int64_t index, float value) 
     }
 }
 
+// As `store_float` rounds.
+static inline __m128i to_bfloat16(__m256 values) {
+    __m256i bits = _mm256_castps_si256(values);
+    __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+    __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
+    __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
+    rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
+    return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+}
+
 static inline void store_floats(void *to, int dtype, int64_t index, int64_t count, Floats values) {
-    if (dtype == FLOAT32 && count >= LANES) _mm256_storeu_ps((float *)to + index, values);
-    else if (dtype == FLOAT16 && count >= LANES)
-        _mm_storeu_si128((__m128i *)((uint16_t *)to + index), _mm256_cvtps_ph(values, 0));
-    else for (int64_t i = 0; i < least(count, LANES); i++) store_float(to, dtype, index + i, values[i]);
+    if (count < LANES) {
+        for (int64_t i = 0; i < count; i++) store_float(to, dtype, index + i, values[i]);
+        return;
+    }
+    if (dtype == FLOAT32) {
+        _mm256_storeu_ps((float *)to + index, values);
+        return;
+    }
+    __m128i half = dtype == FLOAT16 ? _mm256_cvtps_ph(values, 0) : to_bfloat16(values);
+    _mm_storeu_si128((__m128i *)((uint16_t *)to + index), half);
 }
 
 // Copy the last bytes of a row, and zeros behind them, to where a whole vector can be read.
@@ -105,6 +121,13 @@ static inline __m128i load_half(const uint8_t *from, int64_t count) {
 static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
     __m256i pairs = _mm256_cvtepu8_epi16(load_half(from, count >> 1));
     return (Integers)_mm256_and_si256(_mm256_or_si256(pairs, _mm256_slli_epi16(pairs, 4)), _mm256_set1_epi8(0x0f));
+}
+
+// Return the bytes without a sign of a quarter of a vector, as 32-bit numbers.
+static inline Integers widen_bytes(Integers bytes, int quarter) {
+    int64_t quarters[4];
+    memcpy(quarters, &bytes, sizeof bytes);
+    return (Integers)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(quarters[quarter]));
 }
 
 // Return the byte of a table of 16 that each byte, 0 to 15, is the index of.

@@ -83,6 +83,13 @@ static inline Integers load_nibbles(const uint8_t *from, int64_t count) {
     return (Integers)_mm512_and_si512(_mm512_or_si512(pairs, _mm512_slli_epi16(pairs, 4)), _mm512_set1_epi8(0x0f));
 }
 
+// Return the bytes without a sign of a quarter of a vector, as 32-bit numbers.
+static inline Integers widen_bytes(Integers bytes, int quarter) {
+    __m128i quarters[4];
+    memcpy(quarters, &bytes, sizeof bytes);
+    return (Integers)_mm512_cvtepu8_epi32(quarters[quarter]);
+}
+
 // Return the byte of a table of 16 that each byte, 0 to 15, is the index of.
 static inline Integers looked_up(const uint8_t table[16], Integers indexes) {
     __m512i values = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)table));

@@ -66,16 +66,18 @@ void multiply_float8(const Product *p, int threads, int8_t *memory) {
     for (int64_t n = 0; n < p->weight.N; n += LANES) multiply_rows(p, x, n, least(LANES, p->weight.N - n));
 }
 
-void dequantize_float8(const Product *p, int threads) {
+void dequantize_float8(const Product *p, int64_t first, int64_t count, int threads) {
     int64_t K = p->weight.K;
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t n = 0; n < p->weight.N; n++) {
-        Floats weight[2], factor = all_floats(256 * load_floats(p->scale, p->weight.scale_dtype, n, 1)[0]);
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *codes = p->qdata + (first + i) * K;
+        Floats weight[2], factor = all_floats(256 * load_floats(p->scale, p->weight.scale_dtype, first + i, 1)[0]);
         for (int64_t k = 0; k < K; k += STEP) {
-            load_float8(p->qdata + n * K + k, K - k, weight);
+            fetch_ahead(codes + k);
+            load_float8(codes + k, K - k, weight);
             for (int half = 0; half < 2; half++) {
-                int64_t first = k + half * LANES;
-                store_floats(p->out, p->weight.dtype, n * K + first, K - first, weight[half] * factor);
+                int64_t column = k + half * LANES;
+                store_floats(p->out, p->weight.dtype, i * K + column, K - column, weight[half] * factor);
             }
         }
     }

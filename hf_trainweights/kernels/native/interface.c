@@ -24,8 +24,20 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     else multiply_float8(&product, threads, memory);
 }
 
-// Fill out [N][K] with a float8 weight.
-void dequantize(const Weight *weight, const uint8_t *qdata, const void *scale, void *out, int threads) {
+// Return the scratch memory that `dequantize` needs, at any address.
+int64_t dequantized_bytes(const Weight *weight, int threads) {
+    Product product = {.weight = *weight};
+    return threads * (weight->code_units ? uint_row_bytes(&product) : row_scale_bytes(&product)) + ALIGNMENT;
+}
+
+// Fill out [count][K] with rows of the weight from `first` on, in the dtype of x.
+void dequantize(const Weight *weight, const uint8_t *qdata, const void *scale, void *out, int64_t first, int64_t count,
+                int threads, int8_t *memory, const uint8_t *group_scale, const uint8_t *zero_point) {
     Product product = {.weight = *weight, .qdata = qdata, .scale = scale, .out = out};
-    dequantize_float8(&product, threads);
+    product.group_scale = group_scale;
+    product.zero_point = zero_point;
+    memory += -(intptr_t)memory & (ALIGNMENT - 1);
+    if (weight->code_units) dequantize_uint(&product, first, count, threads, memory);
+    else if (weight->bits) dequantize_integers(&product, first, count, threads, (float *)memory);
+    else dequantize_float8(&product, first, count, threads);
 }

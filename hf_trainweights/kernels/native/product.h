@@ -4,7 +4,7 @@
 
 // A library and the Python code that calls it have the same number: it changes with `Weight` and with any function of
 // interface.c.
-#define ABI 2
+#define ABI 3
 
 enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 
@@ -66,4 +66,8 @@ int64_t uint_bytes(const Product *p, int threads);
 void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
 void multiply_uint(const Product *p, int threads, int8_t *memory);
-void dequantize_float8(const Product *p, int threads);
+void dequantize_integers(const Product *p, int64_t first, int64_t count, int threads, float *memory);
+void dequantize_float8(const Product *p, int64_t first, int64_t count, int threads);
+void dequantize_uint(const Product *p, int64_t first, int64_t count, int threads, int8_t *memory);
+int64_t uint_row_bytes(const Product *p);
+int64_t row_scale_bytes(const Product *p);

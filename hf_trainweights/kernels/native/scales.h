@@ -27,24 +27,35 @@ static inline __m256 factors_of(uint64_t word) {
     return _mm256_castsi256_ps(_mm256_xor_si256(bits, signs));
 }
 
-// Write the scales of a row as float32, and zeros up to `padded`.
-static inline void write_scales(const Product *p, int64_t n, int64_t padded, float *to) {
-    int64_t G = groups_of(p);
-    if (!p->weight.codebook) {
-        copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, padded, to);
-        return;
-    }
-    int64_t packed_bytes = (G * GROUP_BITS + 7) / 8;
+// Room for the scales of a row, and to load a vector of them behind the last.
+static inline int64_t scale_length(const Product *p) { return round_up(groups_of(p), LANES) + LANES; }
+
+// Write the factors of the groups of a row of codebook4, each times a number.
+static inline void write_factors(const Product *p, int64_t n, float number, float *to) {
+    int64_t G = groups_of(p), packed_bytes = (G * GROUP_BITS + 7) / 8;
     const uint8_t *packed = p->group_scale + n * packed_bytes;
-    __m256 scale = _mm256_set1_ps(load_floats(p->scale, p->weight.scale_dtype, n, 1)[0]);
     for (int64_t g = 0, from = 0; g < G; g += 8, from += GROUP_BITS) {
         uint64_t word = 0;
         float eight[8];
         memcpy(&word, packed + from, least(8, packed_bytes - from));
-        _mm256_storeu_ps(eight, _mm256_mul_ps(factors_of(word), scale));
+        _mm256_storeu_ps(eight, _mm256_mul_ps(factors_of(word), _mm256_set1_ps(number)));
         memcpy(to + g, eight, 4 * least(8, G - g));
     }
-    for (int64_t g = G; g < padded; g++) to[g] = 0;
+}
+
+// Return the scale of a row that has one.
+static inline float row_scale(const Product *p, int64_t n) {
+    return load_floats(p->scale, p->weight.scale_dtype, n, 1)[0];
+}
+
+// Write the scales of a row as float32, and zeros up to `padded`.
+static inline void write_scales(const Product *p, int64_t n, int64_t padded, float *to) {
+    int64_t G = groups_of(p);
+    if (p->weight.codebook) {
+        write_factors(p, n, row_scale(p, n), to);
+        for (int64_t g = G; g < padded; g++) to[g] = 0;
+    } else
+        copy_as_float32(p->scale, p->weight.scale_dtype, n * G, G, padded, to);
 }
 
 // Write the scales of some rows as float32, one row after the other, and any numbers up to a whole vector behind them.

@@ -7,9 +7,6 @@
 // Sums of products of so many columns fit 32 bits.
 #define MOST_COLUMNS 2048
 
-// Scales of one row, and room to load a vector of them behind the last.
-static int64_t scale_length(const Product *p) { return round_up(groups_of(p), LANES) + LANES; }
-
 int64_t integers_bytes(const Product *p, int threads) {
     return numbers_at(p, 0).end - (int8_t *)0 + threads * scale_length(p) * 4;
 }

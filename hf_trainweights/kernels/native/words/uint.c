@@ -16,8 +16,9 @@ typedef struct {
 
 static int64_t row_length(const Product *p) { return padded_columns(p) + 2 * round_up(groups_of(p), 16); }
 
-static Row row_at(const Product *p, const Numbers *numbers) {
-    Row row = {.integers = (int16_t *)numbers->end + thread_index() * row_length(p)};
+// Return a thread's part of the memory for rows.
+static Row row_at(const Product *p, int8_t *memory) {
+    Row row = {.integers = (int16_t *)memory + thread_index() * row_length(p)};
     row.factors = row.integers + padded_columns(p);
     row.offsets = row.factors + round_up(groups_of(p), 16);
     return row;
@@ -126,7 +127,7 @@ static void multiply_row_of(const int16_t *row, const int16_t *values, int64_t p
 
 static void multiply_tokens(const Product *p, const Numbers *numbers, int64_t token, int64_t tokens, int64_t n) {
     const Weight *w = &p->weight;
-    Row row = row_at(p, numbers);
+    Row row = row_at(p, numbers->end);
     int64_t padded = padded_columns(p);
     float scale = load_float(p->scale, w->scale_dtype, n), bias = p->bias ? load_float(p->bias, w->dtype, n) : 0;
     write_row_of(p, n, &row);
@@ -148,5 +149,21 @@ void multiply_uint(const Product *p, int threads, int8_t *memory) {
         for (int64_t m = 0; m < tokens; m++) write_token(p, &numbers, token, m, 1);
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
         for (int64_t n = 0; n < p->weight.N; n++) multiply_tokens(p, &numbers, token, tokens, n);
+    }
+}
+
+int64_t uint_row_bytes(const Product *p) { return row_length(p) * 2; }
+
+void dequantize_uint(const Product *p, int64_t first, int64_t count, int threads, int8_t *memory) {
+    int64_t K = p->weight.K;
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        Row row = row_at(p, memory);
+        Floats scale = all_floats(load_float(p->scale, p->weight.scale_dtype, first + i));
+        write_row_of(p, first + i, &row);
+        for (int64_t k = 0; k < K; k += LANES) {
+            __m256i integers = _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)(row.integers + k)));
+            store_floats(p->out, p->weight.dtype, i * K + k, K - k, to_floats((Integers)integers) * scale);
+        }
     }
 }

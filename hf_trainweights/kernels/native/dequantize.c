@@ -1,0 +1,59 @@
+// Rows of float weights from codes, each number rounded once: for products of so many tokens that PyTorch's own with a
+// float weight takes least time.
+#include "bytes/integers.h"
+
+// Return one of the vectors of 32-bit numbers that a vector of bytes makes, each byte less the offset.
+static inline Floats widened(Integers bytes, int vector, int offset) {
+    return to_floats(widen_bytes(bytes, vector) - all_integers(offset));
+}
+
+// Return the scales of the groups that a vector of columns is of; `shift` is that from a column to its group.
+static inline Floats scales_of(const float *scale, int64_t column, int shift) {
+    if (LANES >> shift <= 1) return all_floats(scale[column >> shift]);
+    return permuted(*(const Floats *)(scale + (column >> shift)), lane_numbers() >> shift);
+}
+
+// Columns of a vector of bytes share a scale if their group is long enough: `scale` is that of the first of them. For
+// codebook4 it is a factor, whose product with a value is exact, and `last` is the scale of the row.
+static inline __attribute__((always_inline)) void write_columns(const Product *p, Integers bytes, int64_t k,
+                                                                const float *scale, Floats last, int kind, int dtype,
+                                                                int64_t at) {
+    int64_t size = p->weight.group_size, left = p->weight.K - k;
+    int offset = kind == NIBBLES ? 8 : 128, shift = size && size < BYTES ? __builtin_ctzll(size) : 0;
+    for (int i = 0; i < BYTES / LANES && i * LANES < left; i++) {
+        Floats factors = shift ? scales_of(scale, i * LANES, shift) : all_floats(*scale);
+        Floats values = widened(bytes, i, offset) * factors;
+        if (kind == INDEXES) values *= last;
+        store_floats(p->out, dtype, at + k + i * LANES, left - i * LANES, values);
+    }
+}
+
+static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, const float *scale, int kind,
+                                                            int dtype, int64_t at) {
+    int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
+    const uint8_t *row = row_of(p, n);
+    Floats last = all_floats(kind == INDEXES ? row_scale(p, n) : 1);
+    for (int64_t k = 0; k < K; k += BYTES) {
+        fetch_ahead(row + (k * bits_of(kind) >> 3));
+        write_columns(p, load_codes(row, kind, k, K - k), k, scale + k / size, last, kind, dtype, at);
+    }
+}
+
+#define CASE(KIND, DTYPE) \
+    if (kind_of(p) == KIND && p->weight.dtype == DTYPE) write_row(p, n, scale, KIND, DTYPE, at);
+#define CASES(KIND) CASE(KIND, FLOAT32) CASE(KIND, BFLOAT16) CASE(KIND, FLOAT16)
+
+int64_t row_scale_bytes(const Product *p) { return scale_length(p) * 4; }
+
+// Write the integer codes of `count` rows from `first` on as floats; `memory` has room for a row of scales a thread.
+void dequantize_integers(const Product *p, int64_t first, int64_t count, int threads, float *memory) {
+    int64_t scales = scale_length(p);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++) {
+        int64_t n = first + i, at = i * p->weight.K;
+        float *scale = memory + thread_index() * scales;
+        if (p->weight.codebook) write_factors(p, n, 1, scale);
+        else write_scales(p, n, scales, scale);
+        CASES(BYTE_CODES) CASES(NIBBLES) CASES(INDEXES)
+    }
+}

@@ -1,0 +1,57 @@
+"""Rows of a weight that the compiled functions dequantize are, bit for bit, those that the format gives."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from weights import random_weight, same_bytes
+
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.coded import Coded
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
+from hf_trainweights.kernels import compiled
+
+FORMATS = [
+    *(Int8(size) for size in (None, 4, 8, 16, 32, 64, 128)),
+    *(Int4(size) for size in (32, 64, 128)),
+    *(form(size) for form in (UInt2, UInt3, UInt4, UInt5, UInt6) for size in (16, 32)),
+    *(Codebook4(), Float8E4M3(), Coded()),
+]
+
+
+@pytest.mark.covering(2)
+@pytest.mark.usefixtures("library", "threads")
+@pytest.mark.parametrize("scale_dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("K", [96, 128, 576])
+@pytest.mark.parametrize("form", FORMATS, ids=str)
+def test_rows_are_those_of_the_format(form: Format, K: int, dtype: torch.dtype, scale_dtype: torch.dtype) -> None:
+    N = 21
+    form = form.fallback((N, K))
+    tensors = form.quantize(random_weight(N, K, dtype=scale_dtype))
+    product = compiled.find(form, N, K, dtype, scale_dtype)
+    assert product is not None
+    qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
+    expected = form.dequantize(tensors, (N, K), dtype)
+    for rows in (slice(0, N), slice(0, 1), slice(8, 16), slice(16, 32)):
+        assert same_bytes(product.dequantize(qdata, scale, tuple(groups), rows).clone(), expected[rows])
+
+
+@pytest.mark.usefixtures("library")
+@pytest.mark.parametrize("K", [1, 3, 70, 130])
+@pytest.mark.parametrize("form", [Int8(), Float8E4M3()], ids=str)
+def test_columns_that_fill_no_vector_are_written_and_nothing_behind_them(form: Format, K: int) -> None:
+    tensors = form.quantize(random_weight(5, K))
+    product = compiled.find(form, 5, K, torch.bfloat16, torch.float32)
+    assert product is not None
+    # The scratch memory keeps what lay behind the rows.
+    product.dequantize(tensors["qdata"], tensors["scale"], (), slice(0, 5)).fill_(7)
+    rows = product.dequantize(tensors["qdata"], tensors["scale"], (), slice(0, 2))
+    behind = torch.as_strided(rows, (3 * K,), (1,), 2 * K)
+    assert same_bytes(rows.clone(), form.dequantize(tensors, (5, K), torch.bfloat16)[:2])
+    assert behind.eq(7).all()
