@@ -1,10 +1,11 @@
 """Files of a directory exchanged for new ones, so that a loader finds the old model, the new one, or an error.
 
-No order of renames changes several files at once. So the files that loaders open first, the entry points, go out of the
-way before anything else moves, and the new ones come last: in between a loader finds no model, and never parts of two.
-All that goes is kept in the staging directory, beside a journal, until everything is in place. An error puts it back at
-once; after a kill or a power failure `undo_interrupted` does. Where one file is all that changes for a loader, one
-rename does it.
+Where only weights change, a loader never meets an error: new shards have names of their own, so they come before the
+entry point that names them, and old ones go after it. No order of renames changes more files at once. Where config.json
+changes, too, the files that loaders open first, the entry points, therefore go out of the way before anything else
+moves, and the new ones come last: in between a loader finds no model, and never parts of two. All that goes is kept in
+the staging directory, beside a journal, until everything is in place. An error puts it back at once; after a kill or a
+power failure `undo_interrupted` does.
 
     <directory>/_trainweights-<random>/new/          what is to come
     <directory>/_trainweights-<random>/old/          what was there
@@ -24,12 +25,10 @@ from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import link_or_copy, make_directories, remove_files, replace_file
 from hf_trainweights.files.paths import is_safe_name
-from hf_trainweights.files.weight_files import entry_point_rank, is_read_by_loaders
+from hf_trainweights.files.weight_files import entry_point_rank, is_read_by_loaders, is_shard
 
 NEW, OLD, JOURNAL = "new", "old", "journal.json"
 
-# Files up to this size are compared with those they replace: an equal config.json need not move.
-_COMPARED_BYTES = 1 << 20
 _MAX_JOURNAL_BYTES = 1 << 24
 
 
@@ -61,9 +60,9 @@ def swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) 
     if any(is_replaced(name) for name in names):
         go += [name for name in present if is_replaced(name) and name not in names]
     try:
-        read = [name for name in {*come, *go} if is_read_by_loaders(name)]
-        if len(read) == 1 and read[0] in come and read[0] in go:
-            _swap_one(staging, directory, read[0], come, go)
+        _make_room(staging, directory, come, go)
+        if _is_one_step(come, go):
+            _swap_in_one_step(staging, directory, come, go)
         else:
             _swap_all(staging, directory, come, go)
         _forget(staging)
@@ -95,18 +94,30 @@ def undo_interrupted(staging: Path, directory: Path) -> None:
     _undo(staging, directory, come, go)
 
 
-def _swap_one(staging: Path, directory: Path, read: str, come: list[str], go: list[str]) -> None:
-    """Exchange the one file that loaders read, in one step; digests and cards go before it and come after it."""
-    _make_room(staging, directory, come, go)
-    make_directories((staging / OLD / read).parent)
-    link_or_copy(directory / read, staging / OLD / read)
-    _move([name for name in go if name != read], directory, staging / OLD)
-    _move([read], staging / NEW, directory)
-    _move([name for name in come if name != read], staging / NEW, directory)
+def _is_one_step(come: list[str], go: list[str]) -> bool:
+    """Return whether one rename or removal takes a loader from the old files to the new ones."""
+    opened = _opened_first({*come, *go})
+    overwritten = [name for name in come if name in go and is_shard(name)]
+    return not overwritten and (len(opened) == 1 or all(entry_point_rank(name) is not None for name in opened))
+
+
+def _swap_in_one_step(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
+    _move([name for name in come if is_shard(name)], staging / NEW, directory)
+    # The one that a loader looks for first changes last among those that come, and among those that only go.
+    opened = _opened_first(come)
+    for name in reversed(opened):
+        if name in go:
+            make_directories((staging / OLD / name).parent)
+            link_or_copy(directory / name, staging / OLD / name)
+        _move([name], staging / NEW, directory)
+    for name in reversed(_opened_first(go)):
+        if name not in opened:
+            _move([name], directory, staging / OLD)
+    _move([name for name in go if name not in _opened_first(go)], directory, staging / OLD)
+    _move([name for name in come if name not in opened and not is_shard(name)], staging / NEW, directory)
 
 
 def _swap_all(staging: Path, directory: Path, come: list[str], go: list[str]) -> None:
-    _make_room(staging, directory, come, go)
     # The one that a loader looks for first goes last, and comes last: before that it finds none, or the same as ever.
     for name in reversed(_entry_points(go)):
         _move([name], directory, staging / OLD)
@@ -128,12 +139,19 @@ def _undo(staging: Path, directory: Path, come: list[str], go: list[str]) -> Non
     """Put everything back, from whatever step on; it may be interrupted and called again."""
     kept = [name for name in go if (staging / OLD / name).exists()]
     fresh = [name for name in come if (name in kept or name not in go) and (directory / name).exists()]
-    # No loader may find a new entry point while other files become old again.
-    remove_files(directory / name for name in reversed(_entry_points(fresh)))
-    remove_files(directory / name for name in _others(fresh) if name not in kept)
-    _move(_others(kept), staging / OLD, directory)
-    for name in _entry_points(kept):
-        _move([name], staging / OLD, directory)
+    if _is_one_step(come, go):
+        _move([name for name in kept if name not in _opened_first(kept)], staging / OLD, directory)
+        for name in _opened_first(kept):
+            _move([name], staging / OLD, directory)
+        # What no old file has replaced: entry points before the shards that they name.
+        remove_files(directory / name for name in sorted(fresh, key=is_shard) if name not in kept)
+    else:
+        # No loader may find a new entry point while other files become old again.
+        remove_files(directory / name for name in reversed(_entry_points(fresh)))
+        remove_files(directory / name for name in _others(fresh) if name not in kept)
+        _move(_others(kept), staging / OLD, directory)
+        for name in _entry_points(kept):
+            _move([name], staging / OLD, directory)
     _forget(staging)
 
 
@@ -156,6 +174,12 @@ def _forget(staging: Path) -> None:
         # All is in place. If this fails, a power failure can at worst bring the journal back, and the old files by it.
         with contextlib.suppress(OSError):
             disk.file_system.sync_directory(staging)
+
+
+def _opened_first(names: Iterable[str]) -> list[str]:
+    """Return what loaders open themselves, all but shards, cards and digests; what they look for first at the head."""
+    read = [name for name in names if is_read_by_loaders(name) and not is_shard(name)]
+    return [*_entry_points(read), *_others(read)]
 
 
 def _entry_points(names: Iterable[str]) -> list[str]:
@@ -185,7 +209,4 @@ def _sync(paths: Iterable[Path]) -> None:
 
 
 def _is_same(staging: Path, directory: Path, name: str) -> bool:
-    new, old = staging / NEW / name, directory / name
-    if not old.is_file() or new.stat().st_size > _COMPARED_BYTES:
-        return False
-    return filecmp.cmp(new, old, shallow=False)
+    return (directory / name).is_file() and filecmp.cmp(staging / NEW / name, directory / name, shallow=False)

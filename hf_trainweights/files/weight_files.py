@@ -2,11 +2,13 @@
 
 | family | one file | shards | their index |
 |---|---|---|---|
-| safetensors | `model.safetensors` | `model-00001-of-00002.safetensors` | `model.safetensors.index.json` |
-| `.bin` | `pytorch_model.bin` | `pytorch_model-00001-of-00002.bin` | `pytorch_model.bin.index.json` |
+| safetensors | `model.safetensors` | `model-0a1b2c3d-00001-of-00002.safetensors` | `model.safetensors.index.json` |
+| `.bin` | `pytorch_model.bin` | `pytorch_model-0a1b2c3d-00001-of-00002.bin` | `pytorch_model.bin.index.json` |
 | adapters | `adapter_model.safetensors`, `adapter_model.bin` | | |
 
-A variant stands before the end of the stem: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`.
+A variant stands before the end of the stem: `model.fp16.safetensors`, `model.safetensors.index.fp16.json`. The digest
+in the name of a shard, `0a1b2c3d` here, is ours; other writers leave it out. Transformers and accelerate take what ends
+in `-00001-of-00002` for a shard, and remove it when they save over it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _MAX_SHOWN = 200
 _LOADABLE = ("*.safetensors", "*_model*.bin", "*.index*.json")
 
 _WEIGHT_FILE = re.compile(
-    r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?P<shard>-\d{5}-of-\d{5})?\.(?P<kind>safetensors|bin)"
+    r"(?P<family>model|pytorch_model)(?:\.(?P<variant>[^.]+?))?(?P<shard>(?:-[0-9a-f]{8})?-\d{5}-of-\d{5})?"
+    r"\.(?P<kind>safetensors|bin)"
     r"(?P<index>\.index(?:\.(?P<index_variant>[^.]+))?\.json)?"
 )
 
@@ -102,6 +105,20 @@ def entry_point_rank(name: str) -> int | None:
     return ENTRY_POINTS.index(name) if name in ENTRY_POINTS else None
 
 
+def is_shard(name: str) -> bool:
+    """Return whether a file holds weights only for the index that names it.
+
+    Args:
+        name: Its path within the directory, of any variant.
+
+    Examples:
+        >>> is_shard("model-0a1b2c3d-00001-of-00002.safetensors"), is_shard("model.safetensors.index.json")
+        (True, False)
+    """
+    match = _WEIGHT_FILE.fullmatch(name)
+    return match is not None and match["shard"] is not None
+
+
 def is_read_by_loaders(name: str) -> bool:
     """Return whether a file of a model directory can change what a loader makes of it: neither cards nor digests can.
 
@@ -149,14 +166,14 @@ def shard_names(index: Path) -> list[str]:
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise _no_index(index, repr(error)[:_MAX_SHOWN]) from error
     for name in names:
-        if not isinstance(name, str) or not _is_shard(name):
+        if not isinstance(name, str) or not _may_be_shard(name):
             raise _no_index(index, repr(name)[:_MAX_SHOWN])
     if not names:
         raise _no_index(index, "none")
     return names
 
 
-def _is_shard(name: str) -> bool:
+def _may_be_shard(name: str) -> bool:
     return "/" not in name and is_safe_name(name) and name.endswith((".safetensors", ".bin"))
 
 

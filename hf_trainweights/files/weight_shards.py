@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,8 +11,14 @@ from huggingface_hub import split_state_dict_into_shards_factory
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.sha256 import file_sha256
+from hf_trainweights.files.weight_files import entry_point_rank, is_shard
 
 MAX_SHARD_SIZE = "5GB"
+
+# Of the SHA-256 in a name; where another file has the same by chance, only the step between two models is lost.
+_DIGEST_DIGITS = 8
+_NUMBER = re.compile(r"(?:-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.)")
 
 
 def write_shards(
@@ -47,3 +54,30 @@ def write_shards(
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+        name_shards(directory)
+
+
+def name_shards(directory: Path) -> None:
+    """Give each shard a name of its own, which holds the beginning of its SHA-256, in the indices as well.
+
+    So the shards of a save never take the place of those of another one, and the index is all that is replaced. Equal
+    shards have equal names.
+
+    Args:
+        directory: Where shards and indices lie.
+
+    Raises:
+        OSError: A file cannot be read or written.
+    """
+    for path in sorted(path for path in directory.glob("*.index*.json") if entry_point_rank(path.name) is not None):
+        index = json.loads(path.read_text(encoding="utf-8"))
+        names = {name: _own_name(directory / name) for name in set(index["weight_map"].values()) if is_shard(name)}
+        for name, own in names.items():
+            (directory / name).rename(directory / own)
+        index["weight_map"] = {tensor: names.get(name, name) for tensor, name in index["weight_map"].items()}
+        path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _own_name(shard: Path) -> str:
+    """Return `model-0a1b2c3d-00001-of-00002.safetensors` for `model-00001-of-00002.safetensors`."""
+    return _NUMBER.sub(f"-{file_sha256(shard)[:_DIGEST_DIGITS]}\\1", shard.name)

@@ -25,7 +25,8 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
 from hf_trainweights.files.safetensors_file import align_int8
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.files.weight_files import is_weight_file, safetensors_files
+from hf_trainweights.files.weight_shards import name_shards
 from hf_trainweights.models.bin_files import rewrite_as_bin
 from hf_trainweights.models.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.guard_names import name_guards
@@ -183,10 +184,10 @@ def _save(
         name_guards(staging)
         if not safe:
             rewrite_as_bin(staging)
+        for file in safetensors_files(staging):
+            align_int8(file)
+        name_shards(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
-        for name in weights:
-            if name.endswith(".safetensors"):
-                align_int8(staging / name)
         if weights and hasattr(model, "hf_quantizer"):
             write_digests(staging, weights, variant)
         if push is not None:
