@@ -19,9 +19,9 @@ from hf_trainweights.tensor.modules import dequantize_, get_model_size_in_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor, rebuild_quantized_tensor
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.callback import TrainWeightsCheckpointCallback
-    from hf_trainweights.checkpoint.directory.discovery import latest
-    from hf_trainweights.checkpoint.manager import CheckpointManager
+    from hf_trainweights.checkpoint.loop.manager import CheckpointManager
+    from hf_trainweights.checkpoint.run.discovery import latest
+    from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback
     from hf_trainweights.exports.gguf.export import export_gguf
     from hf_trainweights.exports.onnx.model import OnnxModel
     from hf_trainweights.exports.onnx.verification import verify_onnx_model
@@ -74,9 +74,9 @@ __all__ = [
 
 # What a program that loads a model can do without: imported when it is first asked for.
 _LAZY = {
-    "CheckpointManager": "checkpoint.manager",
+    "CheckpointManager": "checkpoint.loop.manager",
     "OnnxModel": "exports.onnx.model",
-    "TrainWeightsCheckpointCallback": "checkpoint.callback",
+    "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
     "compare_checkpoints": "inspection.difference",
     "compare_models": "inspection.model_difference",
     "dequantize_directory": "models.dequantize",
@@ -87,7 +87,7 @@ _LAZY = {
     "export_torchscript": "exports.torchscript",
     "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
-    "latest": "checkpoint.directory.discovery",
+    "latest": "checkpoint.run.discovery",
     "load_file": "models.single_file",
     "quantize_directory": "models.directory",
     "save_file": "models.single_file",

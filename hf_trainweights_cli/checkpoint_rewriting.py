@@ -29,7 +29,7 @@ from hf_trainweights_cli.tables import new_table, print_note, print_table, show_
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint import Policy
-    from hf_trainweights.checkpoint.directory.manifest import Manifest
+    from hf_trainweights.checkpoint.manifest.manifest import Manifest
 
 
 def compress(
@@ -126,7 +126,7 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
 
     A rewritten file replaces its name, so the originals stay. Their anchors may lie in other checkpoints beside them.
     """
-    from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
     from hf_trainweights.files.atomic import link_or_copy, remove_tree
     from hf_trainweights.files.temporary import claim_directory
 
@@ -159,8 +159,8 @@ def _compressor(policy: Policy, base: dict[str, Any]) -> Callable[[Path], Manife
 
 def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
-    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.directory.plain_weights import read_weights, weight_files
+    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.whole.plain_weights import read_weights, weight_files
     from hf_trainweights.models.directory import saved_parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
@@ -170,8 +170,8 @@ def _buffers(directory: Path) -> set[str] | None:
 
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
-    from hf_trainweights.checkpoint.compression import size_bytes
-    from hf_trainweights.checkpoint.directory.rounding import shown_mode, total_rounding
+    from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
+    from hf_trainweights.checkpoint.trainer.compression import size_bytes
 
     bytes_before = size_bytes(directory)
     with warnings.catch_warnings(record=True) as caught:

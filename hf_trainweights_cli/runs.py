@@ -25,9 +25,9 @@ def checkpoints(path: Path) -> list[Path]:
         ConfigError: It is neither.
         OSError: It cannot be read.
     """
-    from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
-    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.sharded.contents import dcp_directories
+    from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
     from hf_trainweights.errors import ConfigError
 
     is_run = not (path / MANIFEST_NAME).exists()
@@ -57,7 +57,7 @@ def require_one_checkpoint(path: Path) -> None:
         ConfigError: It is a run, or has no manifest.
         OSError: It cannot be read.
     """
-    from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
     from hf_trainweights.errors import ConfigError
 
     if (path / MANIFEST_NAME).exists():

@@ -66,7 +66,7 @@ def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Take the ways of an installation without a C compiler."""
     from cpus import use_library
 
-    from hf_trainweights.checkpoint.codecs import compiled as codecs
+    from hf_trainweights.checkpoint.codecs.coding import compiled as codecs
     from hf_trainweights.files import byte_planes
 
     use_library(None, monkeypatch)

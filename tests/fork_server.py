@@ -8,7 +8,7 @@ CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
     [
         "hf_trainweights.distributed",
-        "hf_trainweights.checkpoint.manager",
+        "hf_trainweights.checkpoint.loop.manager",
         "torch.distributed.fsdp",
         "transformers.trainer",
         "transformers.models.llama.modeling_llama",

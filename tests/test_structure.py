@@ -30,7 +30,22 @@ ROOMS = (
     "report",  # pictures of a model or a run
     "demo",
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.callback"}
+# Likewise the rooms of `checkpoint`; and its two layouts on disk know nothing of each other.
+CHECKPOINT_ROOMS = (
+    "codecs",  # a tensor as bytes
+    "encoded",  # a file
+    "planning",  # what a tensor is, and how it is stored
+    "manifest",  # the files of a checkpoint
+    "dcp",  # a directory of torch.distributed.checkpoint, read
+    "run",  # what all checkpoints of a run share
+    "whole",  # a checkpoint in whole files
+    "sharded",  # a checkpoint of several ranks
+    "rewriting",  # either of them, small or plain
+    "loop",  # a loop of one's own
+    "trainer",  # a Trainer
+    "versions",  # finished models
+)
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.trainer.callback"}
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
@@ -123,6 +138,15 @@ def test_imports_go_one_way() -> None:
     for module in SOURCES.keys() - TOP_LEVEL:
         ours = {room(name.removeprefix(f"{PACKAGE}.")) for name, _ in imports(module) if room(name) == PACKAGE}
         assert ours <= set(ROOMS[: ROOMS.index(room(module)) + 1]), module
+
+
+def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
+    start = f"{PACKAGE}.checkpoint."
+    for module in (each for each in SOURCES if each.startswith("checkpoint.") and each != "checkpoint.__init__"):
+        own = module.split(".")[1]
+        used = {room(name.removeprefix(start)) for name, _ in imports(module) if name.startswith(start)}
+        allowed = {*CHECKPOINT_ROOMS[: CHECKPOINT_ROOMS.index(own) + 1]} - ({"whole"} if own == "sharded" else set())
+        assert used <= allowed, module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

@@ -25,12 +25,12 @@ from torch import Tensor
 from benchmarks.checkpoints.protocol import INT8_RULES, PLAIN_WEIGHTS_NAME, Experiment, in_new_process, size_bytes
 from benchmarks.checkpoints.runs import RUNS
 from benchmarks.memory import Peak
-from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES, SaveJob
-from hf_trainweights.checkpoint.directory.sources import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.checkpoint.directory.writer import save_tree, save_weights
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.writer import save_tree, save_weights
 
 REPEATS = 3
 # Row of the report: the options of compress_directory, and whether there is an anchor.

@@ -1,14 +1,14 @@
 """Training state at rest: what a plain PyTorch loop saves and loads, and existing directories made small in place."""
 
-from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
-from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-from hf_trainweights.checkpoint.directory.rewriter import compress_directory, restore_directory
-from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.base_files import register_base
-from hf_trainweights.checkpoint.manager import CheckpointManager
+from hf_trainweights.checkpoint.loop.manager import CheckpointManager
+from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
+from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.training_files import load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.training_state import build_checkpoint, restore_checkpoint
+from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.run.discovery import find_checkpoints, latest
+from hf_trainweights.checkpoint.run.garbage import collect_garbage
+from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 __all__ = [

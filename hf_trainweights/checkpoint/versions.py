@@ -12,13 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, Manifest, require_json
-from hf_trainweights.checkpoint.directory.verification import require_intact
-from hf_trainweights.checkpoint.directory.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.checkpoint.directory.writer import save_new_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.module_state import (
+from hf_trainweights.checkpoint.loop.module_state import (
     adopt_quantized_weights,
     load_module_state,
     load_transient_buffers,
@@ -27,7 +23,11 @@ from hf_trainweights.checkpoint.module_state import (
     state_sha256,
     transient_buffers,
 )
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.verification import require_intact
+from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
+from hf_trainweights.checkpoint.whole.writer import save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.manager import CheckpointManager
+from hf_trainweights.checkpoint.loop.manager import CheckpointManager
+from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, checkpoint_step
 from hf_trainweights.report.runs import SavedCheckpoint, read_run
 
 MODE = "near-lossless"

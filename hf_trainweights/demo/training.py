@@ -14,7 +14,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from hf_trainweights.checkpoint.manager import CheckpointManager
+from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.demo.checkpoints import MODE, SAVES, Checkpoints, measure_checkpoints
 from hf_trainweights.demo.corpus import Corpus
 

@@ -12,6 +12,8 @@ from typing import IO
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
 
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
 
 @contextlib.contextmanager
 def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
@@ -63,3 +65,8 @@ def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
             raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
         with archive.open(pickles[0]) as pickle:
             yield pickle
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a path is a file that torch.save may have written, by its name."""
+    return path.suffix in TORCH_SUFFIXES and path.is_file()

@@ -23,9 +23,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback
 from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint import CheckpointManager, compression, verify_checkpoint
-from hf_trainweights.checkpoint import manager as manager_module
-from hf_trainweights.checkpoint.rng_state import rng_state
+from hf_trainweights.checkpoint import CheckpointManager, verify_checkpoint
+from hf_trainweights.checkpoint.loop import manager as manager_module
+from hf_trainweights.checkpoint.loop.rng_state import rng_state
+from hf_trainweights.checkpoint.trainer import compression
 from hf_trainweights.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # each trains on two ranks

@@ -44,7 +44,7 @@ MOMENTS = {
     "checkpoint compress {run}": "hf_trainweights.files.atomic._NewFile.sync",
     "checkpoint compress {run} --dry-run": "hf_trainweights.files.atomic._NewFile.sync",
     "checkpoint restore {run}": "hf_trainweights.files.atomic._NewFile.sync",
-    "checkpoint verify {run}": "hf_trainweights.checkpoint.directory.verification.verify_checkpoint",
+    "checkpoint verify {run}": "hf_trainweights.checkpoint.run.verification.verify_checkpoint",
     "checkpoint diff {run}/checkpoint-1 {run}/checkpoint-2": "hf_trainweights.inspection.difference._difference",
 }
 

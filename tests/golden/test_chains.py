@@ -12,12 +12,12 @@ from golden.reader import AFresh, load_checkpoints
 from golden.test_checkpoints import structure
 from torch import Tensor
 
-from hf_trainweights.checkpoint.directory.manifest import read_manifest
-from hf_trainweights.checkpoint.directory.verification import verify_checkpoint
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
+from hf_trainweights.checkpoint.loop.training_files import save_training_state
+from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.training_files import save_training_state
+from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
 MODES = ("near-lossless", "compact")
 STEPS = (10, 20, 30, 40)

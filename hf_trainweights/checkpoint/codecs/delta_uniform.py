@@ -39,10 +39,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import compiled
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.entropy import chunk_ranges
-from hf_trainweights.checkpoint.codecs.float_tiles import (
+from hf_trainweights.checkpoint.codecs.coding import compiled
+from hf_trainweights.checkpoint.codecs.coding.entropy import chunk_ranges
+from hf_trainweights.checkpoint.codecs.coding.float_tiles import (
     moved_from,
     round_to_,
     split_misfits,
@@ -50,9 +50,9 @@ from hf_trainweights.checkpoint.codecs.float_tiles import (
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.levels import LevelWriter, clip_, put, read_levels, work_tiles
-from hf_trainweights.checkpoint.codecs.matrix import TILE, Tile, matrix_shape
-from hf_trainweights.checkpoint.codecs.memory import empty, scratch
+from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.coding.matrix import TILE, Tile, matrix_shape
+from hf_trainweights.checkpoint.codecs.coding.memory import empty, scratch
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
-from hf_trainweights.checkpoint.codecs.memory import empty
+from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
+from hf_trainweights.checkpoint.codecs.coding.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
     plane_bits,

@@ -25,9 +25,10 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.entropy import CHUNK, BlockReader, BlockWriter
-from hf_trainweights.checkpoint.codecs.matrix import matrix_shape, tile_count, tiles
-from hf_trainweights.checkpoint.codecs.memory import empty
+from hf_trainweights.checkpoint.codecs.coding.entropy import CHUNK, BlockReader, BlockWriter
+from hf_trainweights.checkpoint.codecs.coding.matrix import matrix_shape, tile_count, tiles
+from hf_trainweights.checkpoint.codecs.coding.memory import empty
+from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
     plane_bits,
@@ -38,7 +39,6 @@ from hf_trainweights.checkpoint.codecs.planes import (
     write_planes,
     zigzag_,
 )
-from hf_trainweights.checkpoint.codecs.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.files.byte_planes import WORDS, fold, unfold_, words_of
 
 # Mantissa bits and bias of the exponent.

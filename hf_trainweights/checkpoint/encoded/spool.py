@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.memory import ByteBuffer
+from hf_trainweights.checkpoint.codecs.coding.memory import ByteBuffer
 from hf_trainweights.checkpoint.encoded.structure import ALIGNMENT_BYTES, padded_length
 
 # Payloads up to this size wait in memory, larger ones in a temporary file.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeGuard
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_trainweights.checkpoint.encoded.key_paths import Key
 
@@ -24,6 +24,23 @@ def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
     if not isinstance(states, Mapping) or not isinstance(groups, list):
         return False
     return all(isinstance(values, Mapping) for values in states.values()) and all(map(_is_group, groups))
+
+
+def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by the index under which its state dict knows them.
+
+    Indices run through the groups in their order. Parameters of other modules are left out.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer_parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
+        {0: 'bias', 1: 'weight'}
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = getattr(optimizer, "param_groups", [])
+    parameters = dict.fromkeys(id(parameter) for group in groups for parameter in group["params"])
+    return {index: names[key] for index, key in enumerate(parameters) if key in names}
 
 
 def is_number(value: object) -> bool:

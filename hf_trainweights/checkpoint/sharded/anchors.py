@@ -15,12 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.directory.anchor_choice import AnchorCandidate, AnchorRecord
-from hf_trainweights.checkpoint.directory.manifest import Manifest, read_manifest
+from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
-from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME
+from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
+from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy
 

@@ -17,13 +17,13 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.directory.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.dcp.description import describe
+from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem
+from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
+from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, next_anchor
-from hf_trainweights.checkpoint.sharded.description import describe
-from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem
-from hf_trainweights.checkpoint.sharded.shards import parse_shard, shard_name
-from hf_trainweights.checkpoint.sharded.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.files.atomic import remove_files, replace_file
 
 _ITEM_FILE = re.compile(rf"__\d+_(\d+){re.escape(ITEM_SUFFIX)}")

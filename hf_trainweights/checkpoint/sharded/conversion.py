@@ -19,13 +19,13 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.directory.verification import list_files, require_intact
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories
+from hf_trainweights.checkpoint.dcp.parts import model_weights
+from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.run.verification import list_files, require_intact
 from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
-from hf_trainweights.checkpoint.sharded.contents import ShardedContents, dcp_directories
-from hf_trainweights.checkpoint.sharded.parts import model_weights
-from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME, stock_metadata
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.regular_files import open_regular_file

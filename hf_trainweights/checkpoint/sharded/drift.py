@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.directory.drift import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.planning.modes import MOMENTS
+from hf_trainweights.checkpoint.run.drift import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 
 _FIELDS = ("lr", "betas")

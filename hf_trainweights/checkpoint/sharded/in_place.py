@@ -12,22 +12,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.directory.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.directory.in_place import manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.directory.manifest import (
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, encoded_manifest
+from hf_trainweights.checkpoint.dcp.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.manifest.manifest import (
     MANIFEST_NAME,
     FileEntry,
     Manifest,
     read_manifest,
     write_manifest,
 )
-from hf_trainweights.checkpoint.directory.rounding import PLAIN_MODE, add_rounding, total_rounding
-from hf_trainweights.checkpoint.directory.verification import require_intact
+from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.sharded.contents import ShardedContents, dcp_directories, encoded_manifest
+from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.run.in_place import manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.run.verification import require_intact
 from hf_trainweights.checkpoint.sharded.conversion import write_plain_in_place
-from hf_trainweights.checkpoint.sharded.parts import all_weights, optimizer_tensors
-from hf_trainweights.checkpoint.sharded.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.rewriting import Rewriting
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.cleanup import remove_abandoned

@@ -9,12 +9,12 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from hf_trainweights.checkpoint.dcp.items import Item, item_crc32, split_moments
+from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.encoder import TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
-from hf_trainweights.checkpoint.sharded.items import Item, item_crc32, split_moments
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
-from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem, Written
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.sha256 import DigestedFile
 

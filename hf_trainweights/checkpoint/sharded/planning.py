@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem
 
+from hf_trainweights.checkpoint.dcp.roles import Paths, StateName, buffers_of, models, optimizer_states
 from hf_trainweights.checkpoint.encoded.key_paths import Key
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.planning.delta_plan import DeltaPlan, LossyDelta
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.sharded.roles import Paths, StateName, buffers_of, models, optimizer_states
 
 # Tells the policy that the group may be Adam's; whether a state is, it tells from the names of its tensors.
 _BETAS = (0.9, 0.999)

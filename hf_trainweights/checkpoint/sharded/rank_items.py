@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from hf_trainweights.checkpoint.dcp.shards import shard_name, shard_of
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
 from hf_trainweights.checkpoint.sharded.planning import Order
-from hf_trainweights.checkpoint.sharded.shards import shard_name, shard_of
 
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64

@@ -23,13 +23,13 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, read_place
+from hf_trainweights.checkpoint.dcp.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.reader import load_item
+from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.sharded.contents import ShardedContents, read_place
-from hf_trainweights.checkpoint.sharded.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
-from hf_trainweights.checkpoint.sharded.ranks import Ranks
-from hf_trainweights.checkpoint.sharded.reader import load_item
-from hf_trainweights.checkpoint.sharded.results import Place
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import ConfigError
 

@@ -12,15 +12,15 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
+from hf_trainweights.checkpoint.dcp.items import Item, Joiner, item_crc32, payload_start
+from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.sharded.anchors import OpenAnchors
 from hf_trainweights.checkpoint.sharded.drift import AdamStates
-from hf_trainweights.checkpoint.sharded.items import Item, Joiner, item_crc32, payload_start
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, name_of
-from hf_trainweights.checkpoint.sharded.results import StoredFile, StoredItem, Written
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.sha256 import DigestedFile
 

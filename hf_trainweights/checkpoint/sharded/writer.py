@@ -14,15 +14,15 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hf_trainweights.checkpoint.directory.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
 from hf_trainweights.checkpoint.sharded.others_file import write_others
 from hf_trainweights.checkpoint.sharded.planning import Order, moments_together, plan_tensors
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, name_of
-from hf_trainweights.checkpoint.sharded.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.sharded.weights_file import write_weights
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.atomic import make_directories

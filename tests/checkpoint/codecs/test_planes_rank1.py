@@ -2,9 +2,9 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
+from hf_trainweights.checkpoint.codecs.coding.rank1 import decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
-from hf_trainweights.checkpoint.codecs.rank1 import decode_means, encode_means, log_means
 from hf_trainweights.errors import CorruptFileError
 
 

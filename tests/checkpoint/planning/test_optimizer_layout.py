@@ -9,8 +9,8 @@ import pytest
 import torch
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.rewriter import compress_directory
 from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.rewriting import compress_directory
 
 MOMENT = torch.linspace(-1.0, 1.0, 6400).view(80, 80)
 ADAM = {"step": torch.tensor(3.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT.square()}

@@ -11,11 +11,11 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
-from hf_trainweights.checkpoint.directory.drift import measure_delta_rms
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.drift import measure_delta_rms
 
 LOSSY_MODES = [mode for mode in MODES if mode != "lossless"]
 W = torch.zeros(64, 64)

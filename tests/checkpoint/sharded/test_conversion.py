@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.sharded.contents import ShardedContents
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restore_as_model
 from hf_trainweights.errors import ConfigError, CorruptFileError
 

@@ -18,11 +18,11 @@ from ranks import run_ranks
 from trees import fingerprint
 
 from hf_trainweights.checkpoint import latest, verify_checkpoint
-from hf_trainweights.checkpoint.backlog import Backlog
-from hf_trainweights.checkpoint.compression import Savings
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.sharded.ranks import Ranks
-from hf_trainweights.checkpoint.sharded_compression import ShardedCompression
+from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.trainer.compression import Savings
+from hf_trainweights.checkpoint.trainer.sharded_compression import ShardedCompression
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk

@@ -28,11 +28,11 @@ from checkpoint.sharded.states import (
 from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
-from hf_trainweights.checkpoint.directory.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
+from hf_trainweights.checkpoint.dcp.items import item_crc32
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.sharded.items import item_crc32
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, TrainWeightsError, UnsupportedError
 from hf_trainweights.files.signed_json import sign_json

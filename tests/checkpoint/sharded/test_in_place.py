@@ -20,12 +20,12 @@ from torch.utils._pytree import tree_map
 from trees import fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
-from hf_trainweights.checkpoint.compression import size_bytes
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.sharded.contents import ShardedContents
+from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.sharded.in_place import compress_sharded
-from hf_trainweights.checkpoint.sharded.ranks import Ranks
+from hf_trainweights.checkpoint.trainer.compression import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files import disk
 

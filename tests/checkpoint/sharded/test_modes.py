@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
 from hf_trainweights.checkpoint import verify_checkpoint
-from hf_trainweights.checkpoint.directory.manifest import read_manifest
 from hf_trainweights.checkpoint.encoded import anchor_files
+from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES, MODES, SIZE_FLOOR
 from hf_trainweights.distributed import TrainWeightsReader
 

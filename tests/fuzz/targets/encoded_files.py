@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_trainweights.checkpoint.codecs import CODECS, entropy
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.coding import entropy
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.encoded.storages import DTYPES

@@ -1,0 +1,1 @@
+"""What several codecs consist of: tiles, levels, symbols, entropy coding and memory."""

@@ -1,0 +1,189 @@
+"""What a DCP directory holds, plain or encoded, read tensor by tensor in one process."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+
+from hf_trainweights.checkpoint.dcp.description import metadata_of
+from hf_trainweights.checkpoint.dcp.plain_metadata import read_plain_metadata
+from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
+from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.shards import fill_whole
+from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, register_anchor_directory
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.sha256 import file_sha256
+
+_NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
+
+
+def is_dcp_directory(path: Path) -> bool:
+    """Return whether a directory holds a DCP checkpoint, or what an interrupted save left of one."""
+    return path.is_dir() and ((path / METADATA_NAME).exists() or next(path.glob(f"*{ITEM_SUFFIX}"), None) is not None)
+
+
+def dcp_directories(path: Path) -> list[Path]:
+    """Return the DCP directories of a checkpoint, sorted: itself, or those that a Trainer wrote in it; else none."""
+    if not path.is_dir():
+        return []
+    return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
+
+
+def register_checkpoint(path: Path) -> None:
+    """Look for anchors in a checkpoint, in files or sharded, wherever it was when it was written."""
+    for directory in (path, *dcp_directories(path)):
+        register_anchor_directory(directory)
+
+
+def sharded_problem(directory: Path) -> str | None:
+    """Say why a DCP directory cannot be loaded, as far as `require_complete` tells, or return None."""
+    try:
+        ShardedContents(directory).require_complete()
+    except (CorruptFileError, OSError) as error:
+        return f"{directory.name}: {error}"
+    return None
+
+
+class ShardedContents:
+    """The tensors and values in a DCP directory, by the names that DCP gave them; `manifest` is None in a plain one.
+
+    Args:
+        directory: A DCP directory, plain or encoded.
+
+    Raises:
+        ConfigError: It is none.
+        CorruptFileError: It lacks its metadata, or they are damaged.
+        OSError: It cannot be read.
+    """
+
+    def __init__(self, directory: Path):
+        if not is_dcp_directory(directory):
+            next_step = "Pass the directory that torch.distributed.checkpoint wrote, or a Trainer's checkpoint."
+            raise ConfigError(str(directory), f"a directory with {METADATA_NAME}", "none", next_step)
+        self.directory = directory
+        self.manifest, self.metadata = _read_metadata(directory)
+        self._indices: dict[str, list[MetadataIndex]] = defaultdict(list)
+        for index in self.places:
+            self._indices[index.fqn].append(index)
+        register_anchor_directory(directory)
+
+    @property
+    def places(self) -> Mapping[MetadataIndex, Any]:
+        """Where each item lies: `file`, `start` and `stop`, in bytes."""
+        return self.metadata.storage_data
+
+    @property
+    def tensors(self) -> dict[str, TensorStorageMetadata]:
+        """The tensors by name; what else was saved is left out."""
+        entries = self.metadata.state_dict_metadata
+        return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
+
+    def path_of(self, name: str) -> tuple[str | int, ...]:
+        """Return the keys in the nested state dict that DCP joined to a name."""
+        return (self.metadata.planner_data or {}).get(name, (name,))
+
+    def stored_bytes(self, name: str) -> int:
+        """Return what the items of a name take on disk."""
+        places = {
+            (place.file, place.start, place.stop) for index in self._indices[name] for place in [self.places[index]]
+        }
+        return sum(stop - start for _, start, stop in places)
+
+    def require_complete(self) -> None:
+        """Check that every item lies inside a file that is there, fills its tensor, and that every anchor is found.
+
+        Items are not read. CorruptFileError: one does not, or an anchor is damaged. MissingAnchorError: one is gone.
+        """
+        ends: dict[str, int] = defaultdict(int)
+        for place in self.places.values():
+            ends[place.file] = max(ends[place.file], place.stop)
+        for name, end in ends.items():
+            path = self.directory / name
+            size_bytes = path.stat().st_size if path.is_file() else None
+            if size_bytes is None or size_bytes < end:
+                found = "no file" if size_bytes is None else f"{size_bytes} bytes"
+                raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
+        for name, file in self.manifest.files.items() if self.manifest else ():
+            if name == anchor_file_name(file.sha256):
+                find_anchor(file.sha256, str(self.directory / name))
+        for name, entry in self.tensors.items():
+            _require_filled(name, entry)
+        for name in self.metadata.state_dict_metadata:
+            if not self._indices[name]:
+                raise CorruptFileError(f"{self.directory}, {name}", "items of every name", "none", _NEXT_STEP)
+
+    def read_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor to the CPU, put together from the parts that the ranks saved."""
+        entry = self.tensors[name]
+        _require_filled(name, entry)
+        whole: Tensor | None = None
+        for chunk in entry.chunks:
+            part = self.read_item(MetadataIndex(name, chunk.offsets))
+            if part.shape != chunk.sizes or part.dtype != entry.properties.dtype:
+                expected = f"{entry.properties.dtype} of shape {tuple(chunk.sizes)}"
+                found = f"{part.dtype} of shape {tuple(part.shape)}"
+                raise CorruptFileError(f"{self.directory}, {name}", expected, found, _NEXT_STEP)
+            if part.shape == entry.size:
+                return part
+            whole = torch.zeros(entry.size, dtype=part.dtype) if whole is None else whole
+            corner = zip(chunk.offsets, chunk.sizes, strict=True)
+            whole[tuple(slice(start, start + length) for start, length in corner)] = part
+        return torch.zeros(entry.size, dtype=entry.properties.dtype) if whole is None else whole
+
+    def read_item(self, index: MetadataIndex) -> Tensor:
+        """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
+        if index not in self.places:
+            where = f"{self.directory}, {index.fqn}"
+            raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
+        where = f"{self.directory / self.places[index].file}, {index.fqn}"
+        value = load_item(self.read_bytes(index), where)
+        if not isinstance(value, Tensor):
+            raise CorruptFileError(where, "a tensor", type(value).__name__, _NEXT_STEP)
+        return value
+
+    def read_bytes(self, index: MetadataIndex) -> bytes:
+        """Read the bytes of an item, one of `places`, as they lie in its file."""
+        return read_place(self.directory, self.places[index])
+
+
+def read_place(directory: Path, place: Place) -> bytes:
+    """Read the bytes of an item; CorruptFileError if its file ends before, or holds others than were written."""
+    path = directory / place.file
+    with open_regular_file(path, follow_links=False) as file:
+        return read_bytes(file, place, path)
+
+
+def encoded_manifest(directory: Path) -> Manifest | None:
+    """Return a DCP directory's manifest; None if it is plain, or if a process died before `.metadata` followed."""
+    if not (directory / MANIFEST_NAME).exists():
+        return None
+    manifest = read_manifest(directory)
+    entry = manifest.files.get(METADATA_NAME)
+    is_current = entry is not None and file_sha256(directory / METADATA_NAME) == entry.sha256
+    return manifest if is_current and manifest.sharded else None
+
+
+def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
+    try:
+        manifest = encoded_manifest(directory)
+        return manifest, read_plain_metadata(directory) if manifest is None else metadata_of(manifest)
+    except FileNotFoundError as error:
+        next_step = "Its save was interrupted: use another checkpoint."
+        raise CorruptFileError(
+            str(directory), f"a {METADATA_NAME}, which is written last", "none", next_step
+        ) from error
+
+
+def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
+    if not fill_whole(entry.size, entry.chunks):
+        found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
+        raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)

@@ -1,0 +1,154 @@
+r"""What the manifest of a sharded checkpoint says beside its files, so that no pickle has to be trusted.
+
+`.metadata`, DCP's own index, is a pickle, which may run any code. The manifest holds all that it says. Its optional key
+`sharded` is
+
+    {"version": 1,
+     "tensors": {"model.embed.weight": "float32[512,128]", "optim.param_groups": "object"},
+     "keys": {"model.embed.weight": "[\"model\",\"embed.weight\"]"},
+     "anchor": {...}}
+
+`tensors` has the dtype and the whole shape of each tensor of the flattened state dict. `keys` has, as JSON, the keys
+from which DCP's planner made a name, where it did. `anchor` is specified in anchors.py. The report of each file lists
+its items under `tensors` with these keys beside those of `TensorReport`, where `path` is the name in the flattened
+state dict:
+
+    {"shard": "0:256,0:128", "bytes": "4096:5321", "crc32": 1234567890, "anchor": "<sha256>"}
+
+`shard` is the part of the whole tensor that the item holds (shards.py); an object has none, and its `codec` is
+`torch.save`. `bytes` is the range of the item in the file, `crc32` that of these bytes. `anchor` is the digest of the
+anchor that the item refers to, if it does. Of items with the same bytes all but the first count no `bytes_in` and
+`bytes_out`.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.shards import fill_whole, parse_range, parse_shard
+from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest
+from hf_trainweights.errors import CorruptFileError
+
+VERSION = 1
+
+_OBJECT = "object"
+_TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
+
+
+def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what goes into a manifest under `sharded`; `anchor` is what `ShardedAnchor.to_dict` returned."""
+    keys = metadata.planner_data if isinstance(metadata.planner_data, Mapping) else {}
+    return {
+        "version": VERSION,
+        "tensors": {name: _tensor_text(value) for name, value in metadata.state_dict_metadata.items()},
+        "keys": {name: json.dumps(list(path), separators=(",", ":")) for name, path in keys.items()},
+        "anchor": anchor,
+    }
+
+
+def metadata_of(manifest: Manifest) -> Metadata:
+    """Return DCP's metadata of a checkpoint, with a `Place` for each item.
+
+    CorruptFileError: the manifest is not of a sharded checkpoint, of a newer version, or contradicts itself.
+    """
+    sharded = manifest.sharded
+    if sharded.get("version") != VERSION:
+        next_step = "Upgrade hf_trainweights if the checkpoint is newer; load_checkpoint reads one of a single process."
+        found = repr(sharded.get("version"))[:80] if sharded else "a checkpoint that is not sharded"
+        raise CorruptFileError("sharded.version", f"version {VERSION}", found, next_step)
+    tensors, keys = sharded.get("tensors"), sharded.get("keys")
+    if type(tensors) is not dict or type(keys) is not dict:
+        raise corrupt("sharded", "tensors and keys", sharded)
+    shards: dict[str, list[ChunkStorageMetadata]] = defaultdict(list)
+    places: dict[MetadataIndex, Place] = {}
+    for name, entry in manifest.files.items():
+        for number, row in enumerate(entry.report.get("tensors", ())):
+            where = f"files[{name!r}].report.tensors[{number}]"
+            index, shard = _index(where, row)
+            places[index] = _place(where, name, entry, row)
+            shards[index.fqn] += shard
+    described = {name: _describe_one(name, text, shards[name]) for name, text in tensors.items()}
+    _require_all(described, places, shards)
+    planner = {name: _keys(name, text) for name, text in keys.items()}
+    return Metadata(described, planner or None, places, StorageMeta())
+
+
+def _tensor_text(value: object) -> str:
+    if not isinstance(value, TensorStorageMetadata):
+        return _OBJECT
+    dtype = str(value.properties.dtype).removeprefix("torch.")
+    return f"{dtype}[{','.join(map(str, value.size))}]"
+
+
+def _describe_one(name: str, text: object, shards: list[ChunkStorageMetadata]) -> Any:
+    where = f"sharded.tensors[{name!r}]"
+    match = _TENSOR.fullmatch(text) if type(text) is str else None
+    if text == _OBJECT:
+        return BytesStorageMetadata()
+    if match is None or match[1] not in DTYPES:
+        raise corrupt(where, "a dtype and a shape such as float32[2,3]", text)
+    size = torch.Size(int(each) for each in match[2].split(",") if each)
+    if not fill_whole(size, shards):
+        found = [(list(shard.offsets), list(shard.sizes)) for shard in shards]
+        raise corrupt(where, f"shards that together are {text}, none over another", found[:8])
+    return TensorStorageMetadata(TensorProperties(dtype=DTYPES[match[1]]), size, shards)
+
+
+def _index(where: str, row: Mapping[str, Any]) -> tuple[MetadataIndex, list[ChunkStorageMetadata]]:
+    if "shard" not in row:
+        return MetadataIndex(row["path"]), []
+    if type(row["shard"]) is not str:
+        raise corrupt(f"{where}.shard", "a slice such as 0:64,0:128", row["shard"])
+    offsets, sizes = parse_shard(f"{where}.shard", row["shard"])
+    return MetadataIndex(row["path"], offsets), [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))]
+
+
+def _place(where: str, name: str, entry: FileEntry, row: Mapping[str, Any]) -> Place:
+    text, crc32 = row.get("bytes"), row.get("crc32")
+    if type(text) is not str or type(crc32) is not int:
+        raise corrupt(where, "a range of bytes and their crc32", {"bytes": text, "crc32": crc32})
+    start, stop = parse_range(f"{where}.bytes", text)
+    if stop > entry.size_bytes:
+        raise corrupt(f"{where}.bytes", f"a range within the {entry.size_bytes} bytes of {name}", text)
+    return Place(name, start, stop, crc32)
+
+
+def _require_all(
+    described: Mapping[str, Any], places: Mapping[MetadataIndex, Place], shards: Mapping[str, list[Any]]
+) -> None:
+    """Check that every item is of a tensor or object that is described, and every object has one."""
+    for index in places:
+        is_object = isinstance(described.get(index.fqn), BytesStorageMetadata)
+        if index.fqn not in described or is_object != (index.offset is None):
+            raise corrupt("sharded.tensors", f"an entry that fits the item {index.fqn}", None)
+    for name, value in described.items():
+        if isinstance(value, BytesStorageMetadata) and (MetadataIndex(name) not in places or shards.get(name)):
+            raise corrupt(f"sharded.tensors[{name!r}]", "one item of that object", "none")
+
+
+def _keys(name: str, text: object) -> tuple[str | int, ...]:
+    try:
+        keys = json.loads(text) if type(text) is str else None
+    except (ValueError, RecursionError):
+        keys = None
+    if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
+        raise corrupt(f"sharded.keys[{name!r}]", "strings and integers in a JSON array", text)
+    return tuple(keys)

@@ -1,0 +1,228 @@
+"""`TrainWeightsReader`: loads sharded checkpoints without executing a pickle, and checks what it reads."""
+
+from __future__ import annotations
+
+import io
+import os
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from hf_trainweights.checkpoint.dcp.description import metadata_of
+from hf_trainweights.checkpoint.dcp.items import item_crc32
+from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
+from hf_trainweights.checkpoint.dcp.unreadable import UnreadableMetadata
+from hf_trainweights.checkpoint.encoded.anchor_files import (
+    MissingAnchorError,
+    anchor_file_name,
+    register_anchor_directory,
+)
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.errors import CorruptFileError, TrainWeightsError
+from hf_trainweights.files.regular_files import open_regular_file
+
+_NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
+
+
+class TrainWeightsReader(StorageReader):
+    """Reads for `torch.distributed.checkpoint.load` what `TrainWeightsWriter` wrote, on any number of ranks.
+
+    What DCP's own reader takes from the pickle `.metadata`, this one takes from the manifest, whose digest it checks.
+    It compares the length of each file and the CRC-32 of each item that it reads. Errors are raised on every rank as
+    DCP's `CheckpointException`, whose `failures` maps each rank that failed to its error and traceback:
+    `error.failures[rank][0]` is one of `hf_trainweights.errors`.
+
+    Args:
+        path: The checkpoint.
+
+    Examples:
+        >>> import warnings, torch, torch.distributed.checkpoint as dcp
+        >>> warnings.filterwarnings("ignore", "torch.distributed is .*uninitialized")  # one process, and we mean it
+        >>> from hf_trainweights.distributed import TrainWeightsWriter
+        >>> state = {"model": {"weight": torch.ones(3)}}
+        >>> _ = dcp.save(state, storage_writer=TrainWeightsWriter("checkpoint-2"), no_dist=True)
+        >>> loaded = {"model": {"weight": torch.zeros(3)}}
+        >>> dcp.load(loaded, storage_reader=TrainWeightsReader("checkpoint-2"), no_dist=True)
+        >>> loaded
+        {'model': {'weight': tensor([1., 1., 1.])}}
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        super().__init__()
+        self._path = Path(path).absolute()
+        self._places: dict[MetadataIndex, Place] = {}
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Begin another load, from another path if one is given; DCP calls it."""
+        if checkpoint_id:
+            self._path = Path(checkpoint_id).absolute()
+        self._places = {}
+
+    # DCP would ask a signature with **kwargs a second time after an error, for metadata of the rank alone.
+    def read_metadata(self) -> Metadata:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Return what the manifest says; where it cannot be read, an object that raises the error when it is used.
+
+        DCP turns every error of this call into an AssertionError, and those of the next one into its own.
+        """
+        try:
+            return metadata_of(read_sharded_manifest(self._path))
+        except (TrainWeightsError, OSError) as error:
+            return cast("Metadata", UnreadableMetadata(error))
+
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Take what `read_metadata` returned; DCP calls it on every rank.
+
+        Raises:
+            CorruptFileError: The checkpoint is incomplete or damaged.
+            OSError: It is missing or cannot be read.
+        """
+        self._places = cast("dict[MetadataIndex, Place]", metadata.storage_data)
+        register_anchor_directory(self._path)
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is; DCP calls it on every rank."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are; DCP calls it on the coordinator."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read the items of a rank, each once and one at a time; DCP calls it on every rank.
+
+        Raises:
+            CorruptFileError: An item, or the anchor that it refers to, is damaged.
+            MissingAnchorError: The anchor is found nowhere.
+            OSError: A file cannot be read.
+        """
+        items_of: dict[str, dict[Place, list[ReadItem]]] = defaultdict(lambda: defaultdict(list))
+        for item in plan.items:
+            place = self._places[item.storage_index]
+            items_of[place.file][place].append(item)
+        for name, places in sorted(items_of.items()):
+            with open_regular_file(self._path / name, follow_links=False) as file:
+                for place in sorted(places, key=lambda each: each.start):
+                    self._load(read_bytes(file, place, self._path / name), places[place], planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    @property
+    def checkpoint_id(self) -> str | os.PathLike[str]:
+        """Where the checkpoint lies."""
+        return self._path
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Return whether a checkpoint can lie there: at a path, not at a URL."""
+        return "://" not in str(checkpoint_id)
+
+    def _load(self, data: bytes, items: Iterable[ReadItem], planner: LoadPlanner) -> None:
+        """Give the planner all that it wants of one item's bytes."""
+        loaded: Any = None
+        for item in items:
+            where = f"{self._path / self._places[item.storage_index].file}, {item.storage_index.fqn}"
+            loaded = load_item(data, where) if loaded is None else loaded
+            if item.type == LoadItemType.BYTE_IO:
+                planner.load_bytes(item, _saved_again(loaded))
+                continue
+            part = _part(loaded, item, where)
+            target = planner.resolve_tensor(item).detach()
+            if target.size() != part.size():
+                raise CorruptFileError(where, f"shape {tuple(target.size())}", f"{tuple(part.size())}", _NEXT_STEP)
+            target.copy_(part)
+            planner.commit_tensor(item, target)
+
+
+def read_sharded_manifest(directory: Path) -> Manifest:
+    """Read the manifest of a checkpoint that is complete, as far as the names and lengths of its files show.
+
+    CorruptFileError: its save was interrupted, the manifest is damaged, or a file is missing or of another length.
+    """
+    if not (directory / METADATA_NAME).is_file():
+        found = f"no {METADATA_NAME}"
+        next_step = "Its save was interrupted, or it is another directory: use another checkpoint."
+        raise CorruptFileError(str(directory), "a complete checkpoint", found, next_step)
+    if not (directory / MANIFEST_NAME).exists():
+        next_step = "If it is a plain checkpoint of torch.distributed.checkpoint, FileSystemReader reads it."
+        raise CorruptFileError(str(directory), f"a checkpoint with {MANIFEST_NAME}", "none", next_step)
+    manifest = read_manifest(directory)
+    for name, entry in manifest.files.items():
+        path = directory / name
+        size_bytes = path.stat().st_size if path.is_file() else None
+        # A killed save may not have replaced the one, and the other may lie in another checkpoint of the run.
+        is_missing_anchor = size_bytes is None and name == anchor_file_name(entry.sha256)
+        if size_bytes != entry.size_bytes and name != METADATA_NAME and not is_missing_anchor:
+            found = "no file" if size_bytes is None else f"{size_bytes} bytes"
+            raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", found, _NEXT_STEP)
+    return manifest
+
+
+def load_item(data: bytes, where: str) -> Any:
+    """Decode an item, a torch zip file, to a tensor or an object; errors say `where`."""
+    try:
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except (CorruptFileError, MissingAnchorError) as error:
+        raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
+    except MemoryError:
+        raise
+    except Exception as error:  # torch's reader raises anything on damaged files
+        found = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptFileError(where, "a torch zip file of plain data", found, _NEXT_STEP) from error
+
+
+def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
+    """Read the bytes of an item, and compare them with their CRC-32, or where none is known with those in the item."""
+    where, size_bytes = f"{path}, from byte {place.start} on", place.stop - place.start
+    file.seek(place.start)
+    data = file.read(size_bytes)
+    if len(data) != size_bytes:
+        raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
+    if place.crc32 is None:
+        _require_whole_zip(data, where)
+    elif (found := item_crc32(data)) != place.crc32:
+        raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
+    return data
+
+
+def _require_whole_zip(data: bytes, where: str) -> None:
+    """Compare what torch.save wrote with the checksums in it, which torch.load leaves alone."""
+    try:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            for member in archive.infolist():
+                if member.CRC:  # torch writes a zero where its checksums are switched off
+                    archive.read(member)
+    except MemoryError:
+        raise
+    except Exception as error:  # zipfile raises anything on damaged archives
+        found = f"{type(error).__name__}: {error}"[:300]
+        raise CorruptFileError(where, "a whole torch zip file", found, _NEXT_STEP) from error
+
+
+def _part(loaded: object, item: ReadItem, where: str) -> Tensor:
+    if not isinstance(loaded, Tensor):
+        raise CorruptFileError(where, "a tensor", type(loaded).__name__, _NEXT_STEP)
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        if dimension >= loaded.dim() or start + length > loaded.size(dimension):
+            found = f"one of shape {tuple(loaded.shape)}"
+            raise CorruptFileError(where, "the shard that the manifest names", found, _NEXT_STEP)
+        loaded = loaded.narrow(dimension, start, length)
+    return loaded
+
+
+def _saved_again(value: object) -> io.BytesIO:
+    """Return an object as torch.save writes it: DCP's planner loads these bytes without any restriction."""
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    buffer.seek(0)
+    return buffer

@@ -1,1 +1,0 @@
-"""One checkpoint directory: its files, its manifest, and the anchor that it is stored against."""

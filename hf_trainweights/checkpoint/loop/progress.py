@@ -1,0 +1,139 @@
+"""How far a training loop has come through its data, and how it gets there again after a resume."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_trainweights.checkpoint.loop.rng_state import rng_state, set_rng_state
+from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.errors import ConfigError
+
+
+@dataclass
+class Progress:
+    """How far training has come.
+
+    Args:
+        step: Batches consumed in all passes.
+        passes: Passes over the loader that are complete.
+        consumed: Batches consumed in the present pass.
+        start: The random number generators when it began; None between two passes.
+        passes_to_skip: After a resume, how many passes the loop has yet to ask for that are complete already.
+        rng: After a resume, the generators as they were at the save, until they are set.
+    """
+
+    step: int = 0
+    passes: int = 0
+    consumed: int = 0
+    start: dict[str, Any] | None = None
+    passes_to_skip: int = 0
+    rng: Mapping[str, Any] | None = None
+
+    @classmethod
+    def resumed(cls, step: int, position: Mapping[str, Any], rng: Mapping[str, Any]) -> Progress:
+        """Return the progress of a run that goes on from a checkpoint, given its `position` and generators."""
+        return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
+
+    def position(self) -> dict[str, Any]:
+        """Return where in the data the run is, as values that a checkpoint can hold."""
+        return {"passes": self.passes, "consumed": self.consumed, "start": self.start}
+
+    def state_bytes(self) -> bytes:
+        """Return `position` and the generators as they are now, for another rank: see `state_from_bytes`."""
+        file = io.BytesIO()
+        torch.save({"position": self.position(), "rng": rng_state()}, file)
+        return file.getvalue()
+
+    def count_batch(self) -> None:
+        """Count a batch as consumed."""
+        self.step += 1
+        self.consumed += 1
+
+    def count_pass(self) -> None:
+        """Count the present pass as complete."""
+        self.passes += 1
+        self.consumed = 0
+        self.start = None
+
+    def batches(self, loader: Iterable[Any]) -> Iterator[Any]:
+        """Yield the batches of the present pass that are left."""
+        rng, self.rng = self.rng, None
+        generators = _generators(loader)
+        if self.start is None:
+            if rng is not None:
+                set_rng_state(rng)
+            self.start = {"rng": rng_state(), "loader": [generator.get_state() for generator in generators]}
+            yield from loader
+            return
+        # An iterator that this process has begun stands where it should; anything else starts over.
+        to_skip = 0 if rng is None and isinstance(loader, Iterator) else self.consumed
+        rng = rng or rng_state()
+        set_rng_state(self.start["rng"])
+        for generator, state in zip(generators, self.start["loader"], strict=True):
+            generator.set_state(state)
+        batches = iter(loader)
+        for _ in range(to_skip):
+            next(batches, None)
+        set_rng_state(rng)
+        yield from batches
+
+
+@dataclass(frozen=True)
+class Boundary:
+    """A loop as it was right after an optimizer's step: what the batches of a half summed gradient change since then.
+
+    Args:
+        step: Batches consumed in all passes.
+        state: What `Progress.state_bytes` returned.
+        buffers: Copies of the model's buffers by name.
+    """
+
+    step: int
+    state: bytes
+    buffers: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, progress: Progress, model: nn.Module) -> Boundary:
+        """Return the present state of a loop."""
+        buffers = {name: each.detach().clone() for name, each in model.named_buffers(remove_duplicate=False)}
+        return cls(progress.step, progress.state_bytes(), buffers)
+
+
+def state_from_bytes(data: bytes) -> dict[str, Any]:
+    """Return `position` and `rng` of a rank, from its `Progress.state_bytes`.
+
+    PyTorch's collectives pickle objects themselves, but they cannot read the uint32 tensor again that holds numpy's
+    state.
+    """
+    return torch.load(io.BytesIO(data), weights_only=True)
+
+
+def state_of_rank(path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Mapping[str, Any]:
+    """Return `position` and `rng` of this rank in a manager's checkpoint, as `Progress.resumed` takes them.
+
+    ConfigError: no manager wrote it, or one of another number of ranks.
+    """
+    extra = checkpoint.get("extra")
+    position = extra.get("position") if isinstance(extra, dict) else None
+    if not isinstance(extra, dict) or not isinstance(position, dict):
+        next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
+        raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
+    states = [{"position": position, "rng": checkpoint["rng"]}, *extra.get("ranks", ())]
+    if len(states) != ranks.size:
+        next_step = "Resume on as many ranks, or restore it with restore_checkpoint and start a run of its own."
+        raise ConfigError(path, f"a checkpoint of {ranks.size} ranks", f"one of {len(states)}", next_step)
+    return states[ranks.rank]
+
+
+def _generators(loader: Any) -> list[torch.Generator]:
+    """Return the random number generators that a DataLoader was given for itself."""
+    owners = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    owners.append(getattr(owners[-1], "sampler", None))
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())

@@ -1,0 +1,214 @@
+"""`trainweights.json`: what a checkpoint directory holds, file by file, so that damage is found before it is used.
+
+The manifest is one JSON object that carries its own digest, as in files/signed_json.py:
+
+    {
+      "anchor": null,
+      "created": "2026-01-31T12:00:00+00:00",
+      "epoch": 1.5,
+      "files": {"pytorch_model.bin": {"report": {...}, "sha256": "...", "size_bytes": 123}, ...},
+      "format": "trainweights-checkpoint",
+      "format_version": 1,
+      "metadata": {},
+      "metrics": {"loss": 2.5},
+      "mode": "lossless",
+      "package_version": "...",
+      "sha256": "...",
+      "step": 100,
+      "torch_version": "..."
+    }
+
+Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
+file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
+(sharded/description.py). Where weights are stored against others outside the run, the optional key `base` says which
+(encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
+File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib import metadata as package_metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.manifest.fields import (
+    FILE,
+    MANIFEST,
+    require_fields,
+    require_report,
+    require_rounding,
+)
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.files.sha256 import file_sha256, read_chunks
+from hf_trainweights.files.signed_json import is_signed, sign_json
+
+MANIFEST_NAME = "trainweights.json"
+
+_FORMAT = "trainweights-checkpoint"
+_FORMAT_VERSION = 1
+# Left out where they are empty.
+_OPTIONAL = ("rounded_before", "sharded", "base")
+_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file of a checkpoint.
+
+    Args:
+        size_bytes: Its length.
+        sha256: Its digest, 64 hexadecimal digits.
+        report: What the encoder reported of an encoded file: `{"tensors": [...], "anchor": sha256 or None}`,
+            per tensor codec, parameters, error bound, bytes in and out. Empty for a file stored as it is.
+    """
+
+    size_bytes: int
+    sha256: str
+    report: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
+        """Return the entry for a regular file on disk, which is read once."""
+        sha256 = file_sha256(path)
+        return cls(path.stat().st_size, sha256, report or {})
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What one checkpoint directory holds.
+
+    Args:
+        files: Relative file name to its entry.
+        mode: How it was stored: a mode of the policy, or "plain" for files without any encoding.
+        step: Steps done, or None where unknown.
+        epoch: Epochs done, a fraction within one, or None where unknown.
+        metrics: What the caller logged. JSON; NaN and infinities are allowed.
+        metadata: Anything else worth keeping. JSON.
+        anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
+        rounded_before: By file name and role the largest error of an element that an earlier rounding left in the file.
+            The key is left out where nothing was.
+        sharded: What a sharded checkpoint holds beside its files, see sharded/description.py; others lack the key.
+        base: The weights outside the run that `anchor` means; others lack the key.
+        created: When it was written, ISO 8601 with a time zone.
+        package_version: Version of hf_trainweights that wrote it.
+        torch_version: Version of torch that wrote it.
+    """
+
+    files: dict[str, FileEntry]
+    mode: str
+    step: int | None = None
+    epoch: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+    anchor: Mapping[str, Any] | None = None
+    rounded_before: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
+    sharded: Mapping[str, Any] = field(default_factory=dict)
+    base: Base | None = None
+    created: str = field(default_factory=lambda: datetime.now(UTC).isoformat(timespec="seconds"))
+    package_version: str = field(default_factory=lambda: package_version())
+    torch_version: str = field(default_factory=lambda: str(torch.__version__))
+
+    @property
+    def keeps_base(self) -> bool:
+        """Whether the directory holds the files of `base`, so that it needs nothing outside."""
+        return self.base is not None and set(map(anchor_file_name, self.base.files.values())) <= self.files.keys()
+
+    def to_bytes(self) -> bytes:
+        """Return the text of the manifest file; ConfigError: metrics or metadata hold something that JSON cannot."""
+        for part in ("metrics", "metadata"):
+            require_json(getattr(self, part), part)
+        fields = {name: value for name, value in vars(self).items() if name not in _OPTIONAL or value}
+        if self.base is not None:
+            fields["base"] = self.base.to_dict()
+        return sign_json({"format": _FORMAT, "format_version": _FORMAT_VERSION, **fields})
+
+
+def package_version() -> str:
+    """Return the version of the installed hf_trainweights, "unknown" where it runs from a bare source tree."""
+    try:
+        return package_metadata.version("hf_trainweights")
+    except package_metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def require_json(value: object, where: str) -> None:
+    """Check that JSON can hold a value and give it back unchanged; a ConfigError names the key, from `where` on."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return
+    if isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            require_json(item, f"{where}[{index}]")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ConfigError(where, "strings as keys", repr(key), "Turn the key into a string.")
+            require_json(item, f"{where}[{key!r}]")
+    else:
+        expected = "a string, number, bool, None, list or dict"
+        raise ConfigError(where, expected, type(value).__name__, "Turn it into one of these first.")
+
+
+def write_manifest(directory: Path, manifest: Manifest) -> None:
+    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already."""
+    content = manifest.to_bytes()
+    with replace_file(directory / MANIFEST_NAME) as file:
+        file.write(content)
+
+
+def read_manifest(directory: str | Path) -> Manifest:
+    """Read and check `trainweights.json`, but not the files it lists; their names are safe to append to `directory`.
+
+    CorruptFileError names the key whose value has a wrong type or range. FileNotFoundError: there is no manifest.
+    """
+    path = Path(directory) / MANIFEST_NAME
+    if path.lstat().st_size > _MAX_MANIFEST_BYTES:
+        raise _corrupt(path, f"at most {_MAX_MANIFEST_BYTES} bytes", f"{path.lstat().st_size} bytes")
+    content = b"".join(read_chunks(path))
+    try:
+        value = json.loads(content)
+        if not is_signed(content, value):
+            raise _corrupt(path, "the text and digest that were written", "something else")
+        if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
+            found = f"{value['format']!r} version {value['format_version']!r}"[:200]
+            raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", found)
+    except CorruptFileError:
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
+    try:
+        return _parse(value)
+    except CorruptFileError as error:
+        raise CorruptFileError(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
+
+
+def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
+    return CorruptFileError(str(path), expected, found, "Use another checkpoint, or restore this one from a copy.")
+
+
+def _parse(value: dict[str, Any]) -> Manifest:
+    require_fields("the manifest", value, MANIFEST)
+    files = {}
+    for name, entry in value["files"].items():
+        if not is_safe_name(name):
+            raise _corrupt(Path("files"), "relative file names inside the directory", repr(name)[:200])
+        where = f"files[{name!r}]"
+        require_fields(where, entry, FILE)
+        require_report(f"{where}.report", entry["report"])
+        files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
+    rounded_before = value.get("rounded_before", {})
+    require_rounding("rounded_before", rounded_before)
+    sharded = value.get("sharded", {})
+    require_fields("sharded", sharded, {})
+    base = Base.from_dict("base", value["base"]) if "base" in value else None
+    fields = {name: value[name] for name in MANIFEST}
+    return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})

@@ -1,0 +1,1 @@
+"""What all checkpoints of a run share: their anchor, which of them is whole, and what may go."""

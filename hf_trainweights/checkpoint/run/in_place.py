@@ -1,0 +1,105 @@
+"""A checkpoint directory that is rewritten where it lies: its manifest goes first and comes back last."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import stat
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.manifest.rounding import with_earlier_rounding
+from hf_trainweights.checkpoint.run.completeness import RNG_PREFIX, TRAINER_STATE_NAME, zip_problem
+from hf_trainweights.checkpoint.run.garbage import unused_anchors
+from hf_trainweights.checkpoint.run.verification import list_files
+from hf_trainweights.files import disk
+from hf_trainweights.files.atomic import remove_files
+from hf_trainweights.files.cleanup import remove_abandoned
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.temporary import lock_directory
+from hf_trainweights.files.torch_zip import is_torch_file
+
+CHOICES = ("policy", "keep_weights", "anchor")
+"""Keys in a manifest's metadata that say how the directory was rewritten."""
+
+
+@contextlib.contextmanager
+def rewriting(path: Path) -> Iterator[None]:
+    """Remove the manifest and files of dead processes, and keep the directory's times: rotation sorts by them.
+
+    The directory is locked, because an anchor that is linked before the file that refers to it looks like garbage.
+    SaveError: the disk is full or refuses, also in the block.
+    """
+    outcome = "Every file there is whole, old or new."
+    with save_errors(path, outcome), lock_directory(path, wait=True), _same_times(path):
+        remove_files([path / MANIFEST_NAME])
+        remove_abandoned(path)
+        yield
+
+
+@contextlib.contextmanager
+def _same_times(path: Path) -> Iterator[None]:
+    times = path.stat()
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(OSError):  # what went wrong before says more
+            disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+        raise
+    disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+
+
+def manifest_fields(
+    path: Path,
+    previous: Manifest | None,
+    metrics: Mapping[str, Any] | None = None,
+    choices: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Return the fields of a manifest beside its files; step and epoch are the previous one's, or the Trainer's own.
+
+    Metrics are by default the previous ones. `choices` are metadata under the keys `CHOICES`.
+    """
+    fields: dict[str, Any] = {}
+    metadata: dict[str, Any] = {}
+    if previous is not None:
+        fields = {"step": previous.step, "epoch": previous.epoch, "metrics": previous.metrics}
+        metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
+    else:
+        with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
+            with open_regular_file(path / TRAINER_STATE_NAME) as file:
+                state = json.load(file)
+            fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
+    if metrics is not None:
+        fields["metrics"] = metrics
+    return {**fields, "metadata": {**metadata, **(choices or {})}}
+
+
+def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Manifest) -> Manifest:
+    """Remove the anchors that no file needs any more, and write a manifest of all that is there.
+
+    `manifest` has the files that were rewritten; reports of the others, and what they had lost, come from `previous`.
+    """
+    remove_files(unused_anchors(path))
+    files = dict(manifest.files)
+    for name, status in list_files(path).items():
+        if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
+            continue
+        if name.startswith(RNG_PREFIX) and zip_problem(path / name):
+            continue  # another rank is still writing it
+        files[name] = FileEntry.of(path / name, _known_report(path, name, previous))
+    manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)
+    write_manifest(path, manifest)
+    return manifest
+
+
+def _known_report(directory: Path, name: str, previous: Manifest | None) -> Mapping[str, Any] | None:
+    """Return the report of a file that was not rewritten, also where an interruption left no manifest."""
+    if previous is not None and name in previous.files:
+        return previous.files[name].report
+    path = directory / name
+    return read_report(path) if is_torch_file(path) and is_encoded(path) else None

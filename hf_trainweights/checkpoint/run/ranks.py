@@ -1,0 +1,141 @@
+"""The ranks that work on one checkpoint together: what one decides all do, and an error of one is an error of all."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+# What came of some work: what it returned, or what it raised.
+Outcome = tuple[Any, Exception | None]
+
+# Tells a rank that a part of the work follows; every other message is how the work ended.
+_TAKE_PART = b""
+
+
+class Ranks:
+    """The processes of a group, of which the first coordinates.
+
+    Args:
+        group: A process group of PyTorch with a backend for the CPU, to which all ranks belong and nothing else talks;
+            None for this process alone.
+    """
+
+    def __init__(self, group: Any = None):
+        self._group = group
+        self.rank = 0 if group is None else dist.get_rank(group)
+        self.size = 1 if group is None else dist.get_world_size(group)
+
+    @property
+    def is_coordinator(self) -> bool:
+        """Whether this is the first rank."""
+        return self.rank == 0
+
+    def decide(self, work: Callable[[], T]) -> T:
+        """Return on every rank what `work` returns on the coordinator alone, or raise its error; every rank calls this.
+
+        Within it the coordinator may have all ranks `share` in the work. The others do only what they are told, until
+        it has ended. So wherever an error is raised, on whichever rank, none waits for what will not come.
+        """
+        if self.is_coordinator:
+            outcome = _outcome(work)
+            if self.size > 1:
+                self._broadcast(_pickled(outcome))
+        else:
+            while not (message := self._broadcast(_TAKE_PART)):
+                self._gather(_pickled(_outcome(partial(_do, self._scatter([])))))
+            outcome = pickle.loads(message)
+        return _value(outcome)
+
+    def share(self, parts: Sequence[Callable[[], T]]) -> list[T]:
+        """Have each rank do its part, and return what they returned; the coordinator calls this within `decide`.
+
+        The error of the first rank that had one is raised once all are done. Parts and results are pickled.
+        """
+        if self.size == 1:
+            return [parts[0]()]
+        messages = [pickle.dumps(part) for part in parts]  # or an error, before the others are told to listen
+        self._broadcast(_TAKE_PART)
+        self._scatter(messages)
+        return [_value(pickle.loads(each)) for each in self._gather(_pickled(_outcome(parts[0])))]
+
+    def gather(self, work: Callable[[], T]) -> list[T]:
+        """Return on the coordinator what `work` returned on each rank, on the others nothing; every rank calls this.
+
+        The error of the first rank that had one is raised on all. Results are pickled.
+        """
+        if self.size == 1:
+            return [work()]
+        outcomes = self._gather(_pickled(_outcome(work)))
+        values: list[T] = []
+        self.decide(lambda: values.extend(_value(pickle.loads(each)) for each in outcomes))
+        return values
+
+    def any(self, mine: bool) -> bool:
+        """Return on every rank whether something is true on one of them at least."""
+        if self.size == 1:
+            return mine
+        count = torch.tensor(int(mine))
+        dist.all_reduce(count, group=self._group)
+        return bool(count)
+
+    def _broadcast(self, message: bytes) -> bytes:
+        """Return on every rank the message of the coordinator."""
+        box = [message]
+        dist.broadcast_object_list(box, group=self._group, group_src=0)
+        return box[0]
+
+    def _scatter(self, messages: list[bytes]) -> bytes:
+        """Return on every rank its own one of the messages of the coordinator."""
+        box = [b""]
+        dist.scatter_object_list(box, messages or None, group=self._group, group_src=0)
+        return box[0]
+
+    def _gather(self, message: bytes) -> list[bytes]:
+        """Return on the coordinator the messages of all ranks, nothing on the others."""
+        box = [b""] * self.size if self.is_coordinator else None
+        dist.gather_object(message, box, group=self._group, group_dst=0)
+        return box or []
+
+
+def _outcome(work: Callable[[], Any]) -> Outcome:
+    try:
+        return work(), None
+    except Exception as error:
+        return None, error
+
+
+def _value(outcome: Outcome) -> Any:
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value
+
+
+def _do(part: bytes) -> Any:
+    return pickle.loads(part)()
+
+
+def _pickled(outcome: Outcome) -> bytes:
+    """Pickle an outcome; of one that cannot be pickled, or not be read again, its text: others wait for it."""
+    try:
+        message = pickle.dumps(outcome)
+        if outcome[1] is not None:
+            pickle.loads(message)
+    except Exception as error:
+        problem = outcome[1] or error
+        message = pickle.dumps((None, RuntimeError(f"{type(problem).__name__}: {problem}")))
+    return message
+
+
+def all_ranks() -> Ranks:
+    """Return all ranks, joined by a group of their own, so that they can talk beside training; every rank calls it."""
+    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+        return Ranks()
+    return Ranks(dist.new_group(backend="gloo"))

@@ -1,0 +1,1 @@
+"""A Trainer's checkpoints, made small in the background."""

@@ -1,0 +1,299 @@
+"""TrainWeightsCheckpointCallback: makes each checkpoint of a Trainer small where it lies, right after it is saved.
+
+The work is done in one background thread that reads files, never live tensors, one checkpoint at a time. It starts
+with the next training step, so other callbacks still see the Trainer's own files. It is waited for before the Trainer
+may save, rotate or load a checkpoint again, because rotation deletes directories even if someone writes in them. Where
+the Trainer's files name weights otherwise than the modules do, other files replace them at once, while training waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import extract_model_from_parallel
+from torch import nn
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging
+
+from hf_trainweights.checkpoint.dcp.contents import register_checkpoint
+from hf_trainweights.checkpoint.planning.modes import ModeName
+from hf_trainweights.checkpoint.planning.optimizer_layout import optimizer_parameter_names
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.base import RunBase
+from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem, mark_run
+from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
+from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.trainer.compression import Compression, drop_stale_manifest, size_bytes
+from hf_trainweights.checkpoint.trainer.sharded_compression import ShardedCompression
+from hf_trainweights.checkpoint.trainer.sharding import Sharding, plain_buffer_names, plain_names, sharding_of
+from hf_trainweights.checkpoint.trainer.trainer_files import checkpoint_of, newest_metrics, remove_leftovers
+from hf_trainweights.checkpoint.whole.weights_aside import adopt_weights, set_weights_aside
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.host.checkpoints import converted_names
+
+_logger = logging.get_logger(__name__)
+
+
+class TrainWeightsCheckpointCallback(TrainerCallback):
+    """Keeps a Trainer's checkpoints small; an unmodified Trainer resumes from them.
+
+    The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
+    stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
+    every rank makes small what it has written. Checkpoints of DeepSpeed are left as they are.
+
+    Args:
+        mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
+        rules: Exceptions from the mode, likewise.
+        anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
+        anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
+            was loaded from by `from_pretrained`, of an adapter those of its base model; or a directory or file.
+        keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
+        on_error: What to do about a checkpoint that cannot be made small. `"warn"`: it stays plain and gets another try
+            at the next save; only if no checkpoint of the run is whole, the training ends. `"raise"`: the training
+            ends.
+
+    Raises:
+        ConfigError: Mode, rules, `anchor` or `on_error` are wrong.
+
+    Examples:
+        >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
+        'near-lossless'
+    """
+
+    def __init__(
+        self,
+        mode: ModeName = "lossless",
+        rules: Mapping[str, Any] | None = None,
+        anchor_every: int = ANCHOR_EVERY_SAVES,
+        on_error: str = "warn",
+        anchor: str | Path | None = None,
+        keep_base: bool = False,
+    ):
+        self.policy = Policy(mode, rules or {})
+        self.anchor_every = anchor_every
+        self._base = RunBase(anchor, keep_base)
+        self._backlog = Backlog(on_error)
+        self._said: set[str] = set()
+        self._ranks = Ranks()
+
+    def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Make the checkpoints of a moved run readable: their files record where their anchors were.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            kwargs: The model, among others.
+
+        Raises:
+            ConfigError: The model's base is not found.
+        """
+        self._base.find(kwargs.get("model"))
+        for directory in checkpoint_directories(args.output_dir or ""):
+            register_checkpoint(directory)
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
+    ) -> None:
+        """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            model: The model.
+
+        Raises:
+            ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a
+                checkpoint that leaves some weights at their starting values.
+            UnsupportedError: The checkpoints will be sharded ones, and there is an `anchor`.
+            SaveError: The mark cannot be written.
+        """
+        sharding = self._sharding(args)
+        if sharding is Sharding.OTHER:
+            return
+        self._backlog.speaks = state.is_world_process_zero
+        self._ranks = all_ranks() if sharding is Sharding.SHARDED else Ranks()
+        self._base.require_whole_files(sharding is Sharding.SHARDED)
+        self._base.find(model)
+        if model is not None:
+            self.policy.require_used(plain_names(extract_model_from_parallel(model)))
+        # Under FSDP the Trainer resumes from files that have the modules' names.
+        is_whole = model is not None and sharding is Sharding.NONE
+        names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
+        if args.should_save:
+            remove_leftovers(Path(args.output_dir or ""))
+            if names:
+                mark_run(args.output_dir or "", min(names))
+        directory = checkpoint_of(args, state)
+        problem = converted_weights_problem(directory, names) if names and state.global_step > 0 else None
+        if problem:
+            next_step = "Pass resume_from_checkpoint=latest(output_dir), which passes such a checkpoint over."
+            raise ConfigError("resume_from_checkpoint", "a whole checkpoint", f"{directory}: {problem}", next_step)
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Begin to make the last checkpoint small.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+        """
+        self._backlog.start()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint if another is about to be saved.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+
+        Raises:
+            Exception: Whatever went wrong in the background, where it ends the training; see `on_error`.
+        """
+        if control.should_save or control.should_training_stop:
+            self._backlog.finish()
+
+    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint if another is about to be saved; see `on_step_end`."""
+        self.on_step_end(args, state, control)
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint where the evaluation decides whether another is saved; see `on_step_end`."""
+        if args.save_strategy == SaveStrategy.BEST:
+            self._backlog.finish()
+
+    def on_push_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            kwargs: Model and optimizer, among others.
+
+        Raises:
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
+        """
+        if self._sharding(args) is Sharding.SHARDED:  # only one rank hears of a push
+            return
+        self._backlog.finish()
+        self._add(args, state, **kwargs)
+        self._backlog.finish()
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+            kwargs: Model and optimizer, among others.
+
+        Raises:
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
+        """
+        self._backlog.finish()
+        self._add(args, state, **kwargs)
+        # No event lies between the last save and the loading of the best model.
+        if control.should_training_stop or state.global_step >= state.max_steps:
+            self._backlog.finish()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait for the last checkpoint and say in one line what was saved and what stayed plain.
+
+        Args:
+            args: The Trainer's arguments.
+            state: Its state.
+            control: What it is going to do.
+
+        Raises:
+            Exception: Whatever went wrong, where it ends the training; see `on_error`.
+        """
+        self._backlog.finish()
+        summary = str(self._backlog)
+        if summary and self._backlog.speaks:
+            _logger.warning("%s", summary)
+
+    def _add(
+        self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
+    ) -> None:
+        directory = checkpoint_of(args, state)
+        sharding = self._sharding(args)
+        module = extract_model_from_parallel(model) if model is not None else None
+        if sharding is Sharding.SHARDED:
+            self._add_sharded(args, state, directory, module)
+            return
+        if not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
+            return
+        try:
+            plain_bytes = size_bytes(directory)
+            drop_stale_manifest(directory)
+            if module is not None and sharding is Sharding.NONE:
+                self._replace_converted_weights(module, directory, keep=args.push_to_hub)
+        except Exception as error:
+            self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
+            return
+        options: dict[str, Any] = {
+            "mode": self.policy.mode,
+            "rules": self._rules(state, directory),
+            "keep_weights": bool(args.push_to_hub),
+            "buffers": plain_buffer_names(module) if module is not None else None,
+            "metrics": newest_metrics(state),
+            "anchor_every": self.anchor_every,
+            **self._base.options,
+        }
+        if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
+            options["optimizer_names"] = optimizer_parameter_names(module, optimizer)
+        self._backlog.add(Compression(directory, plain_bytes, options))
+
+    def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
+        """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.
+
+        Training waits, because the next step changes the weights. Until it is done `latest` passes the checkpoint over.
+        """
+        if not converted_names(module):
+            return
+        what = "Transformers saves some weights of this model under names that a Trainer cannot load back."
+        so = "The checkpoints are rewritten under the modules' own names."
+        pushed = "What is pushed keeps them, so a Trainer cannot resume from these checkpoints."
+        self._say_once(f"{what} {pushed if keep else so}")
+        if keep:
+            return
+        weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
+        adopt_weights(directory, set_weights_aside(directory, weights))
+
+    def _add_sharded(
+        self, args: TrainingArguments, state: TrainerState, directory: Path, module: nn.Module | None
+    ) -> None:
+        """Add a checkpoint that all ranks have written; every rank does this alike, whatever it finds on the disk."""
+        if args.push_to_hub:
+            self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
+            return
+        policy = Policy(self.policy.mode, self._rules(state, directory))
+        buffers = plain_buffer_names(module) if module is not None else None
+        options = {"buffers": buffers, "metrics": newest_metrics(state), "anchor_every": self.anchor_every}
+        self._backlog.add(ShardedCompression(directory, policy, options, self._ranks))
+
+    def _rules(self, state: TrainerState, directory: Path) -> Mapping[str, Any]:
+        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
+        return self.policy.rules_of_exact_weights if best else self.policy.rules
+
+    def _sharding(self, args: TrainingArguments) -> Sharding:
+        sharding = sharding_of(args)
+        if sharding is Sharding.OTHER:
+            self._say_once("Checkpoints of DeepSpeed, and of FSDP other than DCP, are left as the Trainer wrote them.")
+        return sharding
+
+    def _say_once(self, message: str) -> None:
+        if message not in self._said:
+            self._said.add(message)
+            _logger.warning("%s", message)

@@ -1,0 +1,96 @@
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+
+from hf_trainweights.checkpoint.codecs.coding.entropy import (
+    CHUNK,
+    BlockReader,
+    BlockWriter,
+    bytes_to_int16,
+    chunk_count,
+    chunk_ranges,
+    int16_to_bytes,
+)
+from hf_trainweights.checkpoint.codecs.raw import Raw
+from hf_trainweights.errors import CorruptFileError
+
+NOISE = np.random.default_rng(0).integers(0, 256, 5000, np.uint8)
+
+
+def payload_of(*blocks):
+    writer = BlockWriter()
+    for block in blocks:
+        writer.write(block)
+    return writer.payload()
+
+
+def test_blocks_can_be_read_in_any_order_and_more_than_once():
+    blocks = [NOISE, np.zeros(100_000, np.uint8), np.empty(0, np.uint8), NOISE % 5]
+    reader = BlockReader(Raw, payload_of(*blocks), len(blocks))
+    for index in (3, 0, 2, 1, 0, 3):
+        assert np.array_equal(reader.read(index, len(blocks[index])), blocks[index])
+
+
+def test_blocks_that_are_read_cannot_be_written_to():
+    reader = BlockReader(Raw, payload_of(NOISE, NOISE % 2), 2)
+    for index in (0, 1):
+        with pytest.raises(ValueError, match="read-only"):
+            reader.read(index, len(NOISE))[:] = 1
+
+
+def test_threads_do_not_share_their_coders():
+    blocks = [np.full(100_000, number, np.uint8) for number in range(4)]
+    expected = [payload_of(block) for block in blocks]
+    with ThreadPoolExecutor(4) as pool:
+        payloads = list(pool.map(payload_of, blocks * 50))
+        read = list(pool.map(lambda payload: BlockReader(Raw, payload, 1).read(0, 100_000), payloads))
+    assert all(torch.equal(payload, expected[index % 4]) for index, payload in enumerate(payloads))
+    assert all((block == index % 4).all() for index, block in enumerate(read))
+
+
+def test_noise_costs_four_bytes_more_and_few_symbols_little_more_than_their_entropy():
+    assert len(payload_of(NOISE)) == len(NOISE) + 4
+    symbols = np.random.default_rng(0).choice(16, 100_000, p=np.arange(16) / 120).astype(np.uint8)
+    share = np.bincount(symbols)[1:] / len(symbols)
+    entropy_bytes = -(share * np.log2(share)).sum() * len(symbols) / 8
+    assert entropy_bytes < len(payload_of(symbols)) < 1.01 * entropy_bytes + 150
+
+
+def test_coded_blocks_are_standard_zstd_frames():
+    payload = payload_of(NOISE % 3)
+    frame = payload[:-4].numpy().tobytes()
+    assert zstandard.ZstdDecompressor().decompress(frame) == (NOISE % 3).tobytes()
+
+
+def test_block_of_another_size_is_an_error():
+    reader = BlockReader(Raw, payload_of(NOISE, NOISE % 3), 2)
+    for index, size in ((0, 4999), (0, 5001), (1, 4999), (1, 5001), (1, 0)):
+        with pytest.raises(CorruptFileError, match=rf"codec raw, block {index} at byte \d+: expected .*{size} bytes"):
+            reader.read(index, size)
+
+
+def test_another_number_of_blocks_is_an_error():
+    payload = payload_of(NOISE, NOISE % 3)
+    for count in (0, 1, 3, 10**9):
+        with pytest.raises(CorruptFileError, match=r"codec raw, payload: expected .* bytes"):
+            BlockReader(Raw, payload, count)
+
+
+@pytest.mark.parametrize("count", [0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK])
+def test_chunks_cover_every_element_once(count):
+    ranges = list(chunk_ranges(count))
+    assert len(ranges) == chunk_count(count)
+    assert [position for each in ranges for position in (each.start, each.stop)] == sorted(
+        [0, *[each.stop for each in ranges[:-1]] * 2, count] if ranges else []
+    )
+
+
+def test_every_int16_survives_being_split_into_bytes():
+    numbers = np.arange(-(2**15), 2**15).astype(np.int16)
+    planes = int16_to_bytes(numbers)
+    assert planes[[0, 1, 2**16, 2**16 + 256]].tolist() == [0, 1, 128, 129]
+    assert np.array_equal(bytes_to_int16(planes), numbers)
+    assert len(bytes_to_int16(int16_to_bytes(numbers[:0]))) == 0

@@ -1,0 +1,104 @@
+import numpy as np
+import pytest
+import torch
+
+from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels
+from hf_trainweights.checkpoint.codecs.coding.matrix import TILE, tiles
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+
+
+def written(levels, exact_share=0.0, same_share=0.0, seed=0):
+    """Returns payloads of float levels [R, C], the elements, and where they are exact and the same."""
+    rng = np.random.default_rng(seed)
+    elements = torch.from_numpy(rng.standard_normal(levels.shape)).to(torch.float32)
+    exact = torch.from_numpy(rng.random(levels.shape) < exact_share)
+    same = torch.from_numpy(rng.random(levels.shape) < same_share)
+    writer = LevelWriter(*levels.shape)
+    for tile in tiles(*levels.shape):
+        positions = exact[tile].reshape(-1).nonzero().view(-1)
+        writer.write(
+            tile,
+            levels[tile].masked_fill(same[tile], 0).numpy(),
+            elements[tile],
+            positions if exact_share else None,
+            same[tile].numpy() if same_share else None,
+        )
+    return writer.payloads(torch.float32), elements, exact, same
+
+
+def check(levels, **shares):
+    """Writes and reads back; returns the size of the levels in bits an element."""
+    payloads, elements, exact, same = written(levels, **shares)
+    same[exact] = False
+    for tile, back in read_levels(DeltaUniform, payloads, levels.shape, torch.float32):
+        found = torch.zeros_like(elements[tile])
+        back.write_to(found.numpy())
+        put(found.numpy(), found, back.exact, back.elements)
+        expected = torch.where(exact[tile], elements[tile], levels[tile].masked_fill(same[tile], 0))
+        assert torch.equal(found, expected)
+        assert torch.equal(
+            same[tile], torch.zeros_like(same[tile]) if back.same is None else torch.from_numpy(back.same)
+        )
+    return 8 * len(payloads[0]) / max(levels.numel(), 1)
+
+
+@pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 7), (3, 5), (129, 257), (1, TILE + 1), (3, TILE), (600, 300)])
+def test_levels_of_any_size_come_back(shape):
+    for spread in (0, 0.5, 2, 5, 40, 300, 9000):
+        generator = torch.Generator().manual_seed(1)
+        levels = torch.randn(shape, generator=generator).mul_(spread).round_().clamp_(-32767, 32766)
+        check(levels)
+        check(levels, exact_share=0.1, same_share=0.3)
+        check(levels, exact_share=1.0)
+        check(levels, same_share=1.0)
+
+
+@pytest.mark.parametrize("limit", [1, 2, 6, 7, 8, 126, 127, 128, 510, 511, 512, 8190, 8191, 8192, 32766])
+def test_levels_at_the_edges_of_the_symbols_come_back(limit):
+    edges = torch.tensor([-limit - 2, -limit - 1, -limit, 1 - limit, 0, limit - 1, limit, limit + 1, limit + 2.0])
+    levels = edges.clamp(-32767, 32766).repeat(40)[None]
+    check(levels)
+    few = torch.zeros(1, 5000)
+    few[0, ::500][: len(edges)] = levels[0, :9]
+    check(few)
+    check(few, exact_share=0.05, same_share=0.2)
+
+
+def test_clipping_keeps_what_fits_and_nan():
+    levels = np.array([-np.inf, -32768, -32767, 5, 32766, 32767, np.inf, np.nan], np.float32)
+    clip_(levels)
+    np.testing.assert_array_equal(levels, [-32767, -32767, -32767, 5, 32766, 32766, 32766, np.nan])
+
+
+def gaussian(shape, spread, rows=0.0):
+    """Returns rounded normal levels; `rows` is the spread of the rows' own sizes in powers of e."""
+    generator = torch.Generator().manual_seed(2)
+    sizes = torch.randn(shape[0], 1, generator=generator).mul_(rows).exp_()
+    return (torch.randn(shape, generator=generator) * sizes * spread).round_()
+
+
+def entropy(levels):
+    share = levels.unique(return_counts=True)[1].double() / levels.numel()
+    return -(share * share.log2()).sum().item()
+
+
+@pytest.mark.parametrize("spread", [0.3, 1, 4, 30, 2000])
+def test_size_is_close_to_the_entropy(spread):
+    levels = gaussian([700, 700], spread)
+    # Huffman cannot use less than one bit for four symbols.
+    assert check(levels) < 1.04 * entropy(levels) + 0.12
+
+
+def test_rows_of_different_size_cost_less_than_the_entropy_of_all():
+    levels = gaussian([700, 700], 1, rows=1.0)
+    assert check(levels) < 0.93 * entropy(levels)
+
+
+def test_rows_of_the_same_cost_next_to_nothing():
+    levels = gaussian([2000, 384], 1)
+    writer = LevelWriter(*levels.shape)
+    same = (torch.arange(2000) % 8 != 0)[:, None].expand(levels.shape).contiguous()
+    for tile in tiles(*levels.shape):
+        writer.write(tile, levels[tile].masked_fill(same[tile], 0).numpy(), levels[tile], None, same[tile].numpy())
+    bits = 8 * len(writer.payloads(torch.float32)[0]) / levels.numel()
+    assert bits < check(levels) / 8 + 0.06
