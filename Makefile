@@ -15,7 +15,9 @@ test:
 	pytest -n 2
 
 exhaustive:
-	pytest -n 2 -m ""
+	pytest -n 2 -m "" --junitxml=build/exhaustive.xml
+	python -m benchmarks.exhaustive build/exhaustive.xml
+	python -m benchmarks.tables
 
 soak:
 	python -m tests.soak --seconds $(or $(SECONDS),600)

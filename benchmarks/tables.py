@@ -295,6 +295,15 @@ def soak() -> str:
     return f"{table(['what is killed', 'runs', 'kills', 'findings'], rows)}\n\n{caption}"
 
 
+def exhaustive() -> str:
+    """Return what the last exhaustive run of the tests found."""
+    run = read("exhaustive")
+    found = f"{run['passed']:,} passed, {run['failed']:,} failed, {run['skipped']:,} skipped"
+    names = {"torch": "PyTorch", "transformers": "Transformers"}
+    on = ", ".join(f"{names[name]} {version}" for name, version in run["versions"].items())
+    return f"{found} in {run['minutes']:.0f} minutes on two processes, {run['date']}, {run['machine']}, {on}."
+
+
 def mutants() -> str:
     """Return how many faults of `tests.mutants` the tests find."""
     report = read("mutants")
@@ -365,6 +374,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "abilities": abilities,
     "fuzz": fuzz,
     "soak": soak,
+    "exhaustive": exhaustive,
     "mutants": mutants,
     "quality": quality,
     "curve": curve,

@@ -29,6 +29,7 @@ def test_a_function_of_one_case_or_of_one_parameter_keeps_all() -> None:
     assert covering([(0,), (1,), (2,)], 2) == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_the_default_run_leaves_the_other_cases_to_the_exhaustive_one(pytester: pytest.Pytester) -> None:
     root = Path(__file__).parent
     pytester.makeconftest((root / "conftest.py").read_text(encoding="utf-8"))

@@ -40,6 +40,7 @@ def test_a_public_package_shows_what_it_lists_and_nothing_that_it_imports(packag
     assert [name for name in theirs if inspect.ismodule(getattr(module, name))] == []
 
 
+@pytest.mark.slow
 def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for() -> None:
     code = (
         "import sys, hf_trainweights\n"

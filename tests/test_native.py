@@ -28,6 +28,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_the_installed_libraries_are_what_the_sources_give(sources: Path) -> None:
     compiled = hatch_build._compile(sources)
@@ -76,6 +77,7 @@ def test_a_compiler_with_threads_of_its_own_makes_libraries_of_one_thread(
         assert "__kmpc" not in calls
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clang")
 def test_what_does_not_compile_is_left_out_alone_and_named(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
     broken = hatch_build.LIBRARIES[0]

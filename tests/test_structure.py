@@ -134,6 +134,7 @@ def imported_modules(module: str) -> set[str]:
     return {next(each for each in several if each in SOURCES) for several in candidates}
 
 
+@pytest.mark.slow
 def test_imports_go_one_way() -> None:
     for module in SOURCES.keys() - TOP_LEVEL:
         ours = {room(name.removeprefix(f"{PACKAGE}.")) for name, _ in imports(module) if room(name) == PACKAGE}
@@ -226,6 +227,7 @@ def test_docstrings_of_exported_names_say_what_is_raised() -> None:
     assert len(found) > len(exported) / 2  # some show themselves under the package's name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in REGISTRIES if f"{name}.__init__" in SOURCES])
 def test_registry_keys_are_the_names_of_the_entries(module: str) -> None:
     registry_name, attribute = REGISTRIES[module]

@@ -56,6 +56,7 @@ class Loop:
         return fingerprint([*(part.state_dict() for part in parts), rng_state()["torch"]])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", range(1, BATCHES))
 def test_a_loop_whose_scaler_skips_steps_goes_on_exactly_wherever_it_stopped(tmp_path: Path, stop: int) -> None:
     whole = Loop()(tmp_path / "whole")
@@ -67,6 +68,7 @@ def test_a_loop_whose_scaler_skips_steps_goes_on_exactly_wherever_it_stopped(tmp
     assert second.state() == whole.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["near-lossless", "compact"])
 def test_averaged_weights_come_back_within_the_bounds_of_the_manifest(tmp_path: Path, mode: Any) -> None:
     trained = Loop()(tmp_path, mode=mode)
@@ -93,6 +95,7 @@ class Average(TrainerCallback):
         torch.save(self.average.state_dict(), Path(args.output_dir, f"checkpoint-{state.global_step}", "average.pt"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lossless", "compact"])
 def test_a_file_that_a_callback_adds_to_a_trainers_checkpoint_is_stored_exactly(tmp_path: Path, mode: Any) -> None:
     model = build()

@@ -353,6 +353,7 @@ def quantized_model(name, **config):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize(
     "config",

@@ -39,6 +39,7 @@ def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "keras").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "options", "name"),
     [
@@ -66,6 +67,7 @@ def test_an_export_of_one_call_prints_its_size_or_an_error_in_one_line(vit: Path
     assert refused.stderr.startswith("error: out: expected a file")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gguf", "onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_export_overwrites_nothing(layout: str, kind: str, int4: Path, tmp_path: Path) -> None:

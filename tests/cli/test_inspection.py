@@ -129,6 +129,7 @@ def test_diff_of_two_files_exits_with_1_where_keys_differ(llama: Path, tmp_path:
     assert result.stderr == f"problem: lm_head.weight is only in {llama / 'model.safetensors'}\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["inspect", "verify", "diff", "export", "dequantize", "push", "quantize"])
 @pytest.mark.parametrize("source", ["{missing}", "no/such/path", "name with spaces"])
 def test_a_path_that_is_missing_is_said_to_be_missing(command: str, source: str, tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ def test_quantize_follows_options_and_rules(suffix: str, text: str, llama: Path,
     assert (tmp_path / "out" / "tokenizer.json").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "value"), [("--bits", "6.5"), ("--size", "120 kB")])
 def test_quantize_chooses_formats_within_a_budget(option: str, value: str, llama: Path, tmp_path: Path) -> None:
     result = run_json("quantize", llama, tmp_path / "out", option, value)

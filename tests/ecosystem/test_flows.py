@@ -18,6 +18,7 @@ LIGHT = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LIGHT)
 def test_a_quantized_model_works_in(name: str) -> None:
     if name.startswith(("sentence", "pipeline_feature")) and find_spec("sentence_transformers") is None:

@@ -44,6 +44,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["", r"(?:(?<=\.)|(?=\.|$))(?s:.*)"])
 @pytest.mark.parametrize("expression", ORDINARY)
 def test_an_ordinary_expression_matches_what_re_matches(expression: str, ending: str) -> None:
@@ -58,6 +59,7 @@ def test_several_expressions_are_answered_each_for_itself() -> None:
     assert matching(["(a)"], []) == {"(a)": frozenset()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_expression_ends_in_time_by_an_error_that_names_it(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -70,6 +72,7 @@ def test_a_hostile_expression_ends_in_time_by_an_error_that_names_it(
     assert time.monotonic() - began < 1.0 + 5
 
 
+@pytest.mark.slow
 def test_all_expressions_together_have_one_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
     slow = [f".*.*.*.*.*[!{number}]" for number in range(5000)]
@@ -78,6 +81,7 @@ def test_all_expressions_together_have_one_limit(monkeypatch: pytest.MonkeyPatch
         matching(slow, NAMES)
 
 
+@pytest.mark.slow
 def test_more_names_than_can_be_tried_by_all_expressions_do_not_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(expressions, "_MAX_SECONDS", 1.0)
     with pytest.raises(ConfigError, match="seconds and 512 MiB"):

@@ -72,6 +72,7 @@ def test_columns_without_spread_keep_a_usual_factor_and_their_values(value: floa
     assert (values - value).abs().max() <= weight.abs().max() / 100
 
 
+@pytest.mark.slow
 @each_format
 def test_dequantize_rounds_to_float32_and_then_to_the_dtype(name: str) -> None:
     for dtype in FLOAT_DTYPES:

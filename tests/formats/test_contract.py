@@ -96,6 +96,7 @@ def largest_error(form: Format, weight: Tensor) -> Tensor:
 # How exact
 
 
+@pytest.mark.slow
 @each_format
 def test_every_value_has_the_nearest_code(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -110,6 +111,7 @@ def test_every_value_has_the_nearest_code(form: Format) -> None:
         assert ((values - wanted).abs() <= nearest + tolerance).all(), dtype
 
 
+@pytest.mark.slow
 @each_format
 def test_no_error_exceeds_a_part_of_the_rows_largest_magnitude(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -179,6 +181,7 @@ def test_the_largest_and_smallest_numbers_come_back_finite(form: Format) -> None
         assert largest_error(form, weight).max() <= bound_of(form)
 
 
+@pytest.mark.slow
 @each_format
 def test_dequantize_rounds_the_exact_product_once(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -266,6 +269,7 @@ def test_threads_do_not_matter(name: str) -> None:
 # Which tensors
 
 
+@pytest.mark.slow
 @each_format
 def test_stored_tensors_are_those_of_the_specification(form: Format) -> None:
     for dtype, shape in itertools.product(FLOAT_DTYPES, (*SHAPES, *ODD_SHAPES, *EMPTY_SHAPES)):
@@ -371,6 +375,7 @@ def test_dequantize_changes_nothing(form: Format) -> None:
     assert_same(tensors, before)
 
 
+@pytest.mark.slow
 @each_format
 def test_blocks_of_rows_and_cache_blocks_give_what_the_whole_gives(
     form: Format, monkeypatch: pytest.MonkeyPatch

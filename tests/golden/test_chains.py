@@ -60,6 +60,7 @@ def golden(mode: str) -> Path:
     return golden_directory(f"chains/{mode}", lambda directory: write(directory, mode), load_checkpoints)
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_what_is_recorded(mode: str, afresh: AFresh) -> None:
     run = golden(mode)
     assert afresh(load_checkpoints, run) == recorded(run)

@@ -102,6 +102,7 @@ def test_a_fresh_process_loads_what_is_recorded(mode: str, afresh: AFresh) -> No
     assert loaded["latest"] == "checkpoint-2"
 
 
+@pytest.mark.slow
 def test_a_run_of_today_holds_what_is_recorded(mode: str, run_of_today: Path) -> None:
     assert load_checkpoints(run_of_today) == recorded(golden(mode))["loaded"]
 

@@ -73,6 +73,7 @@ def golden(name: str, generation: str = WRITTEN) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("generation", [WRITTEN, WRITTEN_EARLIER])
 @pytest.mark.parametrize("kind", SERIALIZATIONS)
 @pytest.mark.parametrize("name", FORMATS)
@@ -104,6 +105,7 @@ def test_the_model_has_weights_in_its_format_in_another_and_in_float(name: str) 
     assert formats[f"'{attention}.v_proj.weight'"] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_model_is_written_in_the_same_bytes(name: str, tmp_path: Path) -> None:
     directory = golden(name)

@@ -45,6 +45,7 @@ def golden(mode: str) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_earlier_sharded_checkpoints_load_as_ever_by_both_readers(mode: str, afresh: AFresh) -> None:
     directory = golden(mode)

@@ -23,6 +23,7 @@ REPOSITORY = "tester/base"
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot enable progress bars:UserWarning")
 
 
+@pytest.mark.slow
 def test_a_base_that_the_hub_has_moved_on_from_is_found_by_its_commit(
     local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

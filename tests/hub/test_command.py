@@ -29,6 +29,7 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root / "int8"
 
 
+@pytest.mark.slow
 def test_push_uploads_the_directory_as_it_lies_there(quantized: Path, local_hub: LocalHub, tmp_path: Path) -> None:
     options = ("--private", "--message", "My words")
     result = run_json("push", quantized, "user/tiny", *options)
@@ -50,6 +51,7 @@ def test_push_uploads_the_directory_as_it_lies_there(quantized: Path, local_hub:
     assert computes_the_same(pull("user/tiny", tmp_path / "cache"), load_saved(quantized))
 
 
+@pytest.mark.slow
 def test_push_keeps_a_card_that_somebody_wrote_and_removes_older_weights(
     quantized: Path, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -88,6 +90,7 @@ def pushed_id(quantized: Path) -> str:
     return "user/tiny"
 
 
+@pytest.mark.slow
 def test_every_command_that_takes_a_model_takes_its_id(quantized: Path, local_hub: LocalHub, tmp_path: Path) -> None:
     name = pushed_id(quantized)
     here = run_json("inspect", quantized)
@@ -131,6 +134,7 @@ def test_a_model_that_the_hub_has_not_is_said_to_be_nowhere(local_hub: LocalHub)
     )
 
 
+@pytest.mark.slow
 def test_offline_the_cache_answers_or_the_error_says_why_not(
     quantized: Path, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,6 +94,7 @@ def test_what_is_pushed_comes_back(
     assert verify_model(snapshot_download("me/model", cache_dir=tmp_path / "snapshot")).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", ["safetensors", "bin"])
 def test_what_is_saved_and_pushed_comes_back(
     serialization: str, model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
@@ -108,12 +109,14 @@ def test_what_is_saved_and_pushed_comes_back(
     assert local_hub.titles("tester/model") == ["Upload model"]
 
 
+@pytest.mark.slow
 def test_a_given_state_dict_is_what_is_pushed(model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path) -> None:
     state_dict = {**model.state_dict(), "lm_head.weight": torch.full((96, 64), 3.0)}
     model.save_pretrained(tmp_path / "model", push_to_hub=True, repo_id="me/model", state_dict=state_dict)
     assert pull("me/model", tmp_path / "cache").lm_head.weight.eq(3.0).all()
 
 
+@pytest.mark.slow
 def test_weights_go_through_xet_where_the_hub_wants_it(
     model: PreTrainedModel, xet_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -138,6 +141,7 @@ def test_a_private_repository_needs_the_token(
         pull("me/model", tmp_path / "nobody")
 
 
+@pytest.mark.slow
 def test_a_branch_is_made_and_holds_what_was_pushed_to_it(
     model: PreTrainedModel, other: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -150,6 +154,7 @@ def test_a_branch_is_made_and_holds_what_was_pushed_to_it(
         assert "int8" in ModelCard(local_hub.files("me/model", branch)["README.md"].decode()).data.tags
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("earlier", "serialization"),
     [("safetensors", "sharded"), ("sharded", "bin"), ("bin", "safetensors"), ("sharded_bin", "sharded")],
@@ -173,6 +178,7 @@ def test_weight_files_of_an_earlier_push_are_removed_in_the_same_commit(
     assert computes_the_same(pull("me/model", tmp_path / "cache"), model)
 
 
+@pytest.mark.slow
 def test_a_dequantized_model_replaces_a_quantized_one(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -210,6 +216,7 @@ def test_the_cards_own_snippet_loads_the_model_in_a_fresh_process(
 # ---- the card
 
 
+@pytest.mark.slow
 def test_a_card_is_written_anew_until_someone_edits_it(
     model: PreTrainedModel, other: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -230,6 +237,7 @@ def test_a_card_is_written_anew_until_someone_edits_it(
     assert len(local_hub.titles("me/model")) == 2, "nothing had changed"
 
 
+@pytest.mark.slow
 def test_a_card_on_the_hub_that_someone_wrote_is_kept(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -277,6 +285,7 @@ def test_tags_of_the_model_are_tags_of_the_card(model: PreTrainedModel, local_hu
     assert tagged.model_tags == ["of-the-model"]
 
 
+@pytest.mark.slow
 def test_adapters_are_pushed_alone_and_come_back_on_the_quantized_base(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -335,6 +344,7 @@ def test_offline_nothing_is_written(model: PreTrainedModel, tmp_path: Path) -> N
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", [500, 503])
 def test_a_push_that_fails_says_so_changes_nothing_and_can_be_repeated(
     status: int, model: PreTrainedModel, other: PreTrainedModel, local_hub: LocalHub, tmp_path: Path

@@ -55,6 +55,7 @@ def logits(model: nn.Module) -> torch.Tensor:
     return outputs(model.eval(), LLAMA.make_inputs())[0]
 
 
+@pytest.mark.slow
 def test_lora_on_a_quantized_base_is_pushed_and_comes_back(local_hub: LocalHub, tmp_path: Path) -> None:
     built = LLAMA.build()
     quantize_(built, TrainWeightsConfig("int4", group_size=32))
@@ -95,6 +96,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow
 def test_small_checkpoints_that_are_pushed_load_without_this_package(local_hub: LocalHub, tmp_path: Path) -> None:
     callback = TrainWeightsCheckpointCallback(mode="near-lossless")
     trainer = trainer_of(LLAMA.build(), tmp_path / "run", "me/run", callback, hub_strategy="checkpoint")

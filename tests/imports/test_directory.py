@@ -84,6 +84,7 @@ def out(tmp_path: Path) -> Path:
     return tmp_path / "out"
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize(("layout", "form"), EXACT.values(), ids=EXACT)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -96,6 +97,7 @@ def test_weights_are_those_that_the_peer_dequantizes(
     assert_stands_for(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "form"), EXACT_IN_FLOAT16.values(), ids=EXACT_IN_FLOAT16)
 def test_weights_with_float16_scales_are_those_that_the_peer_dequantizes(
     layout: Layout, form: str, source: Path, out: Path
@@ -325,6 +327,7 @@ DAMAGES: dict[str, tuple[Layout, Callable[[dict[str, Tensor]], object]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "damage"), DAMAGES.values(), ids=DAMAGES)
 def test_tensors_that_do_not_fit_are_damage(
     layout: Layout, damage: Callable[[dict[str, Tensor]], object], source: Path, out: Path

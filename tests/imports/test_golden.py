@@ -29,6 +29,7 @@ def test_every_source_is_tried() -> None:
     assert folders == {*FORMATS, "bitsandbytes-nf4"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_those_that_the_peer_dequantizes(name: str, tmp_path: Path) -> None:
     import_directory(GOLDEN / name, tmp_path / "out")

@@ -87,6 +87,7 @@ def test_no_tensor_of_a_weight_may_be_missing(name: str, leaf: str) -> None:
         layout.read("m", tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("change", CHANGES)
 def test_no_tensor_of_a_weight_may_have_another_shape_or_dtype(name: str, change: str) -> None:

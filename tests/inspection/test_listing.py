@@ -57,6 +57,7 @@ def quantized(tmp_path: Path) -> Path:
     return tmp_path / "int4"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{}, {"max_shard_size": "30KB"}, {"safe_serialization": False}])
 def test_a_quantized_weight_is_one_entry(arguments: dict[str, object], quantized: Path, tmp_path: Path) -> None:
     model = load_saved(quantized)

@@ -14,6 +14,7 @@ from hf_trainweights.inspection.model_difference import compare_models
 from hf_trainweights.models.directory import quantize_directory
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "qwen3_moe", "mixtral", "gpt_oss", "gpt2"])
 def test_the_differences_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[name].build()

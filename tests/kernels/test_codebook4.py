@@ -40,6 +40,7 @@ def test_every_index_factor_and_sign_is_multiplied(G: int, dtype: torch.dtype) -
         assert_close_product(result, F.linear(x, weight.to(dtype)), F.linear(x.double(), weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [2, 40])
 def test_the_op_is_well_behaved(rows: int) -> None:
     tensors = FORM.quantize(random_weight(24, 64))

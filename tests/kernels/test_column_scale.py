@@ -67,6 +67,7 @@ def test_rows_are_looked_up(inner: str, dtype: torch.dtype) -> None:
     assert torch.equal(F.embedding(indices, weight), weight.dequantize()[indices])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("inner", ["int8", "int4"])
 def test_a_compiled_layer_computes_as_the_layer_does(inner: str) -> None:
     layer = nn.Linear(K, N, dtype=torch.bfloat16).requires_grad_(False)

@@ -46,6 +46,7 @@ def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> Mu
     return multiply
 
 
+@pytest.mark.slow
 @pytest.mark.covering(3)
 @pytest.mark.usefixtures("library")
 @every_dtype
@@ -103,6 +104,7 @@ def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(dtype: torch.dty
         assert error <= 1e-3 + torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @on_every_cpu
 @pytest.mark.parametrize("form", FORMATS, ids=str)

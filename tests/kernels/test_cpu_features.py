@@ -62,6 +62,7 @@ def test_rows_are_widened_where_their_dtype_is_slow(
         assert [product_dtype(dtype, M) != dtype for M in (1, 2, 48, 49)] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @half_dtypes
 @pytest.mark.parametrize("name", FORMATS)

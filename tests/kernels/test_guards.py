@@ -118,6 +118,7 @@ for name, call in calls.items():
 """
 
 
+@pytest.mark.slow
 def test_every_op_that_reads_addresses_is_guarded() -> None:
     environment = os.environ | {"TRAINWEIGHTS_DEBUG": "1"}
     command = [sys.executable, "-c", MISREAD]

@@ -53,6 +53,7 @@ def floor(x: Tensor, weight: QuantizedTensor, exact: Tensor, bias: Tensor | None
     return error(F.linear(x, weight.dequantize(), bias), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

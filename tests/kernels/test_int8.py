@@ -211,6 +211,7 @@ def test_int8_activations_round_each_token_to_int8(rows: int, K: int, dtype: tor
     assert relative_error(result, expected) <= max(2e-3, torch.finfo(dtype).eps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(384, 384), (1100, 520), (700, 768)])
 @every_dtype
 def test_larger_weights_keep_the_bound(shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -234,6 +235,7 @@ def test_int8_activations_are_in_the_summary() -> None:
 # As an op
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("quantize_x", [True, False])
 def test_the_op_passes_the_checks_of_pytorch(quantize_x: bool, dtype: torch.dtype) -> None:
@@ -259,6 +261,7 @@ def test_the_gradient_of_x_keeps_the_bound(rows: int, dtype: torch.dtype) -> Non
     assert_close_product(gradient(inputs, weight), dense, gradient(inputs.double(), weight.dequantize(torch.float64)))
 
 
+@pytest.mark.slow
 @every_dtype
 def test_it_compiles_to_one_graph_for_all_rows(dtype: torch.dtype) -> None:
     weight, bias = quantized(80, 96, dtype), x(80, dtype=dtype, seed=2)

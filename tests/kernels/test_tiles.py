@@ -136,6 +136,7 @@ def product(
     return result
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (50, 384)])
@@ -175,6 +176,7 @@ def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(library: ctypes.
         assert error <= 1e-3 + torch.finfo(dtype).eps
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_threads_change_no_bit(library: ctypes.CDLL, form: Format, dtype: torch.dtype) -> None:
@@ -232,6 +234,7 @@ def test_tiles_serve_where_they_are_granted_and_right(folder: Path, monkeypatch:
     assert compiled._load.__wrapped__() is not None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("right", "wrong", "says"),
     [

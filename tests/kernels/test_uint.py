@@ -32,6 +32,7 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | No
     return out
 
 
+@pytest.mark.slow
 @pytest.mark.covering(3)
 @pytest.mark.usefixtures("library", "threads")
 @every_dtype

@@ -125,12 +125,14 @@ def test_the_saved_plan_makes_the_same_model_without_choosing_again(tmp_path: Pa
     assert filecmp.cmp(*(tmp_path / out / "model.safetensors" for out in ("first", "second")), shallow=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [4.5, 5.0, 6.0, 7.0])
 def test_bits_are_met_within_a_hundredth(bits: float) -> None:
     found = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
     assert 0.99 * bits <= quantized_bits(found) <= bits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("share", [0.3, 0.36, 0.42])
 def test_a_size_is_met_within_a_hundredth_by_the_file(share: float, tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4}
@@ -141,6 +143,7 @@ def test_a_size_is_met_within_a_hundredth_by_the_file(share: float, tmp_path: Pa
     assert 0.98 * size <= (tmp_path / "model.safetensors").stat().st_size <= size
 
 
+@pytest.mark.slow
 def test_overrides_and_exceptions_win_and_are_counted() -> None:
     module = layers()
     exceptions: dict[str, Any] = {"overrides": {"3": "float8_e4m3", "5": None}, "modules_to_not_convert": ["7"]}
@@ -157,6 +160,7 @@ def test_what_the_model_keeps_in_float_does_not_count_as_bits() -> None:
     assert quantize_(model, TrainWeightsConfig(bits=6.5, modules_to_not_convert=["lm_head"])).quantized
 
 
+@pytest.mark.slow
 def test_more_important_weights_get_more_bits() -> None:
     """Rows with a few large values lose more at four bits than others."""
     module = layers()
@@ -168,6 +172,7 @@ def test_more_important_weights_get_more_bits() -> None:
     assert min(sizes[index] for index in (1, 11, 21)) == max(sizes) > min(sizes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [{"bits": 1.5}, {"size": "10kB"}])
 def test_a_budget_below_the_smallest_model_names_that(budget: dict[str, Any]) -> None:
     module = layers()

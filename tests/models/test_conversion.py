@@ -70,6 +70,7 @@ def same(tensor: QuantizedTensor, expected: QuantizedTensor) -> bool:
 # ---- what comes out
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("name", [*MERGED, "gpt_oss", "gpt2", "llama"])

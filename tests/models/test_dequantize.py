@@ -18,6 +18,7 @@ from hf_trainweights.models.directory import load_quantized, quantize_directory
 INT4 = {"format": "int4", "group_size": 32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as it was saved", "float32"])
 @pytest.mark.parametrize(
     ("name", "options"),

@@ -40,6 +40,7 @@ def contents(folder: Path) -> dict[str, bytes]:
     return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "options"),
     [
@@ -246,6 +247,7 @@ def test_only_regular_files_are_copied(llama: Path, tmp_path: Path) -> None:
     assert {path.name for path in (tmp_path / "out").rglob("*")} == expected
 
 
+@pytest.mark.slow
 def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_path: Path) -> None:
     (llama / "tokenizer.json").write_text("{}")
     repository = tmp_path / "hub" / "models--me--tiny"

@@ -269,6 +269,7 @@ def test_a_weight_that_is_there_as_float_too_is_an_error(tmp_path: Path) -> None
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_byte_in_a_float_model_is_no_guard(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     model.model.register_buffer("observer_enabled", make_guard())

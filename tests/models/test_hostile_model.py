@@ -38,6 +38,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
     file.write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change", [{"overrides": {f"re:{NEVER_ENDS}": "int8"}}, {"modules_to_not_convert": [NEVER_ENDS]}]
 )

@@ -72,6 +72,7 @@ def test_layers_that_only_the_config_has_are_named(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("include_embeddings", [False, True])
 @pytest.mark.parametrize(
     ("name", "cls"),

@@ -274,6 +274,7 @@ def test_no_hook_changes_a_map_that_it_is_given() -> None:
     assert float_quantizer.adjust_max_memory(limits) == limits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config",
     [
@@ -588,6 +589,7 @@ def test_generation_through_a_pipeline_is_generation(
     assert text.replace(" ", "") == "".join(f"w{token}" for token in tokens)
 
 
+@pytest.mark.slow
 def test_generation_with_a_compiled_forward_gives_the_same_tokens(float_directory: FloatDirectory) -> None:
     model = load(float_directory(), quantization_config=TrainWeightsConfig("int4", group_size=32))
     inputs = LLAMA.inputs(model)

@@ -49,6 +49,7 @@ def expected(reference: PreTrainedModel, texts: list[str]) -> Tensor:
     return quality.embed(reference, texts)
 
 
+@pytest.mark.slow
 def test_the_sentences_are_real_and_many(texts: list[str], expected: Tensor) -> None:
     assert len(set(texts)) == quality.SENTENCES == 200
     assert expected.shape == (200, 384)
@@ -56,6 +57,7 @@ def test_the_sentences_are_real_and_many(texts: list[str], expected: Tensor) -> 
     assert (expected @ expected.T).mean() < 0.5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("config", "least_cosine", "least_db"), PROMISES, ids=str)
 def test_embeddings_and_weights_stay_near_the_float_model(
     config: dict[str, Any],
@@ -84,6 +86,7 @@ def test_plain_absmax_is_as_far_off_as_it_is_said_to_be(reference: PreTrainedMod
     assert quality.linear_snr_db(quality.absmax_int4(128), reference) == pytest.approx(ABSMAX_INT4_G128_DB, abs=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safe_serialization", [True, False], ids=["safetensors", "bin"])
 def test_a_saved_model_computes_the_same(texts: list[str], safe_serialization: bool, tmp_path: Path) -> None:
     model = quality.load({"format": "int4", "group_size": 128, "include_embeddings": True})

@@ -78,6 +78,7 @@ def test_faults_are_small_changes_of_what_a_module_does() -> None:
     assert {fault.function for fault in faults(TINY)} == {"first_above", ""}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "found_by", "code"),
     [

@@ -213,6 +213,7 @@ def indices(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
     return whole | whole.map(lambda index: (..., *index[:1])) | whole.map(lambda index: (None, *index))
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), form=st.sampled_from(list(FORMS)), layout=st.sampled_from(list(LAYOUTS)))
 def test_any_index_equals_the_dense_one(data: st.DataObject, form: str, layout: str) -> None:
@@ -487,6 +488,7 @@ PRODUCTS: dict[str, tuple[Op, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("name", PRODUCTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -70,6 +70,7 @@ def test_shows_what_the_float_weight_shows(form: str) -> None:
         assert weight.is_floating_point()
 
 
+@pytest.mark.slow
 @every_form
 def test_quantize_stores_what_the_format_makes_of_the_weight(form: str) -> None:
     for dtype in FLOAT_DTYPES:
@@ -374,6 +375,7 @@ def test_shared_memory_holds_the_stored_tensors() -> None:
 # Copies and pickles
 
 
+@pytest.mark.slow
 @every_form
 def test_pickling_round_trips(form: str) -> None:
     for layout in LAYOUTS:
@@ -576,6 +578,7 @@ weight.sum()
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_needs_our_import_and_reads_its_environment(tmp_path: Path) -> None:
     layer = nn.Linear(128, 6, bias=False)
     layer.weight = parameter("int4")

@@ -152,6 +152,7 @@ def test_every_write_of_the_table_changes_a_float_weight() -> None:
         assert weight.shape != before.shape or not torch.equal(weight, before), (name, way)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("name", WRITES | STORED_WRITES)
 def test_no_write_is_lost(name: str) -> None:

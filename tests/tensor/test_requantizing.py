@@ -38,6 +38,7 @@ def change(layer: nn.Linear, value: float, *rows: int | slice) -> None:
             layer.weight.data[row] += value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(form: str) -> None:
     for layout, dtype in itertools.product(LAYOUTS, FLOAT_DTYPES):

@@ -75,6 +75,7 @@ def float_part(weight: Tensor, placement: Any, ranks: int, rank: int) -> Tensor:
     return torch.cat([each.chunk(ranks, placement.dim)[rank] for each in packed], placement.dim)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, ranks: int) -> None:
@@ -110,6 +111,7 @@ def fits(form: Format, transposed: bool, shape: tuple[int, ...], placement: Any,
     return piece % form.column_step == 0 if dim == reduced else piece > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_part_that_has_its_own_codes_is_quantized_to_those_of_the_whole(form: str) -> None:
     for layout, placement in itertools.product(LAYOUTS.values(), ("first", "last", "packed_before_last")):

@@ -50,6 +50,7 @@ def test_unknown_codec_is_an_error_that_lists_the_known_ones():
         get_codec("nope")
 
 
+@pytest.mark.slow
 @every_codec
 def test_decoding_is_exact_or_within_the_bound(codec):
     for dtype, shape in itertools.product(sorted(codec.dtypes, key=str), SHAPES):

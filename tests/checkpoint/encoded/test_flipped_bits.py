@@ -54,6 +54,7 @@ def test_flipped_bits_of_a_small_file_are_errors_or_harmless(step):
     assert errors > 0.5 * len(positions)  # the rest are zip padding and fields that torch does not read
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("text_length", [0, 300, *exhaustive(*range(75, 300, 75), *range(375, 600, 75))])
 def test_flipped_bits_of_the_pickle_are_errors_whatever_its_length(text_length):
     """A flipped bit of a length makes pickle look for its next instruction anywhere: it must not find an end."""
@@ -80,6 +81,7 @@ def test_length_of_a_payload_has_no_byte_that_ends_a_pickle(length):
         assert fingerprint(load_bytes(encoded_bytes(encoded))) == fingerprint(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["near-lossless", *exhaustive("lossless", "compact")])
 def test_flipped_bits_of_an_optimizer_file_are_errors_or_harmless(mode):
     state = trained("AdamW")[1].state_dict()

@@ -266,6 +266,7 @@ def test_payload_of_another_codec_or_shape_is_a_typed_error(codec, references):
                     assert decode_file(*forged(structure, payload)).shape == torch.Size(shape)
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(st.data())
 def test_any_change_of_a_structure_is_a_typed_error_or_a_tree(data):

@@ -352,6 +352,7 @@ def test_an_adapter_is_swapped_for_another_in_place(tmp_path: Path) -> None:
     assert_same(weights(model), before)
 
 
+@pytest.mark.slow
 def test_peft_stays_as_it_is_without_quantized_weights() -> None:
     script = """
 import hf_trainweights, peft, torch
