@@ -37,6 +37,11 @@ _COMMANDS = {
     "export_torchscript": "export --to torchscript",
     "export_program": "export --to pt2",
 }
+# Arguments of functions that are options of the commands.
+_OPTION = re.compile(r"\bdtype=torch\.(\w+)")
+# What only a program can do. Advice of which nothing else is left is that of the library after all.
+_PYTHON = re.compile(r"\w\(|\b[a-z_]+=[\w'{\[]|_pretrained\b")
+_SENTENCES = re.compile(r"(?<=\.) (?=[A-Z`])")
 _FUNCTION = re.compile(rf"(?:hf_trainweights\.)?\b({'|'.join(_COMMANDS)})\b(?!\()")
 
 
@@ -56,10 +61,12 @@ def errors_in_one_line(debug: bool) -> Iterator[None]:
 
 
 def _by_commands(error: Exception) -> str:
-    """Return the text of an error whose advice names commands in place of functions."""
+    """Return the text of an error whose advice names commands and options in place of functions and arguments."""
     advice = getattr(error, "next_step", "")
     named = _FUNCTION.sub(lambda match: f"`trainweights {_COMMANDS[match[1]]}`", advice)
-    return str(error).removesuffix(advice) + named
+    sentences = _SENTENCES.split(_OPTION.sub(r"--dtype \1", named))
+    kept = [sentence for sentence in sentences if not _PYTHON.search(sentence)]
+    return str(error).removesuffix(advice) + " ".join(kept or sentences)
 
 
 def wrong_option(error: ConfigError, option: str, next_step: str | None = None) -> typer.BadParameter:

@@ -92,5 +92,5 @@ def _causal_lms(config: PretrainedConfig) -> set[str]:
 
 def _cannot_load(model: str, error: Exception) -> ConfigError:
     reason = str(error).strip().partition("\n")[0].rstrip(".")
-    next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
+    next_step = "Give the directory of a saved model, or the name of a repository on the Hub."
     return ConfigError(f"--model {model}", "a causal language model and its tokenizer", reason, next_step)

@@ -163,8 +163,8 @@ def _undo_or_keep(staging: Path, directory: Path, come: list[str], go: list[str]
             str(directory),
             "to put the files back that were there",
             f"{error}, after {cause}",
-            f"They are kept in {staging}. Mend the disk, then save again or run `trainweights checkpoint gc "
-            f"{directory}`: both put them back.",
+            f"They are kept in {staging}. When the disk works again, save again or run `trainweights checkpoint "
+            f"gc {directory}`: both put them back.",
         ) from error
 
 

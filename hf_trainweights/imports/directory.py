@@ -95,6 +95,8 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
 def _folder(source: str | os.PathLike[str]) -> Path:
     if os.path.isdir(source):
         return Path(source)
+    if os.path.isfile(source):
+        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
     try:
         return Path(snapshot_download(str(source)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -65,8 +65,12 @@ def quantize_directory(
     require_vacant_directory(out)
     saved = read_config(source)
     if getattr(saved, "quantization_config", None) is not None:
-        next_step = "Quantize the float model it was made from, or what dequantize_directory makes of it."
-        raise ConfigError(str(source), "a float model", "one that is quantized already", next_step)
+        found = "a quantization_config in its config.json, as quantized models have"
+        next_step = (
+            "Quantize the float model it was made from, or what dequantize_directory makes of it. If its weights are "
+            "float, take that entry out of config.json."
+        )
+        raise ConfigError(str(source), "a float model", found, next_step)
     model = load_saved(source, quantization_config=config, dtype=dtype)
     write_directory(model, source, out)
     quantizer: Any = model.hf_quantizer
@@ -114,7 +118,9 @@ def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "au
     saved = read_config(source)
     name, cls = saved_class(saved)
     if cls is None:
-        next_step = "A model with code of its own is loaded and saved in Python, with trust_remote_code=True."
+        next_step = (
+            "Load and save a model with code of its own in Python. Pass trust_remote_code=True to from_pretrained."
+        )
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
@@ -218,8 +224,10 @@ def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
         source: Directory or Hub id of a model.
 
     Raises:
-        ConfigError: It is missing or cannot be read.
+        ConfigError: It is missing, a file, or cannot be read.
     """
+    if Path(source).is_file():
+        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
     try:
         return AutoConfig.from_pretrained(source)
     except TrainWeightsError:
@@ -236,7 +244,7 @@ def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigErro
         reason = "nothing there"
     elif not os.path.lexists(source):
         reason = f"nothing there, and of the Hub: {reason}"
-    next_step = "Give a directory that save_pretrained wrote, or the name of a repository on the Hub."
+    next_step = "Give the directory of a saved model, or the name of a repository on the Hub."
     if isinstance(error, PermissionError):
         next_step = "Check the permissions of its files."
     return ConfigError(str(source), "a model that Transformers loads", reason, next_step)

@@ -75,6 +75,27 @@ def test_advice_names_commands_in_place_of_functions(capsys: pytest.CaptureFixtu
     assert capsys.readouterr().err == f"error: export_onnx: expected a, found b. {told}\n"
 
 
+@pytest.mark.parametrize(
+    ("advice", "told"),
+    [
+        ("Nothing was written. Pass verify=False to look at the file.", "Nothing was written."),
+        ("Save it there. Or pass it: export_gguf(model, out, tokenizer).", "Save it there."),
+        (
+            "Quantize it with dtype=torch.float16, and export that.",
+            "Quantize it with --dtype float16, and export that.",
+        ),
+        ("Load it in Python. Pass trust_remote_code=True to from_pretrained.", "Load it in Python."),
+        ("Call dequantize() first.", "Call dequantize() first."),
+    ],
+)
+def test_advice_leaves_out_what_only_a_program_can_do(
+    advice: str, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(typer.Exit), errors_in_one_line(debug=False):
+        raise UnsupportedError("x", "a", "b", advice)
+    assert capsys.readouterr().err == f"error: x: expected a, found b. {told}\n"
+
+
 def test_every_function_that_advice_may_name_is_public_and_its_command_is_there() -> None:
     assert set(_COMMANDS) <= set(hf_trainweights.__all__)
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}

@@ -20,7 +20,7 @@ from architectures import ARCHITECTURES
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
-from hf_trainweights import TrainWeightsConfig
+from hf_trainweights import TrainWeightsConfig, import_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
 from hf_trainweights.models import companions
 from hf_trainweights.models.directory import load_saved, quantize_directory, saved_parameter_names
@@ -106,7 +106,7 @@ def test_a_directory_with_anything_in_it_is_not_written_to(llama: Path, tmp_path
 
 def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
-    with pytest.raises(ConfigError, match="expected a float model, found one that is quantized already"):
+    with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):
         quantize_directory(tmp_path / "int8", tmp_path / "out", TrainWeightsConfig(**INT4))
 
 
@@ -185,8 +185,18 @@ def test_a_target_that_cannot_be_looked_at_is_named(llama: Path, tmp_path: Path)
         quantize_directory(llama, tmp_path / "loop", TrainWeightsConfig("int8"))
 
 
+def test_a_file_in_place_of_a_directory_is_named_with_its_directory(llama: Path, tmp_path: Path) -> None:
+    told = rf"expected the directory of a model, found a file\. Give {re.escape(str(llama))}\."
+    for name in ("config.json", "model.safetensors"):
+        with pytest.raises(ConfigError, match=told):
+            quantize_directory(llama / name, tmp_path / "out", "int8")
+        with pytest.raises(ConfigError, match=told):
+            import_directory(llama / name, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
 SPOILED: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (shutil.rmtree, "found nothing there. Give a directory that save_pretrained wrote"),
+    "missing": (shutil.rmtree, "found nothing there. Give the directory of a saved model"),
     "no weights": (
         lambda source: (source / "model.safetensors").unlink(),
         "found Error no file named",

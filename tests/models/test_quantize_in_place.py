@@ -9,10 +9,10 @@ import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, UnsupportedError
 
 
 @pytest.fixture(params=["llama", "gpt_neox", "qwen3_moe"])
@@ -141,3 +141,17 @@ def test_a_budget_counts_what_is_quantized_and_refuses_to_choose_where_nothing_i
     assert isinstance(module[1].weight, QuantizedTensor)
     with pytest.raises(ConfigError, match=r"0\.weight in int4 g32.*dequantize_"):
         quantize_(module, TrainWeightsConfig(bits=6.5))
+
+
+def test_rwkv_which_divides_its_weights_is_refused_or_told_not_to() -> None:
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=64, num_hidden_layers=2)).eval()
+    inputs = torch.arange(8)[None]
+    model.config.rescale_every = 0
+    expected = model(inputs).logits
+    quantize_(model, TrainWeightsConfig("int8"))
+    error = (model(inputs).logits - expected).norm() / expected.norm()
+    assert error < 0.02
+    model.config.rescale_every = 6
+    model.rwkv.layers_are_rescaled = False
+    with pytest.raises(UnsupportedError, match=r"aten\.div_.*expected an op that leaves the quantized weight as it is"):
+        model(inputs)

@@ -116,9 +116,7 @@ def _check(name: str, weight: QuantizedTensor) -> None:
     inexact = int((scale.to(torch.float16).float() != scale).sum())
     if inexact:
         found = f"{inexact} of {scale.numel()} scales in {weight.scale.dtype} that it cannot"
-        next_step = (
-            "Load the float model with dtype=torch.float16, quantize that, and export it: its scales are float16."
-        )
+        next_step = "Quantize the float model with dtype=torch.float16, and export that: its scales are float16."
         raise UnsupportedError(
             name, "scales that float16 holds exactly, because blocks have no others", found, next_step
         )

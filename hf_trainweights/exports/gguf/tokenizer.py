@@ -32,7 +32,7 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     except Exception as error:
         # The tokenizers library raises no narrower class, and a damaged file whatever it runs into.
         reason = f"{type(error).__name__}: " + str(error).strip().partition("\n")[0].rstrip(".:")
-        next_step = "Save the tokenizer there, or pass it: export_gguf(model, out, tokenizer)."
+        next_step = "Save the tokenizer there. Or pass it: export_gguf(model, out, tokenizer)."
         raise ConfigError(source, "a tokenizer, without which llama.cpp reads no text", reason, next_step) from error
 
 
@@ -76,7 +76,10 @@ def _tokens(tokenizer: PreTrainedTokenizerBase, size: int) -> tuple[list[str], l
     """Return the tokens in the order of their numbers, and what each is for."""
     by_number = {number: token for token, number in tokenizer.get_vocab().items()}
     if (largest := max(by_number, default=-1)) >= size:
-        next_step = "Call model.resize_token_embeddings(len(tokenizer)) before the model is quantized."
+        next_step = (
+            "Resize the float model to its tokenizer, and quantize that. "
+            "model.resize_token_embeddings(len(tokenizer)) does it."
+        )
         raise ConfigError("tokenizer", f"{size} tokens at most, which the model embeds", f"{largest + 1}", next_step)
     tokens = [by_number.get(number, f"[PAD{number}]") for number in range(size)]
     kinds = [gguf.TokenType.NORMAL if number in by_number else gguf.TokenType.UNUSED for number in range(size)]

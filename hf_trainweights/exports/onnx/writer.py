@@ -193,8 +193,8 @@ def _runs(out: Path) -> Iterator[None]:
         yield
     except CorruptFileError as error:
         next_step = (
-            "Use export_torchscript or export_program; or pass verify=False to write the file for another runtime. "
-            "Nothing was written."
+            "Nothing was written. Use export_torchscript or export_program. Or pass verify=False to write the file for "
+            "another runtime."
         )
         expected = "a graph that ONNX Runtime runs as it is"
         raise UnsupportedError(out.name, expected, error.found, next_step) from error
@@ -206,5 +206,5 @@ def _check_report(out: Path, report: VerificationReport) -> None:
             out.name,
             "a graph that computes what the model computes",
             str(report),
-            "Pass verify=False to look at the file; nothing was written.",
+            "Nothing was written. Pass verify=False to look at the file.",
         )
