@@ -81,19 +81,23 @@ def digests_name(variant: str | None = None) -> str:
     return f"{_STEM}.{variant}.json" if variant else f"{_STEM}.json"
 
 
-def write_digests(directory: Path, names: Iterable[str], variant: str | None = None) -> None:
+def write_digests(
+    directory: Path, names: Iterable[str], variant: str | None = None, known: Mapping[str, str] | None = None
+) -> None:
     """Write the digests of some files beside them; equal files give equal bytes.
 
     Args:
         directory: Where the files lie, and the config.json that describes them.
         names: Their names.
         variant: As for `save_pretrained`.
+        known: The SHA-256 of those that were read for it already.
 
     Raises:
         CorruptFileError: config.json is none.
         OSError: A file cannot be read, or the digests cannot be written.
     """
-    content: dict[str, Any] = {"files": {name: _entry(directory / name) for name in names}}
+    known = known or {}
+    content: dict[str, Any] = {"files": {name: _entry(directory / name, known.get(name)) for name in names}}
     content["versions"] = package_versions()
     config_sha256 = quantization_sha256(directory)
     if config_sha256 is not None:
@@ -175,10 +179,11 @@ def digest_files(directory: Path) -> list[Path]:
     return sorted([*directory.glob(digests_name()), *directory.glob(digests_name("*"))])
 
 
-def _entry(file: Path) -> dict[str, Any]:
+def _entry(file: Path, known_sha256: str | None = None) -> dict[str, Any]:
     require_regular_file(file)
     with file.open("rb") as stream:
-        return {"sha256": hashlib.file_digest(stream, "sha256").hexdigest(), "size_bytes": file.stat().st_size}
+        sha256 = known_sha256 or hashlib.file_digest(stream, "sha256").hexdigest()
+        return {"sha256": sha256, "size_bytes": file.stat().st_size}
 
 
 def _problem(file: Path, entry: Mapping[str, Any]) -> str | None:

@@ -57,7 +57,7 @@ def write_shards(
         name_shards(directory)
 
 
-def name_shards(directory: Path) -> None:
+def name_shards(directory: Path) -> dict[str, str]:
     """Give each shard a name of its own, which holds the beginning of its SHA-256, in the indices as well.
 
     So the shards of a save never take the place of those of another one, and the index is all that is replaced. Equal
@@ -66,18 +66,22 @@ def name_shards(directory: Path) -> None:
     Args:
         directory: Where shards and indices lie.
 
+    Returns:
+        The SHA-256 of each shard by its new name: a save need not read all of it again.
+
     Raises:
         OSError: A file cannot be read or written.
     """
+    digests: dict[str, str] = {}
     for path in sorted(path for path in directory.glob("*.index*.json") if entry_point_rank(path.name) is not None):
         index = json.loads(path.read_text(encoding="utf-8"))
-        names = {name: _own_name(directory / name) for name in set(index["weight_map"].values()) if is_shard(name)}
-        for name, own in names.items():
+        names: dict[str, str] = {}
+        for name in sorted(set(filter(is_shard, index["weight_map"].values()))):
+            sha256 = file_sha256(directory / name)
+            # `model-0a1b2c3d-00001-of-00002.safetensors` for `model-00001-of-00002.safetensors`.
+            names[name] = own = _NUMBER.sub(f"-{sha256[:_DIGEST_DIGITS]}\\1", name)
             (directory / name).rename(directory / own)
+            digests[own] = sha256
         index["weight_map"] = {tensor: names.get(name, name) for tensor, name in index["weight_map"].items()}
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _own_name(shard: Path) -> str:
-    """Return `model-0a1b2c3d-00001-of-00002.safetensors` for `model-00001-of-00002.safetensors`."""
-    return _NUMBER.sub(f"-{file_sha256(shard)[:_DIGEST_DIGITS]}\\1", shard.name)
+    return digests

@@ -186,10 +186,10 @@ def _save(
             rewrite_as_bin(staging)
         for file in safetensors_files(staging):
             align_int8(file)
-        name_shards(staging)
+        known = name_shards(staging)
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         if weights and hasattr(model, "hf_quantizer"):
-            write_digests(staging, weights, variant)
+            write_digests(staging, weights, variant, known)
         if push is not None:
             card = _write_card(model, push, directory, staging)
     if push is None or card is None:
