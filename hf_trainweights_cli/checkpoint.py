@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from hf_trainweights_cli.checkpoint_restoring import restore
-from hf_trainweights_cli.checkpoint_rewriting import compress
+from hf_trainweights_cli.checkpoint_rewriting import compress, warnings_in_one_line
 from hf_trainweights_cli.checkpoint_rows import print_manifest, summary_row, verification_row
 from hf_trainweights_cli.commands import Command, new_app
 from hf_trainweights_cli.console import (
@@ -158,7 +158,7 @@ def gc(
     """Remove what interrupted saves left behind: temporary files, and anchors that no file needs."""
     from hf_trainweights.checkpoint import collect_garbage
 
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), warnings_in_one_line():
         removed = collect_garbage(path, dry_run=dry_run)
     if as_json:
         print_json({"removed": [str(each) for each in removed], "dry_run": dry_run})

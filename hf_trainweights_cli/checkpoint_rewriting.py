@@ -48,6 +48,9 @@ def compress(
     keep_base: Annotated[
         bool, typer.Option("--keep-base", help="With --anchor: keep those weights in the run, linked or copied.")
     ] = False,
+    weights_only: Annotated[
+        bool, typer.Option("--weights-only", help="Take a model without training state as well.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Try it on a copy, and only say what sizes and errors would be.")
     ] = False,
@@ -67,11 +70,12 @@ def compress(
         raise typer.BadParameter("There is nothing to keep without --anchor.", param_hint="--keep-base")
     with errors_in_one_line(debug):
         base = {} if anchor is None else {"anchor": _base(anchor), "keep_base": keep_base}
+        options = {**base, "weights_only": weights_only}
         found = checkpoints(path)
         if not (dry_run or yes):
             _ask_before_rounding(policy, found)
         with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
-            rows = [rewrite(each, _compressor(policy, base)) for each in with_progress("compressing", directories)]
+            rows = [rewrite(each, _compressor(policy, options)) for each in with_progress("compressing", directories)]
     print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
     if dry_run:
         typer.echo("nothing was changed: this was a dry run", err=True)
@@ -147,12 +151,12 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
         claim.release()
 
 
-def _compressor(policy: Policy, base: dict[str, Any]) -> Callable[[Path], Manifest]:
+def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Manifest]:
     from hf_trainweights.checkpoint import compress_directory
 
     def compress_one(directory: Path) -> Manifest:
         buffers = _buffers(directory)
-        return compress_directory(directory, mode=policy.mode, rules=policy.rules, buffers=buffers, **base)
+        return compress_directory(directory, mode=policy.mode, rules=policy.rules, buffers=buffers, **options)
 
     return compress_one
 
@@ -168,17 +172,24 @@ def _buffers(directory: Path) -> set[str] | None:
     return None if parameters is None else read_weights(files[0]).keys() - parameters
 
 
+@contextlib.contextmanager
+def warnings_in_one_line() -> Iterator[None]:
+    """Say what a block warned of, once it is done."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield
+    for warning in caught:
+        typer.echo(f"warning: {one_line(warning.message)}", err=True)
+
+
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
     from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
     from hf_trainweights.checkpoint.trainer.compression import size_bytes
 
     bytes_before = size_bytes(directory)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
+    with warnings_in_one_line():
         manifest = function(directory)
-    for warning in caught:
-        typer.echo(f"warning: {one_line(warning.message)}", err=True)
     return {
         "path": str(directory),
         "mode": manifest.mode,

@@ -29,6 +29,7 @@ def compress_directory(
     anchor_every: int = ANCHOR_EVERY_SAVES,
     anchor: str | Path | None = None,
     keep_base: bool = False,
+    weights_only: bool = False,
 ) -> Manifest:
     """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
 
@@ -46,12 +47,14 @@ def compress_directory(
         anchor_every: The most checkpoints one anchor serves.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
         keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
+        weights_only: Take a model without training state as well. `restore_directory` gives it back its safetensors.
 
     Returns:
         The manifest that was written.
 
     Raises:
-        ConfigError: Mode or rules are wrong, a rule names nothing there, or there is nothing at `path` or `anchor`.
+        ConfigError: Mode or rules are wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
+            or there is a model without training state and not `weights_only`.
         CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
             tells which one is newer; nothing has changed.
         UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
@@ -69,7 +72,7 @@ def compress_directory(
     job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every, base)
     if dcp_directories(path):
         return _compress_sharded(job, buffers, metrics)
-    return compress_whole(job, keep_weights, buffers, optimizer_names or {}, metrics)
+    return compress_whole(job, keep_weights, buffers, optimizer_names or {}, metrics, weights_only=weights_only)
 
 
 def restore_directory(path: str | Path) -> Manifest:

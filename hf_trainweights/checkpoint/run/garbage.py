@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection
+import functools
+import warnings
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories, is_dcp_directory
 from hf_trainweights.checkpoint.dcp.leftovers import unlisted_files
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.run.completeness import require_undamaged
 from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
@@ -34,6 +38,9 @@ def remove_checkpoint(path: Path) -> None:
 def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     """Remove the leftovers of interrupted saves in a run: temporary files, and anchors that no file refers to.
 
+    Where any checkpoint of the run has a file that is damaged, or that cannot be read, all anchors stay, because that
+    file may need any of them once it is repaired. A warning names it.
+
     Args:
         root: Where the run keeps its `checkpoint-<step>` directories, or one of these.
         dry_run: Only say what would be removed.
@@ -51,14 +58,16 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     """
     root = Path(root)
     removed: list[Path] = []
-    for checkpoint in (root, *checkpoint_directories(root)):
+    checkpoints = checkpoint_directories(root)
+    damage = functools.cache(lambda: _damage(checkpoints or [root]))
+    for checkpoint in (root, *checkpoints):
         with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
             for directory in dict.fromkeys([checkpoint, *dcp_directories(checkpoint)]):
-                removed += _collect(directory, dry_run=dry_run)
+                removed += _collect(directory, damage, dry_run=dry_run)
     return sorted(removed)
 
 
-def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
+def _collect(directory: Path, damage: Callable[[], str | None], *, dry_run: bool) -> list[Path]:
     """Remove what is left over in one directory, unless someone writes in it."""
     if not directory.is_dir():
         return []
@@ -66,9 +75,35 @@ def _collect(directory: Path, *, dry_run: bool) -> list[Path]:
         if not is_free:
             return []
         unused = unlisted_files(directory) if is_dcp_directory(directory) else unused_anchors(directory)
+        if any(path.suffix == ANCHOR_SUFFIX for path in unused) and damage():
+            unused = [path for path in unused if path.suffix != ANCHOR_SUFFIX]
         for path in () if dry_run else unused:
             disk.file_system.unlink(path)
         return [*unused, *remove_abandoned(directory, dry_run=dry_run)]
+
+
+def _damage(checkpoints: Sequence[Path]) -> str | None:
+    """Say, also in a warning, which checkpoint of a run cannot be read whole; None if all can."""
+    for directory in checkpoints:
+        problem = _problem(directory)
+        if problem and directory.is_dir():  # otherwise another process has removed it
+            warnings.warn(
+                f"All anchors stay, because a damaged file may need them: {directory}: {problem}", stacklevel=4
+            )
+            return problem
+    return None
+
+
+def _problem(directory: Path) -> str | None:
+    """Say which file of a checkpoint is damaged or cannot be read, or return None."""
+    try:
+        if (directory / MANIFEST_NAME).exists():
+            problems = verify_checkpoint(directory).problems
+            return "; ".join(f"{name} {what}" for name, what in problems.items()) or None
+        require_undamaged(directory, [anchor.name for anchor in unused_anchors(directory)])
+    except (CorruptFileError, OSError) as error:
+        return str(error)
+    return None
 
 
 def unused_anchors(directory: Path) -> list[Path]:

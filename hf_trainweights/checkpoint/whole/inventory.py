@@ -5,12 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.run.completeness import STATE_NAME, TRAINER_STATE_NAME
 from hf_trainweights.checkpoint.whole.plain_weights import weight_files
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files.digests import digest_files
 from hf_trainweights.files.torch_zip import is_torch_file
 
 _SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+
+_MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
 
 
 @dataclass(frozen=True)
@@ -26,6 +31,18 @@ class Inventory:
     path: Path
     weight_files: tuple[Path, ...]
     other_files: tuple[Path, ...]
+
+    def require_training_state(self) -> None:
+        """Check that these are not the files of a finished model; ConfigError: there is nothing that a resume needs."""
+        state_files = [file for file in self.other_files if file.name != "training_args.bin"]
+        is_model = any((self.path / name).is_file() for name in _MODEL_CONFIGS)
+        if is_model and not (state_files or any((self.path / name).is_file() for name in _PROGRESS_NAMES)):
+            next_step = (
+                "To store its weights as a checkpoint's all the same, which from_pretrained reads with hf_trainweights "
+                "alone, pass weights_only=True, on the command line --weights-only."
+            )
+            found = f"a model ({self.weight_files[0].name}) and no training state" if self.weight_files else "no state"
+            raise ConfigError(str(self.path), "a training checkpoint", found, next_step)
 
     def replaced_by(self, weights_name: str) -> list[Path]:
         """List the files that a new weights file makes wrong or idle."""

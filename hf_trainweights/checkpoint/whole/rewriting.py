@@ -12,6 +12,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
@@ -32,6 +33,7 @@ from hf_trainweights.checkpoint.run.verification import require_intact
 from hf_trainweights.checkpoint.whole.inventory import Inventory, take_inventory
 from hf_trainweights.checkpoint.whole.plain_weights import load_if_possible
 from hf_trainweights.checkpoint.whole.sources import (
+    ADAPTER_WEIGHTS_NAME,
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
     OptimizerFile,
@@ -48,6 +50,9 @@ from hf_trainweights.files.torch_zip import is_torch_file
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
 
+# In a manifest's metadata: the weights file that stands for safetensors, of a model without training state.
+_WAS_SAFETENSORS = "was_safetensors"
+
 
 def compress_whole(
     job: SaveJob,
@@ -55,9 +60,13 @@ def compress_whole(
     buffers: Collection[str] | None,
     optimizer_names: Mapping[Any, str],
     metrics: Mapping[str, Any] | None,
+    *,
+    weights_only: bool,
 ) -> Manifest:
     """Make the whole files of a checkpoint small; calling it again with the same choices changes nothing."""
     path, inventory = job.path, take_inventory(job.path)
+    if not weights_only:
+        inventory.require_training_state()
     previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
     choices = _choices(job, keep_weights)
     if previous and choices.items() <= previous.metadata.items():
@@ -71,6 +80,12 @@ def compress_whole(
         entries, fields = _compress_weights(job, inventory, previous, weights)
         entries |= _compress_others(job, inventory, optimizer, done=entries)
         fields |= manifest_fields(path, previous, metrics, choices)
+        if (
+            weights_only
+            and weights is not None
+            and any(file.suffix == ".safetensors" for file in inventory.weight_files)
+        ):
+            fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
         return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
 
 
@@ -121,7 +136,21 @@ def restore_whole(path: Path) -> Manifest:
                 if rounding:
                     lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
         fields = manifest_fields(path, previous)
+        weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
+        if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
+            name = _to_safetensors(path / weights_name)
+            lost |= {name: lost.pop(weights_name)} if weights_name in lost else {}
         return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+
+
+def _to_safetensors(file: Path) -> str:
+    """Write a plain file of weights as safetensors in its place, and return the new name."""
+    target = file.with_name("model.safetensors" if file.name == WEIGHTS_NAME else "adapter_model.safetensors")
+    state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in load_file(file).items()}
+    with replace_file(target) as plain:
+        plain.write(safetensors.torch.save(state, metadata={"format": "pt"}))
+    remove_files([file])
+    return target.name
 
 
 def _compress_others(

@@ -33,7 +33,7 @@ FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
 
 OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
 
-_ADAPTER_NAME = "adapter_model.bin"
+ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ def weights_to_store(
     source = _source_of_weights(inventory, [] if is_adapter else [inventory.path / FSDP_WEIGHTS_NAME])
     if is_lossy(source):
         return None
-    file_name = _ADAPTER_NAME if is_adapter else WEIGHTS_NAME
+    file_name = ADAPTER_WEIGHTS_NAME if is_adapter else WEIGHTS_NAME
     state = read_weights(source)
     policy.require_used([*map(str, state), *optimizer.names.values()])
     buffers = _recorded_buffers(inventory.path, previous, file_name) if buffers is None else buffers

@@ -1,5 +1,6 @@
 import errno
 import os
+import random
 import shutil
 
 import pytest
@@ -97,3 +98,42 @@ def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_re
 
     monkeypatch.setattr(garbage, moment, slow)
     assert collect_garbage(tmp_path) == [tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")]
+
+
+def chain(path):
+    """A run of three rounded checkpoints, the last of which takes the weights of both others; without manifests."""
+    generator = torch.Generator().manual_seed(0)
+    state = torch.randn(200, 200, generator=generator)
+    for step in (1, 2, 3):
+        state = state + 1e-3 * torch.randn(200, 200, generator=generator)
+        weights = Weights({"w": state})
+        save_new_directory(path / f"checkpoint-{step}", Policy("compact"), weights, {}, anchor_every=10, step=step)
+        (path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    return sorted((path / "checkpoint-3").glob("*.anchor"))
+
+
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_no_anchor_of_a_run_goes_while_any_file_of_it_is_damaged(tmp_path, seed, has_manifest):
+    anchors = chain(tmp_path)
+    assert len(anchors) == 2
+    rng = random.Random(seed)
+    if not has_manifest:
+        for step in (2, 3):
+            (tmp_path / f"checkpoint-{step}" / "trainweights.json").unlink()
+    orphan = tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")
+    orphan.write_bytes(b"x")
+    damaged = rng.choice([*anchors, tmp_path / "checkpoint-3" / "pytorch_model.bin"])
+    content = bytearray(damaged.read_bytes())
+    place = rng.randrange(min(len(content), 1400))
+    if rng.random() < 0.5:
+        content[place] ^= 1 << rng.randrange(8)
+    else:
+        del content[place]
+    damaged.unlink()  # other checkpoints may have the same file
+    damaged.write_bytes(content)
+    with pytest.warns(UserWarning, match="All anchors stay.*checkpoint-3"):
+        assert collect_garbage(tmp_path) == []
+    assert sorted((tmp_path / "checkpoint-3").glob("*.anchor")) == anchors
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    assert collect_garbage(tmp_path) == [orphan]

@@ -4,6 +4,7 @@ import os
 import warnings
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import save_file
 from trees import fingerprint, trained
@@ -681,3 +682,22 @@ def test_without_hard_links_the_size_counts_copies_and_one_warning_says_so(tmp_p
     for step in (1, 2, 3):
         assert size_bytes(tmp_path / f"checkpoint-{step}") == total_bytes(tmp_path / f"checkpoint-{step}")
     assert list((tmp_path / "checkpoint-3").glob("*.anchor"))
+
+
+@pytest.mark.parametrize("prefix", ["", "adapter_"])
+def test_a_model_without_training_state_is_refused_unless_asked_for_and_comes_back_as_safetensors(tmp_path, prefix):
+    state = {"w": torch.randn(64, 64, generator=torch.Generator().manual_seed(0))}
+    file = tmp_path / f"{prefix or ''}model.safetensors"
+    safetensors.torch.save_file(state, file, metadata={"format": "pt"})
+    content = file.read_bytes()
+    (tmp_path / f"{prefix}config.json").write_text("{}")
+    torch.save({}, tmp_path / "training_args.bin")
+    with pytest.raises(ConfigError, match=r"a model .* and no training state.*--weights-only"):
+        compress_directory(tmp_path)
+    assert file.read_bytes() == content
+    compress_directory(tmp_path, weights_only=True)
+    assert not file.exists()
+    compress_directory(tmp_path)  # it is a checkpoint by now
+    assert restore_directory(tmp_path).mode == "plain"
+    assert file.read_bytes() == content
+    assert not list(tmp_path.glob("*_model.bin"))
