@@ -1,5 +1,7 @@
 """Training state at rest: what a plain PyTorch loop saves and loads, and existing directories made small in place."""
 
+from hf_trainweights.checkpoint.codecs import register_codec
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
 from hf_trainweights.checkpoint.encoded.base_files import register_base
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
@@ -13,6 +15,8 @@ from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 __all__ = [
     "CheckpointManager",
+    "Codec",
+    "EncodedTensor",
     "Policy",
     "VersionedModelSaver",
     "build_checkpoint",
@@ -22,6 +26,7 @@ __all__ = [
     "latest",
     "load_checkpoint",
     "register_base",
+    "register_codec",
     "restore_checkpoint",
     "restore_directory",
     "save_checkpoint",

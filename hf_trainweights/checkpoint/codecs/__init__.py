@@ -1,8 +1,13 @@
-"""Codecs: how one tensor becomes bytes at rest. To add one: one file here and one line in `CODECS`."""
+"""Codecs: how one tensor becomes bytes at rest. To add one: one file here and one line in `CODECS`.
+
+One that another package brings is added by `register_codec`.
+"""
 
 from __future__ import annotations
 
-from hf_trainweights.checkpoint.codecs.base import Codec
+import inspect
+
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
@@ -27,3 +32,40 @@ def get_codec(codec_id: str) -> type[Codec]:
     if codec_id not in CODECS:
         raise ConfigError("codec", f"one of {', '.join(sorted(CODECS))}", repr(codec_id), "Choose one of these.")
     return CODECS[codec_id]
+
+
+def register_codec(codec: type[Codec]) -> type[Codec]:
+    """Add a codec of your own to those that rules may name and files may hold; it serves as a decorator.
+
+    Whoever reads such a file registers the codec first. A `codec_id` never changes meaning, so begin it with the name
+    of your package.
+
+    Args:
+        codec: A frozen dataclass with `codec_id`, `lossless`, `roles`, `_encode` and `_decode`; see `Codec`.
+
+    Returns:
+        The same class.
+
+    Raises:
+        ConfigError: It is no such class, or its `codec_id` belongs to another one.
+
+    Examples:
+        >>> @register_codec
+        ... class Stored(Raw):
+        ...     codec_id = "doctest.stored"
+        >>> get_codec("doctest.stored").__name__
+        'Stored'
+        >>> del CODECS["doctest.stored"]
+    """
+    where = f"codec {getattr(codec, '__name__', codec)!r}"
+    if not (isinstance(codec, type) and issubclass(codec, Codec)) or inspect.isabstract(codec):
+        raise ConfigError(where, "a subclass of Codec with _encode and _decode", repr(codec), "Derive it from Codec.")
+    codec_id, roles = getattr(codec, "codec_id", None), getattr(codec, "roles", ())
+    if not isinstance(codec_id, str) or not codec_id or not hasattr(codec, "lossless") or not {*roles} <= {*ROLES}:
+        found = f"codec_id {codec_id!r}, roles {roles!r}"
+        expected = f"codec_id, lossless, and roles of {', '.join(ROLES)}"
+        raise ConfigError(where, expected, found, "Set these attributes of the class.")
+    if CODECS.setdefault(codec_id, codec) is not codec:
+        found = f"{CODECS[codec_id].__module__}.{CODECS[codec_id].__qualname__}"
+        raise ConfigError(where, f"a codec_id of its own, {codec_id!r} is taken", found, "Choose another codec_id.")
+    return codec
