@@ -13,7 +13,7 @@ import functools
 import math
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,7 @@ class AnchorRecord:
         sha256: Digest of the anchor file.
         saves: How many checkpoints it has served, including the one that it is itself.
         first_bits: Stored bits per weight of the first delta against it; None before that.
-        last_bits: The same of the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
+        last_bits: The same of the newest delta, corrected to the step of the first (see `fineness`).
         delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
             as long as all codecs are lossless.
         interval_steps: Training steps from the save before that delta to it; None where unknown.
@@ -65,6 +65,28 @@ class AnchorRecord:
     def has_aged(self, bits: float) -> bool:
         """Tell whether deltas have become that many bits per weight more expensive than the first."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
+
+    def fineness(self, interval_steps: int | None) -> float:
+        """Return how much finer than the first delta's the steps of the next one must be, from 0 to 1.
+
+        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
+        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
+        """
+        if interval_steps is None or self.interval_steps is None:
+            return 1.0
+        return min(math.sqrt(interval_steps / self.interval_steps), 1.0)
+
+    def step_rms(self, interval_steps: int | None) -> dict[str, float]:
+        """Return by name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
+        return {name: rms * self.fineness(interval_steps) for name, rms in self.delta_rms.items()}
+
+    def after_delta(self, bits_per_weight: float, fineness: float, *, is_exact: bool) -> AnchorRecord:
+        """Return the record once another checkpoint is stored against the anchor, in steps so fine."""
+        if is_exact and self.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+            return replace(self, saves=self.saves + 1)
+        bits = bits_per_weight + math.log2(fineness)
+        first_bits = bits if self.first_bits is None else self.first_bits
+        return replace(self, saves=self.saves + 1, first_bits=first_bits, last_bits=bits)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -108,19 +130,13 @@ class AnchorCandidate:
 
     @property
     def fineness(self) -> float:
-        """How much finer than the first delta's the steps of the next one must be, from 0 to 1.
-
-        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
-        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
-        """
-        if self.interval_steps is None or self.record.interval_steps is None:
-            return 1.0
-        return min(math.sqrt(self.interval_steps / self.record.interval_steps), 1.0)
+        """How much finer than the first delta's the steps of the next one must be, from 0 to 1."""
+        return self.record.fineness(self.interval_steps)
 
     @property
     def step_rms(self) -> dict[str, float]:
         """By parameter name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
-        return {name: rms * self.fineness for name, rms in self.record.delta_rms.items()}
+        return self.record.step_rms(self.interval_steps)
 
 
 def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | None:

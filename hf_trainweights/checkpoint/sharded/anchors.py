@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import math
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -20,7 +19,7 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
-from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord
+from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy
 
@@ -44,14 +43,9 @@ class ShardedAnchor:
     interval_steps: int | None = None
 
     @property
-    def fineness(self) -> float:
-        """How much finer than the first difference's the next steps must be, from 0 to 1."""
-        return AnchorCandidate(Path(), self.record, self.interval_steps).fineness
-
-    @property
     def step_rms(self) -> dict[str, float]:
         """By shard the rms from which the lossy codecs take the next steps; empty before the first difference."""
-        return AnchorCandidate(Path(), self.record, self.interval_steps).step_rms
+        return self.record.step_rms(self.interval_steps)
 
     @property
     def shards(self) -> dict[str, str]:
@@ -159,17 +153,11 @@ def next_anchor(
     if previous is None or not kept:
         return ShardedAnchor(AnchorRecord(_NO_DIGEST), files)
     record = previous.record
-    if is_exact and record.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
-        return ShardedAnchor(dataclasses.replace(record, saves=record.saves + 1), kept | files)
+    fineness = record.fineness(previous.interval_steps)
+    following = record.after_delta(bits_per_weight, fineness, is_exact=is_exact)
     # The anchor itself, made small once more, says nothing about how far weights move.
-    measured = measured if any(measured.values()) else {}
-    bits = bits_per_weight + math.log2(previous.fineness)
-    record = dataclasses.replace(
-        record,
-        saves=record.saves + 1,
-        first_bits=bits if record.first_bits is None else record.first_bits,
-        last_bits=bits,
-        delta_rms={**record.delta_rms, **measured},
-        interval_steps=record.interval_steps if record.delta_rms else previous.interval_steps,
-    )
-    return ShardedAnchor(record, kept | files)
+    if any(measured.values()) and not (is_exact and record.delta_rms):
+        following = dataclasses.replace(following, delta_rms={**record.delta_rms, **measured})
+    if not record.delta_rms:
+        following = dataclasses.replace(following, interval_steps=previous.interval_steps)
+    return ShardedAnchor(following, kept | files)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,7 +111,8 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
         )
         encoded = EncodedWeights(file)
         if file.anchor_sha256:
-            record = _next_record(candidate, file, weights, is_exact=plan.is_lossless)
+            bits = _bits_per_weight(file, weights.state)
+            record = candidate.record.after_delta(bits, candidate.fineness, is_exact=plan.is_lossless)
             if isinstance(anchor, BaseWeights):
                 encoded = EncodedWeights(file, _kept_files(job, candidate, anchor), record, base=anchor.base)
             else:
@@ -142,15 +142,6 @@ def _with_steps(
         return with_measured_drift(candidate, job.path, weights.state, delta_rms)
     record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
     return replace(candidate, record=record)
-
-
-def _next_record(candidate: AnchorCandidate, file: EncodedFile, weights: Weights, *, is_exact: bool) -> AnchorRecord:
-    record = candidate.record
-    if is_exact and record.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
-        return replace(record, saves=record.saves + 1)
-    bits = _bits_per_weight(file, weights.state) + math.log2(candidate.fineness)
-    first_bits = bits if record.first_bits is None else record.first_bits
-    return replace(record, saves=record.saves + 1, first_bits=first_bits, last_bits=bits)
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float]) -> EncodedWeights:
