@@ -137,7 +137,10 @@ def _check_storage(entry: Any) -> None:
     if type(entry) is not dict or type(entry.get("codec")) is not str or type(entry.get("dtype")) is not str:
         raise corrupt("its storage", "a codec and a dtype", entry)
     if entry["codec"] not in CODECS:
-        next_step = "Upgrade hf_trainweights if the file is newer, import the package of its codec, or restore it from a copy."
+        next_step = (
+            "Upgrade hf_trainweights if the file is newer, import the package that registers the codec, or restore the "
+            "file from a copy."
+        )
         raise CorruptFileError("codec", ", ".join(CODECS), entry["codec"][:80], next_step)
     if entry["dtype"] not in DTYPES:
         raise corrupt("dtype", ", ".join(DTYPES), entry["dtype"])
