@@ -98,7 +98,8 @@ def _use_of(module: nn.Module, name: str, weight: QuantizedTensor) -> Use:
 
 
 def _check(name: str, weight: QuantizedTensor, target: Target) -> None:
-    if weight.format.name not in target.format_names or isinstance(weight.format, ColumnScaled):
+    is_scaled = isinstance(weight.format, ColumnScaled) and not target.holds_column_scales
+    if weight.format.name not in target.format_names or is_scaled:
         raise UnsupportedError(
             name,
             f"a format that {target.name} can hold: {', '.join(target.format_names)}",

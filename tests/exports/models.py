@@ -31,6 +31,9 @@ ATEN_FORMATS = FORMATS | {
     "uint3": {"format": "uint3"},
     "uint4 g32": {"format": "uint4", "group_size": 32},
     "uint6": {"format": "uint6"},
+    "codebook4": {"format": "codebook4"},
+    "codebook4 with column scales": {"format": "codebook4", "column_scale": True},
+    "int4 with column scales": {"format": "int4", "group_size": 32, "column_scale": True},
 }
 
 

@@ -126,15 +126,16 @@ def test_a_format_without_plain_ops_is_refused_by_the_name_of_its_weight() -> No
         pass
 
 
+@pytest.mark.parametrize("target", [Onnx(), OnnxRuntime()], ids=lambda target: target.name)
 @pytest.mark.parametrize(
-    "config", [{"format": "int4", "group_size": 32, "column_scale": True}, {"format": "codebook4"}]
+    "config", [{"format": "int4", "group_size": 32, "column_scale": True}, {"format": "codebook4"}], ids=str
 )
-def test_a_format_of_more_than_codes_and_scales_is_refused(config: dict[str, object]) -> None:
+def test_onnx_refuses_a_format_of_more_than_codes_and_scales(target: Target, config: dict[str, object]) -> None:
     linear = nn.Linear(64, 32)
     weight = QuantizedTensor.quantize(linear.weight, get_format(config))
     linear.weight = nn.Parameter(weight, requires_grad=False)
-    message = f"^0\\.weight: expected a format that ATen can hold: .* found {weight.format}. Quantize the model again"
-    with pytest.raises(UnsupportedError, match=message), lowered(nn.Sequential(linear), Aten()):
+    message = f"^0\\.weight: expected a format that .* can hold: .* found {weight.format}. Quantize the model again"
+    with pytest.raises(UnsupportedError, match=message), lowered(nn.Sequential(linear), target):
         pass
 
 

@@ -10,9 +10,18 @@ from torch import Tensor
 
 from hf_trainweights.exports.targets.base import PlainWeight, Target, Use
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import CODEBOOK, GROUP_BITS, GROUP_SIZE, Codebook4
+from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
+from hf_trainweights.formats.group_scales import FACTORS
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.formats.uint_search import Grid
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# What indices and codes of group scales stand for in codebook4; a constant made while a model is traced is warned of.
+_TABLES = {
+    "codebook": torch.tensor(CODEBOOK, dtype=torch.float32, device="cpu"),
+    "factors": torch.tensor([*FACTORS, *(-factor for factor in FACTORS)], dtype=torch.float32, device="cpu"),
+}
 
 
 def codes_of(qdata: Tensor) -> Tensor:
@@ -54,10 +63,10 @@ def plane_codes_of(qdata: Tensor, bits: int) -> Tensor:
     """
     octets = _fields(qdata, torch.arange(0, 32, 8, dtype=torch.int32, device=qdata.device), 255)
     octets = octets.unflatten(-1, [-1, 4 * bits])
-    codes, start = torch.zeros_like(octets[..., :1]), 0
+    codes, start = torch.zeros_like(octets.narrow(-1, 0, 1)), 0
     for plane in (4, 2, 1):
         if bits & plane:
-            part = octets[..., 4 * start : 4 * (start + plane)]
+            part = octets.narrow(-1, 4 * start, 4 * plane)
             fields = [(part >> shift) & (2**plane - 1) for shift in range(0, 8, plane)]
             codes = codes + (torch.cat(fields, dim=-1) << start)
             start += plane
@@ -80,7 +89,32 @@ def _uint_weight(grid: Grid, stored: Mapping[str, Tensor]) -> Tensor:
     return torch.flatten(differences.to(torch.float32) * steps.unsqueeze(-1), -2)
 
 
-def _weight(form: Format, stored: Mapping[str, Tensor]) -> Tensor:
+def _codebook_weight(stored: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 weight that stored tensors of `codebook4` stand for."""
+    qdata, packed = stored["qdata"], stored["group_scale"].to(torch.int32)
+    indices = _fields(qdata, torch.arange(0, 32, 4, dtype=torch.int32, device=qdata.device), 15)
+    groups = stored["codebook"][indices.to(torch.int64)]
+    groups = groups.unflatten(-1, [indices.size(-1) // GROUP_SIZE, GROUP_SIZE])
+    # A code of 7 bits lies in one byte or across two.
+    bits = torch.arange(0, groups.size(-2) * GROUP_BITS, GROUP_BITS, device=qdata.device)
+    low = packed.index_select(-1, bits >> 3)
+    high = F.pad(packed, (0, 1)).index_select(-1, (bits >> 3) + 1)
+    codes = ((low | (high << 8)) >> (bits & 7).to(torch.int32)) & (2**GROUP_BITS - 1)
+    scale = stored["scale"].to(torch.float32).unsqueeze(-1)
+    return torch.flatten(groups * stored["factors"][codes.to(torch.int64)].unsqueeze(-1) * scale, -2)
+
+
+def float32_weight(form: Format, stored: Mapping[str, Tensor]) -> Tensor:
+    """Return the float32 weight that stored tensors stand for, by plain ops.
+
+    Args:
+        form: Its format.
+        stored: Its tensors by name.
+    """
+    if isinstance(form, ColumnScaled):
+        return float32_weight(form.inner, stored) * stored[COLUMN_SCALE].to(torch.float32)
+    if isinstance(form, Codebook4):
+        return _codebook_weight(stored)
     if isinstance(form, UInt):
         return _uint_weight(form.grid, stored)
     return scaled(codes_of(stored["qdata"]), stored["scale"])
@@ -90,18 +124,23 @@ class Aten(Target):
     """The codes as they lie, and plain arithmetic on them."""
 
     name = "ATen"
-    format_names = (*Target.format_names, "uint2", "uint3", "uint4", "uint5", "uint6")
+    format_names = (*Target.format_names, "uint2", "uint3", "uint4", "uint5", "uint6", "codebook4")
+    holds_column_scales = True
 
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
-        """Return the stored tensors."""
+        """Return the stored tensors; beside those of codebook4 what its codes stand for, the same for all weights."""
         del uses
-        return dict(weight.tensors)
+        tables = {name: table.to(weight.device) for name, table in _TABLES.items()}
+        return {**weight.tensors, **(tables if weight.format.name == Codebook4.name else {})}
 
     def dequantize(self, weight: PlainWeight) -> Tensor:
         """Return the product of codes and scales, rounded once."""
-        return _weight(weight.format, weight.buffers).to(weight.dtype)
+        return float32_weight(weight.format, weight.buffers).to(weight.dtype)
 
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
         """Dequantize the rows that are looked up."""
-        rows = {name: F.embedding(indices, stored) for name, stored in weight.buffers.items()}
-        return _weight(weight.format, rows).to(weight.dtype)
+        rows = {
+            name: stored if name in (*weight.format.shared_names, *_TABLES) else F.embedding(indices, stored)
+            for name, stored in weight.buffers.items()
+        }
+        return float32_weight(weight.format, rows).to(weight.dtype)

@@ -57,6 +57,7 @@ class Target(ABC):
 
     name: ClassVar[str]
     format_names: ClassVar[tuple[str, ...]] = ("int8", "int4", "float8_e4m3")
+    holds_column_scales: ClassVar[bool] = False
 
     @abstractmethod
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
