@@ -339,6 +339,6 @@ def test_a_checkpoint_of_a_quantized_model_is_accepted_and_made_small(
 
 def test_weights_that_a_checkpoint_keeps_keep_their_digests(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
-    compress_directory(tmp_path, keep_weights=True)
+    compress_directory(tmp_path, keep_weights=True, weights_only=True)
     assert verify_checkpoint(tmp_path).ok
     assert verify_model(tmp_path).ok
