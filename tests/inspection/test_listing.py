@@ -113,7 +113,7 @@ def test_a_small_checkpoint_is_listed_without_decoding_it(tmp_path: Path) -> Non
 def test_quantized_weights_in_a_small_checkpoint_are_entries_too(quantized: Path) -> None:
     load_saved(quantized).save_pretrained(quantized, safe_serialization=False)
     before = [(entry.name, entry.format, entry.shape) for entry in inspect_weights(quantized).entries]
-    compress_directory(quantized)
+    compress_directory(quantized, weights_only=True)
     after = [(entry.name, entry.format, entry.shape) for entry in inspect_weights(quantized).entries]
     assert after == before
     assert "int4 g32" in {shown for _, shown, _ in after}
