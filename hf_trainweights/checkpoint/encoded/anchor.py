@@ -105,8 +105,9 @@ def keep_open(path: Path, sha256: str) -> Anchor:
     its bytes stay on the disk even if its last link goes. Windows removes no open file, so none is kept there.
     """
     global _kept
-    if _kept is not None and _kept[0].sha256 == sha256 and all(map(_is_unchanged, _kept[0].files, _kept[1])):
-        return _kept[0]
+    kept = _kept  # another thread may keep another one meanwhile
+    if kept is not None and kept[0].sha256 == sha256 and all(map(_is_unchanged, kept[0].files, kept[1])):
+        return kept[0]
     anchor = Anchor(path, sha256=sha256)
     found = [os.stat(each) for each in anchor.files]
     is_settled = time.time() - max(each.st_mtime for each in found) > _SETTLED_SECONDS

@@ -1,0 +1,26 @@
+"""An anchor that is kept open is the one that was asked for, whatever other threads ask for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from hf_trainweights.checkpoint.encoded import anchor
+
+
+def test_an_anchor_is_that_which_was_asked_for_while_another_thread_asks_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "file"
+    path.touch()
+    wanted, other = (SimpleNamespace(sha256=name, files=[path]) for name in ("wanted", "other"))
+    monkeypatch.setattr(anchor, "_kept", (wanted, [path.stat()]))
+
+    def meanwhile(*_: object) -> bool:
+        anchor._kept = (other, [path.stat()])
+        return True
+
+    monkeypatch.setattr(anchor, "_is_unchanged", meanwhile)
+    assert anchor.keep_open(path, "wanted") is wanted
