@@ -27,7 +27,13 @@ from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.companions import copy_companions
 from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.directory import load_saved, new_directory, read_config, require_vacant_directory
+from hf_trainweights.models.directory import (
+    load_saved,
+    new_directory,
+    read_config,
+    refuse_file,
+    require_vacant_directory,
+)
 from hf_trainweights.models.missing_weights import saved_class
 from hf_trainweights.models.summary import Summary
 
@@ -95,8 +101,7 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
 def _folder(source: str | os.PathLike[str]) -> Path:
     if os.path.isdir(source):
         return Path(source)
-    if os.path.isfile(source):
-        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+    refuse_file(source)
     try:
         return Path(snapshot_download(str(source)))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:

@@ -217,6 +217,12 @@ def _check_index(source: Path) -> None:
         shard_names(first)
 
 
+def refuse_file(source: str | os.PathLike[str]) -> None:
+    """Raise a ConfigError that names the directory to give, if a file stands where one of a model is expected."""
+    if Path(source).is_file():
+        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+
+
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
     """Return the configuration of a saved model.
 
@@ -226,8 +232,7 @@ def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
     Raises:
         ConfigError: It is missing, a file, or cannot be read.
     """
-    if Path(source).is_file():
-        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+    refuse_file(source)
     try:
         return AutoConfig.from_pretrained(source)
     except TrainWeightsError:
