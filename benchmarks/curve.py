@@ -25,10 +25,10 @@ from benchmarks.curve_peers import Peer, peers
 from benchmarks.curve_plot import DRAWING, draw
 from benchmarks.quality import linear_snr_db
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, quantize_
-from hf_trainweights.models.budget_measure import measure_in_memory
-from hf_trainweights.models.budget_plan import Measurements, plan
+from hf_trainweights.models.budget.measure import measure_in_memory
+from hf_trainweights.models.budget.plan import Measurements, plan
+from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.models import modules_kept_in_float
-from hf_trainweights.models.summary import Choice
 from hf_trainweights.tensor.stored_names import flatten_weight
 
 RESULTS = Path(__file__).parent / "results" / "curve.json"

@@ -17,8 +17,8 @@ import torch
 
 from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.models.budget_plan import weights_to_plan
-from hf_trainweights.models.budget_sensitivity import random_tokens, sensitivities
+from hf_trainweights.models.budget.plan import weights_to_plan
+from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
 from hf_trainweights.models.host.models import modules_kept_in_float
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"

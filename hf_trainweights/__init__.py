@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.digests import verify_model
-from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.quantize_in_place import quantize_
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.models.registration import register as _register
@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import compare_checkpoints
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.inspection.model_difference import compare_models
+    from hf_trainweights.models.choosing.summary import summary
     from hf_trainweights.models.dequantize import dequantize_directory
     from hf_trainweights.models.directory import quantize_directory
-    from hf_trainweights.models.single_file import load_file, save_file
-    from hf_trainweights.models.summary import summary
+    from hf_trainweights.models.saving.single_file import load_file, save_file
     from hf_trainweights.report.write import write_report
 
 __version__ = _version("hf_trainweights")
@@ -88,10 +88,10 @@ _LAZY = {
     "import_directory": "imports.directory",
     "inspect_weights": "inspection.listing",
     "latest": "checkpoint.run.discovery",
-    "load_file": "models.single_file",
+    "load_file": "models.saving.single_file",
     "quantize_directory": "models.directory",
-    "save_file": "models.single_file",
-    "summary": "models.summary",
+    "save_file": "models.saving.single_file",
+    "summary": "models.choosing.summary",
     "verify_onnx_model": "exports.onnx.verification",
     "write_report": "report.write",
 }

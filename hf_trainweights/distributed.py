@@ -5,7 +5,7 @@ from hf_trainweights.checkpoint.run.agreement import latest_on_all_ranks
 from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restore_as_model
 from hf_trainweights.checkpoint.sharded.model_state import ModelState
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter
-from hf_trainweights.tensor.agreement import check_shardable
+from hf_trainweights.tensor.distributed.agreement import check_shardable
 
 __all__ = [
     "ModelState",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from hf_trainweights_cli.tables import new_table, print_table, show_sizes
 
 if TYPE_CHECKING:
-    from hf_trainweights.models.summary import Choice, Summary
+    from hf_trainweights.models.choosing.summary import Choice, Summary
 
 
 def summary_as_json(summary: Summary) -> dict[str, Any]:

@@ -30,6 +30,14 @@ ROOMS = (
     "report",  # pictures of a model or a run
     "demo",
 )
+# Likewise the rooms of `models`, and below them the modules beside them: the doors, which import any.
+MODEL_ROOMS = (
+    "host",  # private names of Transformers
+    "choosing",  # what becomes of each weight
+    "loading",  # weights as they arrive
+    "saving",  # files, the card, the Hub
+    "budget",  # formats chosen for a limit
+)
 # Likewise the rooms of `checkpoint`; and its two layouts on disk know nothing of each other.
 CHECKPOINT_ROOMS = (
     "codecs",  # a tensor as bytes
@@ -141,13 +149,24 @@ def test_imports_go_one_way() -> None:
         assert ours <= set(ROOMS[: ROOMS.index(room(module)) + 1]), module
 
 
-def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
-    start = f"{PACKAGE}.checkpoint."
-    for module in (each for each in SOURCES if each.startswith("checkpoint.") and each != "checkpoint.__init__"):
-        own = module.split(".")[1]
+def inner_imports(parent: str) -> Iterator[tuple[str, str, set[str]]]:
+    """Return each module of a room's rooms, the one that it is in, and those that it imports from."""
+    start = f"{PACKAGE}.{parent}."
+    for module in (each for each in SOURCES if each.startswith(f"{parent}.") and each != f"{parent}.__init__"):
         used = {room(name.removeprefix(start)) for name, _ in imports(module) if name.startswith(start)}
+        yield module, module.split(".")[1], used
+
+
+def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
+    for module, own, used in inner_imports("checkpoint"):
         allowed = {*CHECKPOINT_ROOMS[: CHECKPOINT_ROOMS.index(own) + 1]} - ({"whole"} if own == "sharded" else set())
         assert used <= allowed, module
+
+
+def test_imports_between_the_rooms_of_models_go_one_way() -> None:
+    for module, own, used in inner_imports("models"):
+        if own in MODEL_ROOMS:
+            assert used <= {*MODEL_ROOMS[: MODEL_ROOMS.index(own) + 1]}, module
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:

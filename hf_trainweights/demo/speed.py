@@ -18,7 +18,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_trainweights.demo.training import Report
 from hf_trainweights.kernels.cpu_features import capabilities
-from hf_trainweights.models.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.quantize_in_place import quantize_
 from hf_trainweights.tensor.modules import get_model_size_in_bytes
 

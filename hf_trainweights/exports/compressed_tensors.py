@@ -23,9 +23,9 @@ from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters
+from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Bits, type and name in the layout of each format that it has a place for.

@@ -6,7 +6,7 @@ import os
 
 from torch import nn
 
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 
 
 def model_of(source: nn.Module | str | os.PathLike[str]) -> nn.Module:

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from hf_trainweights.exports import compressed_tensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_shards import MAX_SHARD_SIZE, write_shards
-from hf_trainweights.models.companions import copy_companions
-from hf_trainweights.models.config_file import write_config
-from hf_trainweights.models.directory import load_saved
-from hf_trainweights.models.saved_tensors import whole_state_dict
-from hf_trainweights.models.saving import is_replaced
+from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.models.saving.companions import copy_companions
+from hf_trainweights.models.saving.config_file import write_config
+from hf_trainweights.models.saving.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.saving import is_replaced
 
 
 def export_compressed_tensors(

@@ -25,17 +25,12 @@ from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.skeleton import Skeleton, check_counts
 from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
-from hf_trainweights.models.companions import copy_companions
-from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.directory import (
-    load_saved,
-    new_directory,
-    read_config,
-    refuse_file,
-    require_vacant_directory,
-)
-from hf_trainweights.models.missing_weights import saved_class
-from hf_trainweights.models.summary import Summary
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.summary import Summary
+from hf_trainweights.models.loading.missing_weights import saved_class
+from hf_trainweights.models.loading.saved_models import load_saved, read_config, refuse_file
+from hf_trainweights.models.saving.companions import copy_companions
+from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
 
 # Where config.json describes a quantized model; compressed-tensors used the second before Transformers knew it.
 _KEYS = ("quantization_config", "compression_config")

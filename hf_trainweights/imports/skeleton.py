@@ -12,9 +12,9 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.model_config import CONFIG_NAME
-from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
+from hf_trainweights.models.choosing.layers import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
-from hf_trainweights.models.layers import is_experts, is_transposed
+from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
 
 _Shapes = Mapping[str, tuple[int, ...]]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.imports.weights import AGAIN
-from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.models.loading.stored_weights import check_weight_files
 
 _MODEL_FILES = ENTRY_POINTS[:4]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.inspection.sharded_tensors import read_part
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts
-from hf_trainweights.models.notebook import html_table
+from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _PIECE_ELEMENTS = 1 << 22

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hf_trainweights.inspection.difference import Comparison, compare_tensors
 from hf_trainweights.inspection.stored_tensors import StoredTensor
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 

@@ -12,12 +12,13 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.files.weight_shards import write_shards
-from hf_trainweights.models.checkpoint_rows import matrices_in_checkpoint
-from hf_trainweights.models.companions import copy_companions
-from hf_trainweights.models.config_file import write_config
-from hf_trainweights.models.directory import load_quantized, new_directory, require_vacant_directory
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
-from hf_trainweights.models.saved_tensors import whole_state_dict
+from hf_trainweights.models.loading.saved_models import load_quantized
+from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
+from hf_trainweights.models.saving.companions import copy_companions
+from hf_trainweights.models.saving.config_file import write_config
+from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
+from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 

@@ -9,11 +9,11 @@ from typing import Any
 from huggingface_hub import CommitInfo
 
 from hf_trainweights.files.model_config import CONFIG_NAME
-from hf_trainweights.models.card import CARD_NAME
-from hf_trainweights.models.companions import companions
-from hf_trainweights.models.directory import load_quantized
-from hf_trainweights.models.hub import begin_push
-from hf_trainweights.models.saving import choose_card, is_replaced
+from hf_trainweights.models.loading.saved_models import load_quantized
+from hf_trainweights.models.saving.card import CARD_NAME
+from hf_trainweights.models.saving.companions import companions
+from hf_trainweights.models.saving.hub import begin_push
+from hf_trainweights.models.saving.saving import choose_card, is_replaced
 
 
 def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:

@@ -17,15 +17,15 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.arithmetic import largest_magnitude
-from hf_trainweights.models.budget_measure import measure_in_memory
-from hf_trainweights.models.budget_plan import check_loaded, plan, weight_of
-from hf_trainweights.models.budget_sensitivity import Batch
-from hf_trainweights.models.config import FormatName, TrainWeightsConfig
+from hf_trainweights.models.budget.measure import measure_in_memory
+from hf_trainweights.models.budget.plan import check_loaded, plan, weight_of
+from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
+from hf_trainweights.models.choosing.selection import check_choice, choose
+from hf_trainweights.models.choosing.slowness import say_if_slow
+from hf_trainweights.models.choosing.summary import Choice, Summary
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
-from hf_trainweights.models.selection import check_choice, choose
-from hf_trainweights.models.slowness import say_if_slow
-from hf_trainweights.models.summary import Choice, Summary
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 

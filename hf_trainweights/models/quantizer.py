@@ -14,31 +14,35 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.budget_load import measure_checkpoint
-from hf_trainweights.models.budget_plan import plan
-from hf_trainweights.models.config import TrainWeightsConfig
-from hf_trainweights.models.conversion import TrainWeightsDeserialize, TrainWeightsQuantize, deserialize_converters
-from hf_trainweights.models.cut_plans import cut_plans
-from hf_trainweights.models.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
+from hf_trainweights.models.budget.load import measure_checkpoint
+from hf_trainweights.models.budget.pending_plan import PendingPlan
+from hf_trainweights.models.budget.plan import plan
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.selection import check_choice, choose, survey
+from hf_trainweights.models.choosing.slowness import say_if_slow
+from hf_trainweights.models.choosing.summary import Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
-from hf_trainweights.models.hub import hub_id
-from hf_trainweights.models.load_state import LoadState
-from hf_trainweights.models.missing_weights import check_guards, check_none_is_missing
-from hf_trainweights.models.pending_plan import PendingPlan
-from hf_trainweights.models.ranks import failing_alike
-from hf_trainweights.models.saved_tensors import flat_state_dict
-from hf_trainweights.models.saving import attach_methods
-from hf_trainweights.models.selection import check_choice, choose, survey
-from hf_trainweights.models.slowness import say_if_slow
-from hf_trainweights.models.stored_weights import check_weight_files
-from hf_trainweights.models.summary import Summary, check_not_empty
+from hf_trainweights.models.loading.conversion import (
+    TrainWeightsDeserialize,
+    TrainWeightsQuantize,
+    deserialize_converters,
+)
+from hf_trainweights.models.loading.cut_plans import cut_plans
+from hf_trainweights.models.loading.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
+from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.missing_weights import check_guards, check_none_is_missing
+from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.saving.hub import hub_id
+from hf_trainweights.models.saving.ranks import failing_alike
+from hf_trainweights.models.saving.saved_tensors import flat_state_dict
+from hf_trainweights.models.saving.saving import attach_methods
+from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME
 from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
-from hf_trainweights.tensor.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors
 

@@ -23,7 +23,7 @@ from torch.nn.modules.module import (
 from torch.serialization import add_safe_globals
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 
-from hf_trainweights.models.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
 from hf_trainweights.models.host.construction import refuse_quantized_configurations
 from hf_trainweights.tensor.descriptions import describe

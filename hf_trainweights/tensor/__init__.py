@@ -6,7 +6,7 @@ from hf_trainweights.tensor import attributes as _attributes  # noqa: F401  (reg
 from hf_trainweights.tensor import descriptions as _descriptions  # noqa: F401  (modules describe their weights)
 from hf_trainweights.tensor import ops as _ops  # noqa: F401  (registers what ops do with a quantized weight)
 from hf_trainweights.tensor import products as _products  # noqa: F401  (likewise)
-from hf_trainweights.tensor import sharded_ops as _sharded_ops  # noqa: F401  (what they do among several ranks)
+from hf_trainweights.tensor.distributed import sharded_ops as _sharded_ops  # noqa: F401  (what they do among several ranks)
 
 if torch.distributed.is_available():
-    from hf_trainweights.tensor import collectives as _collectives  # noqa: F401  (how weights travel between ranks)
+    from hf_trainweights.tensor.distributed import collectives as _collectives  # noqa: F401  (how weights travel between ranks)

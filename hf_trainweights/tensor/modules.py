@@ -7,7 +7,7 @@ from collections import defaultdict
 import torch
 from torch import nn
 
-from hf_trainweights.tensor.placements import is_distributed, local_tensor, with_local
+from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 

@@ -19,11 +19,11 @@ from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.tensor.dispatch import dispatch
+from hf_trainweights.tensor.distributed.sharding import ShardedTensor
 from hf_trainweights.tensor.handlers import REPLACEMENTS
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.identity import Identity
 from hf_trainweights.tensor.read_only import dlpack_of_copy
-from hf_trainweights.tensor.sharding import ShardedTensor
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)

@@ -34,8 +34,8 @@ def stop_at(place: str) -> None:
 
 # What each command is doing when it is interrupted: all but those that only read have written files aside by then.
 MOMENTS = {
-    "quantize {llama} {out} --format int8": "hf_trainweights.models.directory.sync_tree",
-    "dequantize {int4} {out}": "hf_trainweights.models.directory.sync_tree",
+    "quantize {llama} {out} --format int8": "hf_trainweights.models.saving.new_directories.sync_tree",
+    "dequantize {int4} {out}": "hf_trainweights.models.saving.new_directories.sync_tree",
     "export {int4} {out} --to compressed-tensors": "hf_trainweights.files.staging.sync_tree",
     "push {int4} me/model": "hf_trainweights.models.directory_push.begin_push",
     "inspect {int4}": "hf_trainweights.inspection.listing.find_parts",

@@ -11,7 +11,7 @@ from command_line import run, run_json, unwrapped
 from safetensors.torch import load_file
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 
 
 @pytest.mark.parametrize(

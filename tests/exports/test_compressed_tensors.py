@@ -20,7 +20,7 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.compressed_tensors import lay_out, pack
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.models.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 
 INT4 = {"format": "int4", "group_size": 32}
 EXPERTS = "model.layers.*.mlp.experts."

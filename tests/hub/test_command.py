@@ -13,7 +13,7 @@ from hub.test_push import THEIRS, computes_the_same, pull
 from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
 
 from hf_trainweights import verify_model
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 
 LLAMA = ARCHITECTURES["llama"]
 

@@ -23,7 +23,8 @@ from hf_trainweights.checkpoint.rewriting import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.difference import compare_checkpoints
 from hf_trainweights.inspection.listing import Entry, inspect_weights, total_bytes
-from hf_trainweights.models.directory import load_saved, quantize_directory
+from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.guards import is_guard
 
 

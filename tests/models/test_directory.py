@@ -22,8 +22,9 @@ from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
 from hf_trainweights import TrainWeightsConfig, import_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
-from hf_trainweights.models import companions
-from hf_trainweights.models.directory import load_saved, quantize_directory, saved_parameter_names
+from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.models.loading.saved_models import load_saved, saved_parameter_names
+from hf_trainweights.models.saving import companions
 
 INT4 = {"format": "int4", "group_size": 32}
 COMPANIONS = ("tokenizer.json", "tokenizer_config.json", "merges.txt", "spiece.model", "preprocessor_config.json")

@@ -23,8 +23,8 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import QuantizationError, SaveError, UnsupportedError
-from hf_trainweights.tensor.placements import is_distributed, local_tensor
-from hf_trainweights.tensor.shards import gather
+from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor
+from hf_trainweights.tensor.distributed.shards import gather
 
 # Each test starts processes.
 pytestmark = pytest.mark.slow

@@ -53,11 +53,15 @@ ROOMS = {
     "formats": Room(("formats/*.py",), ("formats",)),
     "files": Room(("files/*.py",), ("files",)),
     "kernels": Room(("kernels/*.py",), ("kernels",), ("kernels/test_guards.py", "kernels/test_triton_products.py")),
-    "tensor": Room(("tensor/*.py",), ("tensor",), ("tensor/test_distributed.py", "tensor/test_sharding.py")),
+    "tensor": Room(
+        ("tensor/*.py", "tensor/distributed/*.py"),
+        ("tensor",),
+        ("tensor/distributed/test_agreement.py", "tensor/distributed/test_sharding.py"),
+    ),
     "models/saving": Room(
-        tuple(f"models/{name}.py" for name in ("saving", "saved_tensors", "bin_files", "guard_names")),
+        tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors", "bin_files", "guard_names")),
         (
-            *(f"models/test_{name}.py" for name in ("saving", "guards", "interrupted_save", "single_file")),
+            *(f"models/saving/test_{name}.py" for name in ("saving", "guards", "interrupted_save", "single_file")),
             *("models/test_quantizer.py", "models/test_tensor_parallel.py", "hub"),
         ),
         ("models/test_tensor_parallel.py",),

@@ -15,11 +15,11 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 ARCHITECTURES = "models/test_architectures.py"
-CONFIG = "models/test_config.py"
+CONFIG = "models/choosing/test_config.py"
 ARGUMENTS = f"{CONFIG}::test_an_argument_that_does_not_exist_is_refused_with_the_right_one"
 LOADING = "models/test_quantizer.py"
-SAVING = "models/test_saving.py"
-SELECTION = "models/test_selection.py"
+SAVING = "models/saving/test_saving.py"
+SELECTION = "models/choosing/test_selection.py"
 TRAINING = "models/test_training.py"
 HERE = "peers/test_transformers.py"
 

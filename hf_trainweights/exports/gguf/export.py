@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.packages import require
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 
 
 def export_gguf(

@@ -25,7 +25,7 @@ from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.models.host.checkpoints import names_not_saved
 from hf_trainweights.models.host.models import has_adapters
-from hf_trainweights.models.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What a file says it mostly holds; readers show it.

@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from hf_trainweights.models.host.models import shallow_copy
-from hf_trainweights.tensor.placements import is_distributed, local_tensor
+from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor
 
 
 class LocalPart:

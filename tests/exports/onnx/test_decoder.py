@@ -28,7 +28,7 @@ from hf_trainweights.exports import export_onnx
 from hf_trainweights.exports.onnx import decoder, tasks, writer
 from hf_trainweights.files import disk
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
-from hf_trainweights.models.directory import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved
 
 # Tests share an export that takes seconds.
 pytestmark = pytest.mark.slow

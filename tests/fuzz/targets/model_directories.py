@@ -16,7 +16,7 @@ from transformers import LlamaForCausalLM
 from hf_trainweights import TrainWeightsConfig, inspect_weights, verify_model
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.safetensors_file import read_safetensors_header
-from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.models.loading.stored_weights import check_weight_files
 from hf_trainweights.tensor.stored_names import group_stored, unflatten_weight
 from tests.fuzz.directories import Content, write_tree
 from tests.fuzz.model_corpus import DIGESTS, change_tree, saved_models, weight_files

@@ -16,7 +16,7 @@ from torch import Tensor
 from hf_trainweights import QuantizedTensor, inspect_weights
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.formats import get_format
-from hf_trainweights.models.stored_weights import check_weight_files
+from hf_trainweights.models.loading.stored_weights import check_weight_files
 from hf_trainweights.tensor.quantized_tensor import rebuild_quantized_tensor
 from tests.fuzz.mutate_pickle import change_pickle
 from tests.fuzz.target import BrokenPromiseError, Outcome, Target

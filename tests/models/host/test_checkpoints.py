@@ -18,7 +18,6 @@ from transformers.core_model_loading import Transpose, WeightConverter
 
 from hf_trainweights import TrainWeightsConfig, export_compressed_tensors
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.models.conversion import TrainWeightsDeserialize
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
     converted_names,
@@ -28,6 +27,7 @@ from hf_trainweights.models.host.checkpoints import (
     restore_merging,
     save_remote_code,
 )
+from hf_trainweights.models.loading.conversion import TrainWeightsDeserialize
 
 EXPERTS = "model.layers.1.mlp.experts"
 NAME = "model.layers.0.mlp.up_proj.weight"

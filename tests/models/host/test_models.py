@@ -16,6 +16,7 @@ from transformers.integrations.peft import PeftAdapterMixin
 from transformers.quantizers.base import HfQuantizer
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.models.choosing.overrides import listed
 from hf_trainweights.models.host.models import (
     base_prefix,
     has_adapters,
@@ -24,7 +25,6 @@ from hf_trainweights.models.host.models import (
     tied_names,
     was_loaded,
 )
-from hf_trainweights.models.overrides import listed
 
 
 def test_tied_parameters_are_told_by_name() -> None:

@@ -1,0 +1,106 @@
+"""What is to be known of the weights of a module in memory before formats are chosen for a budget."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+
+from torch import Tensor, nn
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.models.budget.options import relative_errors, rows_of
+from hf_trainweights.models.budget.plan import Measurements, check_loaded, stored_shape, weight_of, weights_to_plan
+from hf_trainweights.models.budget.sensitivity import Batch, random_tokens, sensitivities
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.selection import choose
+from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# In which weights stand while it is measured how much each one matters.
+FEW_BITS = Int4(group_size=32)
+
+_logger = logging.getLogger(__name__)
+
+
+def measure_in_memory(
+    module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], calibration: Iterable[Batch] | None
+) -> Measurements:
+    """Measure the weights of a module.
+
+    Args:
+        module: A module whose weights are loaded.
+        config: A configuration with a budget.
+        skip: As for `choose`.
+        calibration: Inputs of the module, as for `sensitivities`; None for random tokens where it takes such.
+
+    Raises:
+        QuantizationError: A weight holds NaN or Inf, or is on the meta device.
+        ConfigError: The module does not run on the inputs.
+    """
+    weights, losses = weights_to_plan(module, config, skip), {}
+    for choice in weights:
+        weight = weight_of(choice).detach()
+        check_loaded(choice.name, weight)
+        stored = weight.transpose(-1, -2) if choice.transposed else weight
+        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored))
+    with _in_few_bits(module, choose(module, config, skip).quantized):
+        if calibration is None:
+            return Measurements(losses, sensitivities_of_tokens(module, weights))
+        return Measurements(losses, _calibrated(module, weights, calibration))
+
+
+def _calibrated(module: nn.Module, weights: Sequence[Choice], calibration: Iterable[Batch]) -> dict[str, float]:
+    try:
+        return sensitivities(module, weights, calibration)
+    except Exception as error:
+        # Whatever a module's own code raises.
+        expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
+        raise ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.") from error
+
+
+def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dict[str, float]:
+    """Return how much a relative error of each weight matters, told from random tokens; nothing where they do not do.
+
+    Args:
+        module: A module whose weights are loaded.
+        weights: The weights.
+    """
+    try:
+        return sensitivities(module, weights, random_tokens(module))
+    except Exception as error:
+        # A model may want other inputs beside tokens, and tells so by whatever error that leads to.
+        _logger.warning("A random batch does not tell which weights matter (%r), so their sizes decide.", error)
+        return {}
+
+
+@contextlib.contextmanager
+def _in_few_bits(module: nn.Module, choices: Sequence[Choice]) -> Iterator[None]:
+    """Let a module have the weights that `measure_checkpoint` measures with, so that both find the same numbers."""
+    places, changed = parameter_places(module), []
+    try:
+        for choice in choices:
+            weight = weight_of(choice)
+            if not isinstance(weight, QuantizedTensor):
+                changed.append((places[id(weight)], weight))
+                put_parameter(places[id(weight)], as_parameter(in_few_bits(choice, weight)))
+        yield
+    finally:
+        for its_places, weight in changed:
+            put_parameter(its_places, weight)
+
+
+def in_few_bits(choice: Choice, weight: Tensor) -> QuantizedTensor:
+    """Return a weight in a format of four bits: enough to see how much each weight matters.
+
+    Args:
+        choice: The choice for the weight.
+        weight: Its float values.
+
+    Raises:
+        QuantizationError: It holds NaN or Inf.
+    """
+    form = FEW_BITS.fallback(stored_shape(choice))
+    return QuantizedTensor.quantize(weight, form, choice.transposed, choice.name)

@@ -1,0 +1,63 @@
+"""Advice when a model gets its weights: which of them a CPU multiplies more slowly than float weights, what is fast."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from hf_trainweights import kernels
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.tensor.distributed.placements import local_tensor
+from hf_trainweights.tensor.modules import parameter_places
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_logger = logging.getLogger(__name__)
+
+# What this process has told, and whether it tells anything at present.
+_told: set[str] = set()
+_is_said = True
+
+
+def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
+    """Warn in one line of quantized weights whose products take longer than those of float weights, once in a process.
+
+    Nothing is said of formats that were chosen for a budget, of embeddings, whose rows are looked up, and where there
+    is an accelerator, to which weights may still move.
+
+    Args:
+        module: A module whose weights are loaded.
+        config: The configuration that they were quantized by.
+    """
+    if not _is_said or config.plan is not None or torch.accelerator.is_available():
+        return
+    texts = {_slowness(weight): None for weight in _multiplied(module)}
+    new = [text for text in texts if text is not None and text not in _told]
+    if new:
+        _told.update(new)
+        _logger.warning("%s", " ".join(new))
+
+
+@contextlib.contextmanager
+def slowness_unsaid() -> Iterator[None]:
+    """Load within the context without advice: the weights go from one file to another and are not multiplied."""
+    global _is_said
+    before, _is_said = _is_said, False
+    try:
+        yield
+    finally:
+        _is_said = before
+
+
+def _multiplied(module: nn.Module) -> Iterator[QuantizedTensor]:
+    for places in parameter_places(module).values():
+        weight = local_tensor(getattr(*places[0]))
+        if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
+            yield weight
+
+
+def _slowness(weight: QuantizedTensor) -> str | None:
+    return kernels.slowness(weight.format, weight.dtype) if weight.device.type == "cpu" else None

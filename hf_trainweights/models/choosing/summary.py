@@ -1,0 +1,215 @@
+"""The choice for each parameter of a module: quantized or left alone, and why."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.notebook import html_table
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+_LARGEST = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The choice for one parameter.
+
+    Args:
+        name: Full name of the parameter.
+        module: The module that owns it.
+        format: The format to quantize it to, None to leave it alone.
+        reason: Why it is left alone, or why the format is not the configured one; empty if it is.
+        transposed: Whether the module keeps the weight as `[*, K, N]`.
+        numel: Number of weights.
+        bytes_before: Bytes of the float weight.
+        bytes_after: Bytes of the parameter after quantizing.
+        file_bytes: About how many bytes it takes in a file, without `compress`; None for as many as in memory.
+    """
+
+    name: str
+    module: nn.Module = field(repr=False)  # of a large model it is a page long
+    format: Format | None
+    reason: str
+    transposed: bool
+    numel: int
+    bytes_before: int
+    bytes_after: int
+    file_bytes: int | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Summary:
+    """All choices for a module: a line as text, totals in a console or a notebook, and each choice by iteration.
+
+    Args:
+        tensors: A choice for every parameter; a tied one once.
+    """
+
+    tensors: tuple[Choice, ...]
+
+    @property
+    def quantized(self) -> tuple[Choice, ...]:
+        """The parameters that are quantized."""
+        return tuple(choice for choice in self.tensors if choice.format is not None)
+
+    @property
+    def bytes_before(self) -> int:
+        """Bytes of all parameters as floats."""
+        return sum(choice.bytes_before for choice in self.tensors)
+
+    @property
+    def bytes_after(self) -> int:
+        """Bytes of all parameters after quantizing."""
+        return sum(choice.bytes_after for choice in self.tensors)
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Bits of a parameter's element after quantizing, scales included, on average; 0 if there are none."""
+        return 8 * self.bytes_after / max(1, sum(choice.numel for choice in self.tensors))
+
+    @property
+    def file_bytes(self) -> int:
+        """About how many bytes all parameters take in a file, without `compress`."""
+        return sum(_in_file(choice) for choice in self.tensors)
+
+    def table(self) -> str:
+        """Return a line for each parameter: name, format, bits per weight, bytes, and why it is left alone."""
+        rows = [_HEAD, *map(_row, self.tensors)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        padded = ([cell.ljust(width) for cell, width in zip(row, widths, strict=True)] for row in rows)
+        return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+    def __iter__(self) -> Iterator[Choice]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def __str__(self) -> str:
+        done = Counter(f"{choice.format}{_because(choice)}" for choice in self.quantized)
+        left = Counter(choice.reason for choice in self.tensors if choice.format is None)
+        quantized = ", ".join(f"{count} {what}" for what, count in done.items()) or "none"
+        alone = ", ".join(f"{count} {why}" for why, count in left.items()) or "none"
+        return f"quantized: {quantized}; left alone: {alone}; {self._sizes()}"
+
+    def __repr__(self) -> str:
+        lines = [self._caption(), *("  " + "  ".join(row) for row in self._totals())]
+        largest = sorted(self.tensors, key=lambda choice: choice.bytes_after, reverse=True)[:_LARGEST]
+        lines += ["largest:", *(f"  {choice.name}  {_megabytes(choice.bytes_after)}" for choice in largest)]
+        return "\n".join([*lines, "Each parameter: print(summary.table()), or iterate over the summary."])
+
+    def _repr_html_(self) -> str:
+        totals = html_table(self._caption(), ("parameters", "format", "before", "after"), self._totals())
+        return totals + html_table("each parameter", _HEAD, map(_row, self.tensors), folded=True)
+
+    def _caption(self) -> str:
+        bits = f"{self.bits_per_weight:.2f} bits per weight"
+        if self.file_bytes != self.bytes_after:
+            in_file = 8 * self.file_bytes / max(1, sum(choice.numel for choice in self.tensors))
+            bits = f"{bits} in memory, {in_file:.2f} in a file"
+        return f"{len(self)} parameters, {self._sizes()}, {bits}"
+
+    def _sizes(self) -> str:
+        sizes = f"{_megabytes(self.bytes_before)} -> {_megabytes(self.bytes_after)}"
+        if self.file_bytes == self.bytes_after:
+            return sizes
+        return f"{sizes} in memory, {_megabytes(self.file_bytes)} in a file"
+
+    def _totals(self) -> list[tuple[str, ...]]:
+        """Return number, format or reason, and sizes of the parameters that have these in common."""
+        groups: dict[str, list[Choice]] = defaultdict(list)
+        for choice in sorted(self.tensors, key=lambda choice: choice.format is None):
+            groups[f"{choice.format or 'left alone'}{_because(choice)}"].append(choice)
+        return [
+            (
+                str(len(members)),
+                what,
+                _megabytes(sum(choice.bytes_before for choice in members)),
+                _megabytes(sum(choice.bytes_after for choice in members)),
+            )
+            for what, members in groups.items()
+        ]
+
+
+def summary(model: nn.Module) -> Summary:
+    """Return which weights of a model are quantized, to which format, and why the others are not.
+
+    Args:
+        model: A Transformers model, an adapter's model around one, or any module that `quantize_` quantized.
+
+    Returns:
+        That of `model.hf_quantizer.summary()` for a Transformers model; of another module, what its parameters show.
+
+    Raises:
+        ConfigError: The model is being loaded.
+
+    Examples:
+        >>> from hf_trainweights import quantize_
+        >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU())
+        >>> _ = quantize_(layers, TrainWeightsConfig("int8"))
+        >>> print(summary(layers))
+        quantized: 1 int8; left alone: 1 float32; 0.0 MB -> 0.0 MB
+    """
+    stored = getattr(getattr(model, "hf_quantizer", None), "summary", None)
+    found = stored() if callable(stored) else None
+    return found if isinstance(found, Summary) else Summary(tuple(_shown(model)))
+
+
+def _shown(module: nn.Module) -> Iterator[Choice]:
+    """Yield what the parameters themselves show; there is no configuration that gives reasons."""
+    owners = dict(module.named_modules(remove_duplicate=False))
+    for name, parameter in module.named_parameters():
+        owner, dtype = owners[name.rpartition(".")[0]], str(parameter.dtype).removeprefix("torch.")
+        before = parameter.numel() * parameter.element_size()
+        if isinstance(parameter, QuantizedTensor):
+            after, transposed = parameter.stored_bytes, parameter.transposed
+            in_file = parameter.format.file_bytes(parameter.stored_shape, parameter.scale_dtype)
+            yield Choice(name, owner, parameter.format, "", transposed, parameter.numel(), before, after, in_file)
+        else:
+            yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before)
+
+
+_HEAD = ("parameter", "format", "bits", "bytes", "reason")
+
+
+def _row(choice: Choice) -> tuple[str, ...]:
+    bits = f"{8 * choice.bytes_after / max(1, choice.numel):.2f}"
+    return choice.name, str(choice.format or "float"), bits, str(choice.bytes_after), choice.reason
+
+
+def _in_file(choice: Choice) -> int:
+    return choice.bytes_after if choice.file_bytes is None else choice.file_bytes
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.1f} MB"
+
+
+def _because(choice: Choice) -> str:
+    return f" ({choice.reason})" if choice.reason else ""
+
+
+def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
+    """Check that something is quantized.
+
+    Args:
+        summary: The choices.
+        config: The configuration.
+
+    Raises:
+        ConfigError: Nothing is quantized.
+    """
+    if not summary.quantized:
+        raise ConfigError(
+            "model",
+            f"at least one weight to quantize to {config.default_format}",
+            str(summary),
+            "Quantized are nn.Linear, Conv1D and expert weights; check modules_to_not_convert and overrides.",
+        )

@@ -1,0 +1,1 @@
+"""The hooks of a load: weights quantized as they arrive, and weights that files hold quantized."""

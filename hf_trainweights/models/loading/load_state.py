@@ -1,0 +1,117 @@
+"""What the operations of one load share: the choices, the files, and the first error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.errors import TrainWeightsError, UnsupportedError
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.models.host.tensor_parallel import LocalPart
+from hf_trainweights.models.loading.stored_weights import StoredWeight
+from hf_trainweights.tensor.distributed.placements import Placed, is_distributed, local_tensor
+from hf_trainweights.tensor.distributed.shards import cut
+from hf_trainweights.tensor.modules import as_parameter
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+Made = TypeVar("Made")
+
+
+class LoadState:
+    """The choices, the files and the first error of one load.
+
+    Transformers catches an error inside an operation and reports it as untyped text at the end. So the first typed
+    error is kept here, and the quantizer raises it when the load is over.
+
+    Args:
+        default: The format that the configuration names.
+    """
+
+    def __init__(self, default: Format):
+        self.default = default
+        self.choices: dict[str, Choice] = {}
+        self.stored: Mapping[str, StoredWeight] = {}
+        # What cuts each weight that ranks hold parts of and that Transformers reads whole.
+        self.plans: dict[str, str] = {}
+        self.error: TrainWeightsError | None = None
+
+    def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
+        """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
+
+        Where ranks hold parts of the weight, it is the part of this rank.
+
+        Args:
+            skeleton: The parameter of the model on the meta device.
+            make: Makes the weight; a typed error that it raises is kept, with the file that the weight lies in.
+        """
+        made = self.attempt(make)
+        if made is None:
+            return self.stand_in(skeleton)
+        if is_distributed(skeleton):
+            return LocalPart(made)
+        return as_parameter(made) if isinstance(made, QuantizedTensor) else made
+
+    def attempt(self, make: Callable[[], Made]) -> Made | None:
+        """Return what a function makes, or None once the load has failed.
+
+        Args:
+            make: The function; a typed error that it raises is kept, with the file that the weight lies in.
+        """
+        if self.error is None:
+            try:
+                return make()
+            except TrainWeightsError as error:
+                where = f"{self._file(error.where)}: {error.where}"
+                self.error = type(error)(where, error.expected, error.found, error.next_step)
+                self.error.__cause__ = error
+        return None
+
+    def stand_in(self, skeleton: Tensor) -> nn.Parameter | LocalPart:
+        """Return a parameter that takes no memory.
+
+        Args:
+            skeleton: The parameter of the model on the meta device.
+        """
+        stand_in = torch.zeros((), dtype=skeleton.dtype, device="cpu").expand(local_tensor(skeleton).shape)
+        return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
+
+    def shape_read(self, name: str, skeleton: Tensor) -> torch.Size:
+        """Return the shape that a float weight or the weight of stored tensors arrives in.
+
+        Args:
+            name: Full name of the weight.
+            skeleton: As for `parameter_or_stand_in`.
+        """
+        return skeleton.shape if name in self.plans else local_tensor(skeleton).shape
+
+    def own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
+        """Return what this rank holds of a weight that was read: its part of one that was read whole.
+
+        Args:
+            name: Full name of the weight.
+            weight: The weight in the shape that `shape_read` returns.
+            skeleton: As for `parameter_or_stand_in`.
+
+        Raises:
+            UnsupportedError: The weight cannot be cut between its groups, or is a float one that was entropy-coded.
+        """
+        if not is_distributed(skeleton):
+            return weight
+        if not isinstance(weight, QuantizedTensor):
+            expected, found = "float weights as they are", "an entropy-coded one"
+            next_step = "Load the model in one process, and save it without compress for several."
+            raise UnsupportedError(name, expected, found, next_step)
+        part = cut(weight, skeleton, name, self.plans[name]) if name in self.plans else weight
+        part.padded_rows = Placed(name, part.format, part.transposed, skeleton).gathered_rows()
+        return part
+
+    def _file(self, name: str) -> str:
+        """Return the file that holds a weight; the directory where the checkpoint has it under another name."""
+        if name in self.stored:
+            return str(self.stored[name].file)
+        files = sorted({weight.file for weight in self.stored.values()})
+        return str(files[0] if len(files) == 1 else files[0].parent) if files else "state_dict"

@@ -1,0 +1,144 @@
+"""Saved models, loaded as the class that saved them; their weights are views of the memory-mapped files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from hf_trainweights.errors import ConfigError, TrainWeightsError
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.models.choosing.config import QUANT_METHOD
+from hf_trainweights.models.choosing.slowness import slowness_unsaid
+from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
+
+
+def load_quantized(source: str | os.PathLike[str]) -> PreTrainedModel:
+    """Load a saved quantized model as `load_saved` does.
+
+    Args:
+        source: Directory or Hub id of a quantized model.
+
+    Raises:
+        ConfigError: As for `load_saved`, or this package has not quantized it.
+        CorruptFileError: A file is damaged.
+    """
+    config = getattr(read_config(source), "quantization_config", None) or {}
+    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    if method != QUANT_METHOD:
+        found = f"one of {method}" if method else "a float model"
+        raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")
+    return load_saved(source)
+
+
+def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
+    """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
+
+    Args:
+        source: Directory or Hub id of a model, float or quantized.
+        dtype: As in `from_pretrained`; `"auto"` for the dtypes it was saved in.
+        options: Further arguments of `from_pretrained`.
+
+    Returns:
+        The model; weights that need no conversion are views of the memory-mapped files.
+
+    Raises:
+        ConfigError: It is missing, cannot be read, is of no class of Transformers, or lacks weights.
+        CorruptFileError: A file is damaged.
+        TrainWeightsError: Quantizing on the fly failed.
+
+    Examples:
+        >>> load_saved("llama-int8").device
+        device(type='cpu')
+    """
+    saved = read_config(source)
+    name, cls = saved_class(saved)
+    if cls is None:
+        next_step = (
+            "Load and save a model with code of its own in Python. Pass trust_remote_code=True to from_pretrained."
+        )
+        raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
+    _check_index(Path(source))
+    try:
+        with slowness_unsaid():
+            model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
+    except TrainWeightsError:
+        raise
+    except Exception as error:
+        # What is wrong in a model's files, Transformers tells by whatever error that leads to.
+        raise _cannot_load(source, error) from error
+    if report["missing_keys"]:
+        missing = ", ".join(sorted(report["missing_keys"])[:3])
+        next_step = "Transformers would start these from random numbers. Save the whole model."
+        raise ConfigError(str(source), f"weights for all of {name}", f"none for {missing}", next_step)
+    return model
+
+
+def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
+    """Return the names of the parameters of a saved model, by its config.json: no weight is read.
+
+    Args:
+        directory: A saved model or a Trainer's checkpoint.
+
+    Returns:
+        Names of the parameters, all names of a tied one; None without a config.json that names a class of
+        Transformers.
+
+    Examples:
+        >>> saved_parameter_names("out/checkpoint-500")  # doctest: +SKIP
+        {'lm_head.weight', 'model.embed_tokens.weight', ...}
+    """
+    try:
+        saved = AutoConfig.from_pretrained(directory)
+    except (OSError, ValueError):
+        return None
+    _, cls = saved_class(saved)
+    return None if cls is None else parameter_names(cls, saved)
+
+
+def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
+    """Return the configuration of a saved model.
+
+    Args:
+        source: Directory or Hub id of a model.
+
+    Raises:
+        ConfigError: It is missing, a file, or cannot be read.
+    """
+    refuse_file(source)
+    try:
+        return AutoConfig.from_pretrained(source)
+    except TrainWeightsError:
+        raise
+    except Exception as error:
+        raise _cannot_load(source, error) from error
+
+
+def refuse_file(source: str | os.PathLike[str]) -> None:
+    """Raise a ConfigError that names the directory to give, if a file stands where one of a model is expected."""
+    if Path(source).is_file():
+        raise ConfigError(str(source), "the directory of a model", "a file", f"Give {Path(source).absolute().parent}.")
+
+
+def _check_index(source: Path) -> None:
+    """Check the index by which Transformers will look for shards, if it needs one: it tells damage by odd errors."""
+    first = next((source / name for name in ENTRY_POINTS[:4] if (source / name).is_file()), None)
+    if first is not None and first.suffix == ".json":
+        shard_names(first)
+
+
+def _cannot_load(source: str | os.PathLike[str], error: Exception) -> ConfigError:
+    reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
+    if not isinstance(error, OSError | ValueError | RuntimeError):
+        reason = f"{type(error).__name__}: {reason}"  # such as a KeyError, whose text is a key alone
+    if reason.startswith("Repo id") and not os.path.lexists(source):
+        reason = "nothing there"
+    elif not os.path.lexists(source):
+        reason = f"nothing there, and of the Hub: {reason}"
+    next_step = "Give the directory of a saved model, or the name of a repository on the Hub."
+    if isinstance(error, PermissionError):
+        next_step = "Check the permissions of its files."
+    return ConfigError(str(source), "a model that Transformers loads", reason, next_step)

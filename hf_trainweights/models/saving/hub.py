@@ -1,0 +1,143 @@
+"""Pushes to the Hub in two steps: the Hub may refuse before a file is written, then one commit is made.
+
+Transformers pushes from inside save_pretrained, knows safetensors only, and leaves the weight files of earlier pushes
+where they are, which a loader might pick instead of the new ones. Here one commit adds and removes.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import SaveError
+from hf_trainweights.models.saving.card import CARD_NAME
+
+
+@dataclass(frozen=True)
+class Push:
+    """A push that the Hub has agreed to: repository and branch exist.
+
+    Args:
+        repo_id: Full name of the repository.
+        present: Names of the files in the repository.
+        card: Text of the card in the repository, None if there is none.
+        tags: Tags for the card.
+        commit_message: Title of the commit; None for "Upload model".
+        commit_description: Text of the commit below its title.
+        token: As for Transformers.
+        revision: The branch to commit to; None for the main one.
+        create_pr: Whether to open a pull request instead.
+    """
+
+    repo_id: str
+    present: frozenset[str]
+    card: str | None
+    tags: tuple[str, ...]
+    commit_message: str | None
+    commit_description: str | None
+    token: bool | str | None
+    revision: str | None
+    create_pr: bool
+
+    def commit(self, directory: Path, names: Iterable[str], card: str, remove: Iterable[str]) -> CommitInfo:
+        """Upload files and a card, and remove others, in one commit.
+
+        Args:
+            directory: The directory with the files.
+            names: Their names, with `/` between parts.
+            card: Text of the card.
+            remove: Names of files to remove; those that the repository does not have are ignored.
+
+        Returns:
+            The commit, a string with its URL.
+
+        Raises:
+            SaveError: The upload failed.
+        """
+        files = {name: directory / name for name in sorted(names)} | {CARD_NAME: card.encode()}
+        operations = [CommitOperationAdd(name, source) for name, source in files.items()]
+        operations += [CommitOperationDelete(name) for name in sorted(self.present & set(remove) - files.keys())]
+        try:
+            return HfApi().create_commit(
+                self.repo_id,
+                operations,
+                commit_message=self.commit_message or "Upload model",
+                commit_description=self.commit_description,
+                token=self.token,
+                revision=self.revision,
+                create_pr=self.create_pr,
+            )
+        except Exception as error:  # The errors of the Hub's client, its HTTP library and hf_xet share no other class.
+            found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+            next_step = "A commit is made whole or not at all: push again."
+            raise SaveError(self.repo_id, "the Hub to take the upload", found, next_step) from error
+
+
+def begin_push(
+    repo_id: str,
+    *,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    private: bool | None = None,
+    token: bool | str | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    tags: str | Sequence[str] | None = None,
+) -> Push:
+    """Make repository and branch, unless they exist, and list the files there.
+
+    Args:
+        repo_id: Name of the repository, in the user's own namespace if it has no `/`.
+        commit_message: Title of the commit; None for "Upload model".
+        commit_description: Text of the commit below its title.
+        private: Whether a new repository is private; None for the namespace's default.
+        token: As for Transformers.
+        revision: The branch to commit to; None for the main one.
+        create_pr: Whether to open a pull request instead.
+        tags: Tags for the card.
+
+    Returns:
+        The push, to be finished with `commit`.
+
+    Raises:
+        Exception: The Hub's client raises its own errors: `HFValidationError` for a name that cannot be one,
+            `HfHubHTTPError` without a token that may write there, `OfflineModeIsEnabled`, ...
+    """
+    api = HfApi()
+    repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
+    # A pull request is opened against a branch that exists; refs/pr/1 is one.
+    if revision is not None and not create_pr and not revision.startswith("refs/"):
+        api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
+    present = frozenset(api.list_repo_files(repo_id, revision=revision, token=token))
+    card = _read_card(api, repo_id, revision, token) if CARD_NAME in present else None
+    names = (tags,) if isinstance(tags, str) else tuple(tags or ())
+    return Push(repo_id, present, card, names, commit_message, commit_description, token, revision, create_pr)
+
+
+def hub_id(model: PreTrainedModel) -> str | None:
+    """Return the Hub id that a model was loaded from, None where it was not.
+
+    Args:
+        model: Any model; ask before the working directory changes, or a relative path may look like an id.
+    """
+    source = model.config.name_or_path or ""
+    try:
+        validate_repo_id(source)
+    except HFValidationError:
+        return None
+    return None if source == "" or os.path.exists(source) else source
+
+
+def _read_card(api: HfApi, repo_id: str, revision: str | None, token: bool | str | None) -> str:
+    # The download goes past the cache, which would give an old card where the Hub does not answer.
+    with tempfile.TemporaryDirectory() as directory:
+        file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision, token=token, local_dir=directory)
+        return Path(file).read_bytes().decode()

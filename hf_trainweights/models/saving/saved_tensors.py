@@ -1,0 +1,98 @@
+"""The tensors of a quantized model as a save writes them, and the bytes that the model holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.host.checkpoints import load_offloaded
+from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.tensor.distributed.placements import local_tensor
+from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import flatten_state_dict
+
+
+def flat_state_dict(
+    model: PreTrainedModel,
+    default: Format,
+    given: Mapping[str, Any] | None = None,
+    guarded: bool = False,
+    compress: bool = False,
+) -> dict[str, Any]:
+    """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        default: The format that the model's configuration names.
+        given: The state dict to start from; the model's own if None.
+        guarded: Whether to add guards, under the names that `name_in_file` turns into those of the file.
+        compress: Whether to code every tensor, quantized or float, where that makes it smaller.
+
+    Returns:
+        Names to tensors, which are the model's own where nothing is coded.
+    """
+    state_dict = whole_state_dict(model, given)
+    flat = flatten_state_dict(state_dict, default, compress and not has_adapters(model))
+    # In front, where they open no shard of their own.
+    return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
+
+
+def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:
+    """Return guards for weights that do not lie in a file under their own names."""
+    names = [name_for_transformers(name) for name in guarded_names(name for name in state_dict if name not in flat)]
+    return {name: make_guard() for name in [NOTICE_NAME, *names]} if names else {}
+
+
+def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
+
+    Args:
+        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
+        given: The state dict to start from; the model's own if None.
+    """
+    state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
+    for name, tensor in state_dict.items():
+        if isinstance(tensor, Tensor) and tensor.is_meta:
+            state_dict[name] = load_offloaded(model, name)
+    for name, source in tied_names(model).items():
+        if is_same_weight(state_dict.get(name), state_dict.get(source)):
+            del state_dict[name]
+    return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
+
+
+def is_same_weight(tensor: object, other: object) -> bool:
+    """Return whether two entries of a state dict are one weight."""
+    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
+        return False
+    return memory_key(tensor) == memory_key(other)
+
+
+def memory_key(tensor: Tensor) -> object:
+    """Return what two tensors have in common that are the same values in the same memory, seen in the same way."""
+    tensor = local_tensor(tensor)
+    if isinstance(tensor, QuantizedTensor):
+        held = tuple((name, memory_key(each)) for name, each in tensor.held.tensors.items())
+        return held, tensor.format, tensor.stored_shape, tensor.transposed, tensor.dtype
+    # Tensors without elements have no address.
+    address = tensor.data_ptr() if tensor.numel() else id(tensor)
+    seen = tensor.dtype, tuple(tensor.shape), tensor.stride(), tensor.is_conj(), tensor.is_neg()
+    return address, tensor.device, seen
+
+
+def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
+    """Return the bytes that the model holds in this process, quantized weights by their stored tensors.
+
+    Args:
+        self: The model.
+        return_buffers: Whether to count buffers.
+    """
+    parameters = sum(
+        p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size()
+        for p in map(local_tensor, self.parameters())
+    )
+    return parameters + sum(b.numel() * b.element_size() for b in self.buffers() if return_buffers)

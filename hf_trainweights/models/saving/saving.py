@@ -1,0 +1,248 @@
+"""save_pretrained and push_to_hub of a quantized model: both serializations, all or nothing.
+
+Transformers 5 writes safetensors only. So its own save_pretrained writes into a temporary directory beside the old
+files, while the weights are held as they lie there. Each shard is then rewritten as a `.bin` of the same plain tensors
+where that is asked for, and every file is renamed into place. A file that is memory-mapped by the very model that is
+saved is replaced, never overwritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+import os
+import tempfile
+import types
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import CommitInfo
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.files.digests import digests_name, write_digests
+from hf_trainweights.files.safetensors_file import align_int8
+from hf_trainweights.files.staging import staged_files
+from hf_trainweights.files.weight_files import is_weight_file, safetensors_files
+from hf_trainweights.files.weight_shards import name_shards
+from hf_trainweights.models.host.models import shallow_copy
+from hf_trainweights.models.host.tensor_parallel import without_ranks
+from hf_trainweights.models.saving.bin_files import rewrite_as_bin
+from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.guard_names import name_guards
+from hf_trainweights.models.saving.hub import Push, begin_push
+from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
+from hf_trainweights.models.saving.resizing import resize_token_embeddings
+from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
+from hf_trainweights.models.saving.training import train
+
+# The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
+_SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
+
+
+def attach_methods(model: PreTrainedModel) -> None:
+    """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is.
+
+    Args:
+        model: A quantized model.
+    """
+    for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings, train):
+        setattr(model, function.__name__, types.MethodType(function, model))
+
+
+def save_pretrained(
+    self: PreTrainedModel,
+    save_directory: str | os.PathLike[str],
+    *args: Any,
+    safe_serialization: bool | None = None,
+    **kwargs: Any,
+) -> None:
+    """Save a quantized model, in safetensors or as `pytorch_model.bin`, all files or none.
+
+    Where ranks hold parts of the model, all of them must call this; rank 0 writes what one process would.
+
+    Args:
+        self: The model.
+        save_directory: Where to; made if missing. Weight files of an earlier save are removed at the end.
+        args: As for Transformers.
+        safe_serialization: False for `pytorch_model.bin`; None or True for safetensors.
+        kwargs: As for Transformers: `max_shard_size`, `variant`, `state_dict`, ... With `push_to_hub=True` also
+            `repo_id` (default: the directory's name) and the other arguments of `model.push_to_hub`.
+
+    Raises:
+        SaveError: The directory cannot be written, the disk is full, or another save into it is running; what was
+            there before is untouched. Or the upload failed, after the files were written.
+        Exception: What the Hub's client refuses, before anything is written; see `push_to_hub`.
+        UnsupportedError: `distributed_checkpoint` with `safe_serialization=False`, or of a model that ranks hold
+            quantized parts of.
+    """
+    # Not the signature of the model's own class: some classes override it with *args.
+    given = _SAVE_ARGUMENTS.bind(self, save_directory, *args).arguments
+    options = {**given, **kwargs}
+    del options["self"], options["save_directory"]
+    safe = safe_serialization is None or safe_serialization
+    if options.get("distributed_checkpoint") and not safe:
+        raise UnsupportedError("save_pretrained", "safetensors", "distributed_checkpoint as .bin", "Leave one out.")
+    in_parts = is_in_parts(self, options.get("state_dict"))
+    if in_parts and options.get("distributed_checkpoint"):
+        raise UnsupportedError(
+            "save_pretrained",
+            "a model that ranks hold quantized parts of to be saved whole",
+            "distributed_checkpoint=True",
+            "Leave it out: the parts are gathered as codes and scales, and rank 0 writes them.",
+        )
+    # Other processes write nothing, or only their own part: they must not hold the directory.
+    if options.get("distributed_checkpoint") or not (in_parts or options.get("is_main_process", True)):
+        type(self).save_pretrained(self, save_directory, **options)
+        return
+    directory = Path(save_directory)
+    push_options = None
+    if options.pop("push_to_hub", False):
+        push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
+        push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
+    if in_parts:
+        _save_parts(self, lambda: contextlib.nullcontext(directory), safe, options, push_options)
+    else:
+        _save(self, directory, safe, options, begin_push(**push_options) if push_options else None)
+
+
+def push_to_hub(
+    self: PreTrainedModel,
+    repo_id: str,
+    *,
+    safe_serialization: bool = True,
+    max_shard_size: int | str = "50GB",
+    **kwargs: Any,
+) -> CommitInfo | None:
+    """Push a quantized model to the Hub, in either serialization, with a model card.
+
+    A card that someone wrote or edited is kept. Weight files of an earlier push are removed in the same commit. Where
+    ranks hold parts of the model, all of them must call this, and rank 0 pushes.
+
+    Args:
+        self: The model.
+        repo_id: Name of the repository; it is made if missing.
+        safe_serialization: False for `pytorch_model.bin`.
+        max_shard_size: As for `save_pretrained`.
+        kwargs: As for Transformers: `private`, `token`, `revision` (a branch, made if missing), `create_pr`, `tags`,
+            `commit_message`, `commit_description`.
+
+    Returns:
+        The commit, a string with its URL; None on a rank that does not push.
+
+    Raises:
+        SaveError: The upload failed, or the files could not be written before it.
+        Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
+            cannot be one, `HfHubHTTPError` without a token that may write there.
+    """
+    options = {"max_shard_size": max_shard_size}
+    if is_in_parts(self):
+        return _save_parts(self, _temporary, safe_serialization, options, {"repo_id": repo_id, **kwargs})
+    push = begin_push(repo_id, **kwargs)
+    with _temporary() as directory:
+        return _save(self, directory, safe_serialization, options, push)
+
+
+@contextlib.contextmanager
+def _temporary() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as directory:
+        yield Path(directory)
+
+
+def _save_parts(
+    model: PreTrainedModel,
+    target: Callable[[], contextlib.AbstractContextManager[Path]],
+    safe: bool,
+    options: dict[str, Any],
+    push_options: dict[str, Any] | None,
+) -> CommitInfo | None:
+    """Save a model that ranks hold parts of, from the first rank; all ranks must call it."""
+    writes = options.pop("is_main_process", True)
+    push = on_first_rank("push_to_hub", lambda: begin_push(**push_options) if push_options and writes else None)
+    whole = gather_on_first_rank(model, options.pop("state_dict", None))
+
+    def write() -> CommitInfo | None:
+        if not writes:
+            return None
+        with target() as directory:
+            return _save(without_ranks(model), directory, safe, {**options, "state_dict": whole}, push)
+
+    return on_first_rank("save_pretrained", write)
+
+
+def _save(
+    model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push: Push | None
+) -> CommitInfo | None:
+    """Save a model and, if there is a push, upload what was saved."""
+    variant = options.get("variant")
+    card = None
+    with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
+        staging = staged.path
+        type(model).save_pretrained(_handing_over(model, options.get("state_dict")), staging, **options)
+        name_guards(staging)
+        if not safe:
+            rewrite_as_bin(staging)
+        for file in safetensors_files(staging):
+            align_int8(file)
+        known = name_shards(staging)
+        weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
+        if weights and hasattr(model, "hf_quantizer"):
+            write_digests(staging, weights, variant, known)
+        if push is not None:
+            card = _write_card(model, push, directory, staging)
+    if push is None or card is None:
+        return None
+    stale = (name for name in push.present if weights and is_replaced(name, variant))
+    return push.commit(directory, staged.names, card, remove=stale)
+
+
+def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Path) -> str:
+    """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
+    local = directory / CARD_NAME
+    beside = local.read_bytes().decode() if local.is_file() else None
+    card = choose_card(model, push, beside)
+    if beside is None or is_generated(beside):
+        (staging / CARD_NAME).write_bytes(card.encode())
+    return card
+
+
+def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
+    """Return the card to upload: the user's own if there is one, else one that describes the model.
+
+    Args:
+        model: The model.
+        push: The push, which knows the card on the Hub.
+        beside: The card that lies beside the files to be pushed.
+    """
+    theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
+    tags = [*(model.model_tags or ()), *push.tags]
+    return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
+
+
+def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None) -> PreTrainedModel:
+    """Return what Transformers is to save: a shallow copy of the model, whose quantizer hands the tensors over.
+
+    Args:
+        model: A quantized model, or one that was.
+        given: The state dict to save; the model's own if None. For a quantized model Transformers drops it, so a copy
+            of the quantizer, in a copy of the model that shares all else with it, hands it over.
+    """
+    if not hasattr(model, "hf_quantizer"):
+        return model
+    quantizer: Any = copy.copy(model.hf_quantizer)
+    quantizer.state_dict_to_save, quantizer.writes_guards = given, True
+    saved_model = shallow_copy(model)
+    saved_model.hf_quantizer = quantizer
+    return saved_model
+
+
+def is_replaced(name: str, variant: str | None) -> bool:
+    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it.
+
+    Args:
+        name: A file name without its directory.
+        variant: As for `save_pretrained`.
+    """
+    return is_weight_file(name, variant) or name == digests_name(variant)

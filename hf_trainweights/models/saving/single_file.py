@@ -1,0 +1,134 @@
+"""`save_file` and `load_file`: the weights of any module in one safetensors file, quantized ones included.
+
+The file is what `save_pretrained` writes, guards included, but that each quantized weight has its format beside it: it
+needs no config.json. Of weights that are one tensor the file holds the first, and its metadata names the others.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.safetensors_file import TensorToWrite, align_int8, write_safetensors
+from hf_trainweights.files.staging import staged_files
+from hf_trainweights.formats.base import Format
+from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
+from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.saving.saved_tensors import memory_key
+from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, is_notice, make_guard
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
+
+
+def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike[str]) -> None:
+    """Save a module or a state dict, quantized or not, as one safetensors file.
+
+    Args:
+        weights: The module, or names to tensors; they stay as they are. Equal weights give equal files.
+        path: The file. What is there stays whole until the new file is.
+
+    Raises:
+        ConfigError: A value is no tensor, a tensor has no values, or the name does not end in `.safetensors`.
+        SaveError: The file cannot be written, or the disk is full; what was there before is untouched.
+
+    Examples:
+        >>> import tempfile
+        >>> from hf_trainweights import quantize_
+        >>> layer = nn.Linear(64, 64)
+        >>> _ = quantize_(layer, TrainWeightsConfig("int8"))
+        >>> path = Path(tempfile.mkdtemp()) / "model.safetensors"
+        >>> save_file(layer, path)
+        >>> sorted(load_file(path))
+        ['bias', 'weight']
+    """
+    state = dict(weights.state_dict(keep_vars=True) if isinstance(weights, nn.Module) else weights)
+    for name, tensor in state.items():
+        if not isinstance(tensor, Tensor) or tensor.is_meta:
+            found = "one on the meta device" if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise ConfigError(name, "a tensor with values", found, "Leave it out, or load it first.")
+    first: dict[object, str] = {}
+    aliases = {name: first.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
+    # "format" is Transformers' own entry of the metadata.
+    aliases = {name: kept for name, kept in aliases.items() if name not in (kept, "format")}
+    kept = {name: _plain(tensor.detach()) for name, tensor in state.items() if name not in aliases}
+    path = _checked(path)
+    with staged_files(path.parent, lambda _: False) as staged:
+        flat = flatten_state_dict(kept, None)
+        guarded = guarded_names(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor))
+        flat = {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])} | flat
+        tensors = {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in flat.items()}
+        write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
+        align_int8(staged.path / path.name)
+
+
+def _checked(path: str | os.PathLike[str]) -> Path:
+    path = Path(path)
+    if path.suffix != ".safetensors":
+        raise ConfigError(str(path), "a name that ends in .safetensors", repr(path.suffix), "Add it.")
+    return path
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Return a tensor whose bytes are its values: of conjugated and negated views copies."""
+    return tensor if isinstance(tensor, QuantizedTensor) else tensor.resolve_conj().resolve_neg()
+
+
+def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") -> dict[str, Tensor]:
+    """Load the weights of a safetensors file: one of `save_file`, of `save_pretrained`, or any other.
+
+    Args:
+        path: The file. One of `save_pretrained` needs the config.json beside it.
+        device: Where the tensors go.
+
+    Returns:
+        Names to tensors for `module.load_state_dict(..., assign=True)`, also of a module on the meta device. Quantized
+        weights are `QuantizedTensor`s. On the CPU they are views of the memory-mapped file. Names that were one tensor
+        are one again.
+
+    Raises:
+        CorruptFileError: The file is damaged or incomplete, or does not say the format of a weight.
+        ConfigError: The file is missing, or its name does not end in `.safetensors`; or the config.json beside it names
+            a format that does not exist.
+
+    Examples:
+        >>> load_file("model.safetensors")["lm_head.weight"].shape  # doctest: +SKIP
+        torch.Size([32000, 4096])
+    """
+    path = _checked(path)
+    if not path.exists():
+        raise ConfigError(str(path), "a safetensors file", "nothing there", "Check the path.")
+    check_weight_files([path])
+    # safetensors makes its tensors on the default device, whatever it was told.
+    with torch.device("cpu"), safe_open(path, framework="pt", device=str(device)) as file:
+        metadata: dict[str, str] = file.metadata() or {}
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  (not a dict)
+    groups = group_stored(stored)
+    # Guards lie under the names of quantized weights, and the notice beside them is no weight either.
+    plain = {name: t for name, t in stored.items() if parse_stored_name(name) is None and not is_notice(name)}
+    weights = {name: t for name, t in plain.items() if name not in groups}
+    default = _format_beside(path) if groups else None
+    weights |= {name: unflatten_weight(name, tensors, None, default) for name, tensors in groups.items()}
+    return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in weights}
+
+
+def _format_beside(path: Path) -> Format | None:
+    """Return the format that the config.json beside a file names, None if there is none."""
+    beside = path.with_name("config.json")
+    if not beside.exists():
+        return None
+    try:
+        with open_regular_file(beside) as stream:
+            config = json.load(stream).get("quantization_config") or {}
+        ours = config.get("quant_method") == QUANT_METHOD
+    except (ValueError, AttributeError, RecursionError) as error:
+        next_step = "Repair it, or restore it from a copy."
+        raise CorruptFileError(str(beside), "a configuration in JSON", str(error)[:200], next_step) from error
+    return TrainWeightsConfig.from_dict(config).default_format if ours else None

@@ -1,0 +1,110 @@
+"""Which weights matter, as gradients tell it, by random tokens or a user's batches; the model is left as it was."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from architectures import ARCHITECTURES
+from torch import Tensor, nn
+
+from hf_trainweights import TrainWeightsConfig, quantize_
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget.measure import sensitivities_of_tokens
+from hf_trainweights.models.budget.plan import weights_to_plan
+from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
+
+
+class Branches(nn.Module):
+    """Linears whose outputs are added, the second a hundredth of the first, in a model that trains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.loud, self.quiet, self.unused = (nn.Linear(128, 128) for _ in range(3))
+        self.dropout = nn.Dropout(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(self.loud(x) + 0.01 * self.quiet(x))
+
+
+@pytest.fixture
+def batches() -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(16, 128, generator=generator), {"x": torch.randn(16, 128, generator=generator)}]
+
+
+def test_a_sensitivity_is_what_noise_in_the_weight_changes(batches: list[Any]) -> None:
+    module = Branches().eval()
+    found = sensitivities(module, weights_to_plan(module, TrainWeightsConfig(bits=6), ()), batches)
+    assert found.keys() == {"loud.weight", "quiet.weight"}
+    # Both weights have equal norms, and a tenth of a product is a hundredth of its square.
+    assert found["loud.weight"] / found["quiet.weight"] == pytest.approx(10_000, rel=0.2)
+
+
+def test_weights_that_matter_more_get_more_bits(batches: list[Any]) -> None:
+    module = Branches()
+    chosen = {each.name: each for each in quantize_(module, TrainWeightsConfig(bits=6.5), calibration=batches)}
+    assert chosen["loud.weight"].bytes_after > chosen["quiet.weight"].bytes_after
+
+
+def test_a_module_is_as_it_was_after_it_was_measured(batches: list[Any]) -> None:
+    module = Branches()
+    module.quiet.requires_grad_(False)
+    before = {name: (parameter, parameter.requires_grad) for name, parameter in module.named_parameters()}
+    sensitivities(module, weights_to_plan(module, TrainWeightsConfig(bits=6), ()), batches)
+    assert module.dropout.training
+    for name, parameter in module.named_parameters():
+        assert (parameter, parameter.requires_grad, parameter.grad) == (*before[name], None)
+    assert not any(child._forward_hooks for child in module.modules())
+
+
+def test_the_same_call_gives_the_same_numbers() -> None:
+    model = ARCHITECTURES["llama"].build()
+    weights = weights_to_plan(model, TrainWeightsConfig(bits=6), ())
+    with torch.random.fork_rng(devices=[]):
+        first = sensitivities_of_tokens(model, weights)
+    assert first == sensitivities_of_tokens(model, weights)
+    assert first.keys() == {each.name for each in weights}
+
+
+@pytest.mark.parametrize("name", ["llama", "bert", "t5", "qwen3_moe", "gpt_oss", "gpt2"])
+def test_random_tokens_tell_of_every_weight_but_embeddings(name: str) -> None:
+    model = ARCHITECTURES[name].build()
+    weights = weights_to_plan(model, TrainWeightsConfig(bits=6), ())
+    found = sensitivities_of_tokens(model, weights)
+    assert all(value > 0 for value in found.values())
+    # The output of BERT does not depend on its pooler, nor that of a module that is never called.
+    assert len(found) >= len(weights) - 1
+
+
+def test_a_model_of_images_is_planned_by_the_sizes_of_its_weights() -> None:
+    model = ARCHITECTURES["vit"].build()
+    assert random_tokens(model) == []
+    assert quantize_(model, TrainWeightsConfig(bits=6.5)).quantized
+
+
+def test_a_model_that_random_tokens_do_not_suit_is_planned_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
+    model = ARCHITECTURES["llama"].build()
+
+    def refuse(*_: object) -> None:
+        raise KeyError("pixel_values")
+
+    model.model.register_forward_pre_hook(refuse)
+    assert quantize_(model, TrainWeightsConfig(bits=6.5)).quantized
+    assert "A random batch does not tell which weights matter (KeyError('pixel_values'))" in caplog.text
+
+
+def test_a_calibration_that_does_not_fit_is_refused_and_changes_nothing() -> None:
+    module = Branches()
+    before = list(module.parameters())
+    with pytest.raises(ConfigError, match=r"calibration: expected inputs that the module runs on, found RuntimeError"):
+        quantize_(module, TrainWeightsConfig(bits=6.5), calibration=[torch.ones(2, 7)])
+    assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
+
+
+def test_calibration_without_a_budget_is_refused(batches: list[Any]) -> None:
+    with pytest.raises(ConfigError, match="calibration: expected None without bits or size"):
+        quantize_(Branches(), TrainWeightsConfig("int8"), calibration=batches)
