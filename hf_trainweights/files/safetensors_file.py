@@ -1,4 +1,4 @@
-"""Safetensors files: their header, files that are written tensor by tensor, and the alignment of int8 codes."""
+"""Safetensors files: their header, and files that are written once, tensor by tensor, with int8 codes aligned."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,14 +16,15 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.sha256 import DigestedFile
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000
 
 # Where int8 products read memory without copying it first, and what the format lets a header grow by.
 _INT8_ALIGNMENT, _HEADER_ALIGNMENT = 16, 8
-# Bytes that are moved at a time.
-_MOVED_BYTES = 8 << 20
+# Bytes that are digested and written at a time.
+_PIECE_BYTES = 1 << 20
 
 _AGAIN = "Download it again, or save it again from the source."
 
@@ -76,39 +77,86 @@ class TensorToWrite(NamedTuple):
     dtype: torch.dtype
     make: Callable[[], Tensor]
 
+    @classmethod
+    def of(cls, tensor: Tensor) -> TensorToWrite:
+        """Return a tensor that is there already.
+
+        Args:
+            tensor: The tensor.
+        """
+        return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
+
     @property
     def nbytes(self) -> int:
         """Bytes that it takes in a file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def write_safetensors(file: Path, tensors: Mapping[str, TensorToWrite], metadata: dict[str, str]) -> None:
+def write_safetensors(
+    file: Path,
+    tensors: Mapping[str, TensorToWrite],
+    metadata: Mapping[str, str],
+    name_in_file: Callable[[str], str] = str,
+) -> str:
     """Write the file that `safetensors.torch.save_file` writes of these tensors, with one of them in memory at a time.
+
+    Where 8 spaces more in the header let more of the int8 tensors begin where a product can read the mapped file, the
+    header has them. The content is the same, and equal tensors give equal files.
 
     Args:
         file: Path of the file; replaced.
         tensors: By name.
         metadata: What the header says of them.
+        name_in_file: Returns the name that a tensor gets, which must not be longer; in the order it keeps the old one.
+
+    Returns:
+        The SHA-256 of the file, in hexadecimal.
 
     Raises:
         SaveError: A tensor that was made has another shape or dtype than was said.
         OSError: The file cannot be written.
     """
     # Of tensors without elements safetensors makes a header that has the same names, in the order of the file.
-    template = save({name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}, metadata)
-    header: dict[str, Any] = json.loads(template[8:])
+    empty = {name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}
+    header: dict[str, Any] = json.loads(save(empty, dict(metadata))[8:])
     names, end = [name for name in header if name in tensors], 0
     # safetensors writes it in random order.
     header |= {"__metadata__": dict(sorted(header["__metadata__"].items()))} if metadata else {}
     for name in names:
         start, end = end, end + tensors[name].nbytes
         header[name] |= {"shape": list(tensors[name].shape), "data_offsets": [start, end]}
-    text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    length = _aligned_length(len(_json(header)), [header[name] for name in names if header[name]["dtype"] == "I8"])
+    renamed = {name_in_file(name) if name in tensors else name: entry for name, entry in header.items()}
+    text = _json(renamed)
+    assert len(renamed) == len(header), f"{file}: two tensors have the same new name"
+    assert len(text) <= length, f"{file}: a new name is longer than the old one"
     with file.open("wb") as stream:
-        stream.write(struct.pack("<Q", len(text)) + text)
+        digested = DigestedFile(stream)
+        digested.write(struct.pack("<Q", length) + text.ljust(length))
         for name in names:
-            stream.write(_bytes_of(name, tensors[name]))
+            _write_pieces(_bytes_of(name, tensors[name]), digested)
+    return digested.sha256()
+
+
+def _json(header: Mapping[str, Any]) -> bytes:
+    return json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
+
+
+def _aligned_length(length: int, int8: Sequence[Mapping[str, Any]]) -> int:
+    """Return the length of a header with the padding that aligns most of the int8 tensors behind it."""
+    length += -length % _HEADER_ALIGNMENT
+    starts = [entry["data_offsets"][0] for entry in int8]
+    aligned, moved = (
+        sum((8 + length + padding + start) % _INT8_ALIGNMENT == 0 for start in starts)
+        for padding in (0, _HEADER_ALIGNMENT)
+    )
+    return length + _HEADER_ALIGNMENT * (moved > aligned)
+
+
+def _write_pieces(data: memoryview, file: DigestedFile) -> None:
+    # What the digest has read is still in the cache when it is written.
+    for start in range(0, len(data), _PIECE_BYTES):
+        file.write(data[start : start + _PIECE_BYTES])
 
 
 def _bytes_of(name: str, tensor: TensorToWrite) -> memoryview:
@@ -118,64 +166,3 @@ def _bytes_of(name: str, tensor: TensorToWrite) -> memoryview:
         found = f"{made.dtype} of shape {tuple(made.shape)}"
         raise SaveError(name, expected, found, "Say shape and dtype of the tensor that is made.")
     return made.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-
-
-def rename_tensors(file: Path, new_name: Callable[[str], str]) -> None:
-    """Rename tensors in the header of a safetensors file; their bytes stay where they are.
-
-    Args:
-        file: A whole file, which nothing has mapped yet; its header is rewritten in place, with spaces at its end.
-        new_name: Returns the new name of a tensor, which must not be longer than the old one.
-
-    Raises:
-        CorruptFileError: It is no safetensors file.
-        OSError: It cannot be written; it is damaged then.
-    """
-    read_safetensors_header(file)
-    with file.open("r+b") as stream:
-        length = struct.unpack("<Q", stream.read(8))[0]
-        header: dict[str, Any] = json.loads(stream.read(length))
-        renamed = {name if name == "__metadata__" else new_name(name): entry for name, entry in header.items()}
-        if renamed.keys() != header.keys():
-            text = json.dumps(renamed, ensure_ascii=False, separators=(",", ":")).encode()
-            assert len(text) <= length, f"{file}: a new name is longer than the old one"
-            assert len(renamed) == len(header), f"{file}: two tensors have the same new name"
-            stream.seek(8)
-            stream.write(text.ljust(length))
-
-
-def align_int8(file: Path) -> None:
-    """Let the int8 tensors of a safetensors file begin where the memory-mapped file can be multiplied with as it is.
-
-    They lie one behind the other, so 8 spaces more in the header align all of them, or the most where their sizes are
-    odd. The content stays the same, and equal files stay equal.
-
-    Args:
-        file: A whole file, which nothing has mapped yet; rewritten in place where that helps.
-
-    Raises:
-        CorruptFileError: It is no safetensors file.
-        OSError: It cannot be written; it is damaged then.
-    """
-    header = read_safetensors_header(file)
-    starts = [entry["data_offsets"][0] for entry in header.values() if entry["dtype"] == "I8"]
-    with file.open("r+b") as stream:
-        length = struct.unpack("<Q", stream.read(8))[0]
-        aligned, moved = (
-            sum((8 + length + padding + start) % _INT8_ALIGNMENT == 0 for start in starts)
-            for padding in (0, _HEADER_ALIGNMENT)
-        )
-        if moved <= aligned:
-            return
-        end = file.stat().st_size
-        while end > 8 + length:
-            start = max(8 + length, end - _MOVED_BYTES)
-            stream.seek(start)
-            block = stream.read(end - start)
-            stream.seek(start + _HEADER_ALIGNMENT)
-            stream.write(block)
-            end = start
-        stream.seek(8 + length)
-        stream.write(b" " * _HEADER_ALIGNMENT)
-        stream.seek(0)
-        stream.write(struct.pack("<Q", length + _HEADER_ALIGNMENT))

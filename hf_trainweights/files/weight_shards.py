@@ -48,16 +48,18 @@ def write_shards(
         raise ConfigError(
             "max_shard_size", 'bytes, or a text such as "5GB"', repr(max_shard_size), next_step
         ) from error
-    for file, names in split.filename_to_tensors.items():
-        write_safetensors(directory / file, {name: tensors[name] for name in names}, {"format": "pt"})
+    digests = {
+        file: write_safetensors(directory / file, {name: tensors[name] for name in names}, {"format": "pt"})
+        for file, names in split.filename_to_tensors.items()
+    }
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (directory / "model.safetensors.index.json").write_text(text, encoding="utf-8")
-        name_shards(directory)
+        name_shards(directory, digests)
 
 
-def name_shards(directory: Path) -> dict[str, str]:
+def name_shards(directory: Path, digests: Mapping[str, str]) -> dict[str, str]:
     """Give each shard a name of its own, which holds the beginning of its SHA-256, in the indices as well.
 
     So the shards of a save never take the place of those of another one, and the index is all that is replaced. Equal
@@ -65,23 +67,24 @@ def name_shards(directory: Path) -> dict[str, str]:
 
     Args:
         directory: Where shards and indices lie.
+        digests: The SHA-256 of each file that is known; others are read for it.
 
     Returns:
-        The SHA-256 of each shard by its new name: a save need not read all of it again.
+        The same with the new names, and with what was read.
 
     Raises:
         OSError: A file cannot be read or written.
     """
-    digests: dict[str, str] = {}
+    named = dict(digests)
     for path in sorted(path for path in directory.glob("*.index*.json") if entry_point_rank(path.name) is not None):
         index = json.loads(path.read_text(encoding="utf-8"))
         names: dict[str, str] = {}
         for name in sorted(set(filter(is_shard, index["weight_map"].values()))):
-            sha256 = file_sha256(directory / name)
+            sha256 = named.pop(name, None) or file_sha256(directory / name)
             # `model-0a1b2c3d-00001-of-00002.safetensors` for `model-00001-of-00002.safetensors`.
             names[name] = own = _NUMBER.sub(f"-{sha256[:_DIGEST_DIGITS]}\\1", name)
             (directory / name).rename(directory / own)
-            digests[own] = sha256
+            named[own] = sha256
         index["weight_map"] = {tensor: names.get(name, name) for tensor, name in index["weight_map"].items()}
         path.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    return digests
+    return named

@@ -63,7 +63,7 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
 
 def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[str, str]:
     file = f"model-{number:05}.safetensors"
-    to_write = {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in tensors.items()}
+    to_write = {name: TensorToWrite.of(tensor) for name, tensor in tensors.items()}
     try:
         write_safetensors(target / file, to_write, {"format": "pt"})
     except KeyError as error:  # complex numbers of 128 bits, for example

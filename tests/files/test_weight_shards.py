@@ -54,7 +54,7 @@ def test_equal_models_have_shards_of_equal_names_and_others_share_none(tmp_path)
 def test_names_are_given_once(tmp_path):
     saved(tmp_path, 0)
     names = shards(tmp_path)
-    digests = name_shards(tmp_path)
+    digests = name_shards(tmp_path, {})
     assert shards(tmp_path) == names == sorted(digests)
     assert all(digests[name] == hashlib.sha256((tmp_path / name).read_bytes()).hexdigest() for name in names)
 

@@ -146,7 +146,7 @@ def test_a_failed_save_leaves_nothing_behind(llama: Path, tmp_path: Path, monkey
     def full(*args: object, **kwargs: object) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", full)
+    monkeypatch.setattr("hf_trainweights.files.safetensors_file._write_pieces", full)
     with pytest.raises(SaveError, match="No space left"):
         quantize_directory(llama, tmp_path / "out", TrainWeightsConfig("int8"))
     assert not (tmp_path / "out").exists()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, modeling_utils
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
@@ -21,6 +23,10 @@ from hf_trainweights.models.host.versions import private, private_attribute
 
 # Above the level of every message.
 _NOTHING = 100
+
+# What `save_pretrained` writes a safetensors file by, and what stands in its place in this thread.
+_SAVE_FILE = "safe_save_file"
+_save_file: ContextVar[Callable[..., None] | None] = ContextVar("save_file", default=None)
 
 
 def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
@@ -160,6 +166,36 @@ def read_by(
             finish(model, options, report)
     finally:
         logging.set_verbosity(verbosity)
+
+
+class _SaveFile:
+    """Transformers' function in a module of its own, or what stands in its place in this thread."""
+
+    def __init__(self, original: Callable[..., None]):
+        self.original = original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        (_save_file.get() or self.original)(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
+    """Let Transformers write the safetensors files of a save in this thread by a function.
+
+    Args:
+        write: Takes the arguments of `safetensors.torch.save_file`. A version that does not ask it writes as ever.
+    """
+    original = getattr(modeling_utils, _SAVE_FILE, None)
+    if original is None:
+        yield
+        return
+    if not isinstance(original, _SaveFile):
+        setattr(modeling_utils, _SAVE_FILE, _SaveFile(original))
+    token = _save_file.set(write)
+    try:
+        yield
+    finally:
+        _save_file.reset(token)
 
 
 def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:

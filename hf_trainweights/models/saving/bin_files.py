@@ -4,29 +4,37 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
 
+from hf_trainweights.files.sha256 import DigestedFile
 from hf_trainweights.files.weight_files import bin_name, safetensors_files
 
 
-def rewrite_as_bin(directory: Path) -> None:
+def rewrite_as_bin(directory: Path) -> dict[str, str]:
     """Replace each model*.safetensors file, and the index, by its `.bin` twin.
 
     Args:
         directory: Where they lie. One shard is mapped at a time.
 
+    Returns:
+        The SHA-256 of each `.bin` by its name.
+
     Raises:
         OSError: A file cannot be written.
     """
+    digests = {}
     for file in safetensors_files(directory):
         with safe_open(file, framework="pt") as shard:
             # Mapped, not copied: a shard may be larger than the free memory.
             tensors = {name: shard.get_tensor(name) for name in shard.keys()}  # noqa: SIM118
         # Through an open file: torch.save writes the name of a path into the bytes.
         with (directory / bin_name(file.name)).open("wb") as stream:
-            torch.save(tensors, stream)
+            digested: Any = DigestedFile(stream)
+            torch.save(tensors, digested)
+        digests[bin_name(file.name)] = digested.sha256()
         file.unlink()
     for file in sorted(directory.glob("model.safetensors.index*.json")):
         index = json.loads(file.read_text(encoding="utf-8"))
@@ -34,3 +42,4 @@ def rewrite_as_bin(directory: Path) -> None:
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (directory / bin_name(file.name)).write_text(text, encoding="utf-8")
         file.unlink()
+    return digests

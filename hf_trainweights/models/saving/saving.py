@@ -23,19 +23,19 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
-from hf_trainweights.files.safetensors_file import align_int8
 from hf_trainweights.files.staging import staged_files
-from hf_trainweights.files.weight_files import is_weight_file, safetensors_files
+from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.files.weight_shards import name_shards
+from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
 from hf_trainweights.models.saving.bin_files import rewrite_as_bin
 from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
-from hf_trainweights.models.saving.guard_names import name_guards
 from hf_trainweights.models.saving.hub import Push, begin_push
 from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
 from hf_trainweights.models.saving.resizing import resize_token_embeddings
 from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
+from hf_trainweights.models.saving.shard_writer import ShardWriter
 from hf_trainweights.models.saving.training import train
 
 # The arguments of save_pretrained; with push_to_hub=True all others are for the Hub.
@@ -179,14 +179,11 @@ def _save(
     variant = options.get("variant")
     card = None
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
-        staging = staged.path
-        type(model).save_pretrained(_handing_over(model, options.get("state_dict")), staging, **options)
-        name_guards(staging)
-        if not safe:
-            rewrite_as_bin(staging)
-        for file in safetensors_files(staging):
-            align_int8(file)
-        known = name_shards(staging)
+        staging, writer = staged.path, ShardWriter()
+        with writing_files_by(writer.write):
+            type(model).save_pretrained(_handing_over(model, options.get("state_dict")), staging, **options)
+        writer.finish(staging)
+        known = name_shards(staging, writer.digests if safe else rewrite_as_bin(staging))
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         if weights and hasattr(model, "hf_quantizer"):
             write_digests(staging, weights, variant, known)

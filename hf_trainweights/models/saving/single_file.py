@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.safetensors_file import TensorToWrite, align_int8, write_safetensors
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
@@ -64,9 +64,8 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         flat = flatten_state_dict(kept, None)
         guarded = guarded_names(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor))
         flat = {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])} | flat
-        tensors = {name: TensorToWrite(tuple(t.shape), t.dtype, lambda t=t: t) for name, t in flat.items()}
+        tensors = {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}
         write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
-        align_int8(staged.path / path.name)
 
 
 def _checked(path: str | os.PathLike[str]) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,11 @@ import torch
 from architectures import ARCHITECTURES
 from peft import LoraConfig
 from safetensors.torch import load_file
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import Transpose, WeightConverter
 
-from hf_trainweights import TrainWeightsConfig, export_compressed_tensors
+from hf_trainweights import TrainWeightsConfig, export_compressed_tensors, quantize_
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.models.host.checkpoints import (
     checkpoint_tensors,
@@ -26,6 +27,7 @@ from hf_trainweights.models.host.checkpoints import (
     names_not_saved,
     restore_merging,
     save_remote_code,
+    writing_files_by,
 )
 from hf_trainweights.models.loading.conversion import TrainWeightsDeserialize
 
@@ -134,6 +136,38 @@ def test_an_offloaded_parameter_is_fetched() -> None:
     accelerate.cpu_offload(model, execution_device=torch.device("cpu"))
     assert model.get_parameter(NAME).is_meta
     assert torch.equal(load_offloaded(model, NAME), expected)
+
+
+def test_the_files_of_a_save_are_written_by_a_function_in_this_thread_alone(tmp_path: Path) -> None:
+    model, written = ARCHITECTURES["llama"].build(), []
+
+    def write(tensors: dict[str, Tensor], file: str, metadata: dict[str, str]) -> None:
+        written.append((set(tensors), Path(file).name, metadata))
+
+    with writing_files_by(write):
+        other = threading.Thread(target=model.save_pretrained, args=(tmp_path / "elsewhere",))
+        other.start()
+        other.join()
+        assert written == []
+        model.save_pretrained(tmp_path / "here")
+    names = load_file(tmp_path / "elsewhere" / "model.safetensors").keys()
+    assert written == [(names, "model.safetensors", {"format": "pt"})]
+    assert not (tmp_path / "here" / "model.safetensors").exists()
+    model.save_pretrained(tmp_path / "after")
+    assert load_file(tmp_path / "after" / "model.safetensors").keys() == names
+
+
+def test_where_no_function_can_write_the_files_they_are_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = ARCHITECTURES["llama"].build()
+    quantize_(model, TrainWeightsConfig("int8"))
+    model.save_pretrained(tmp_path / "by_a_function", max_shard_size="32KB")
+    monkeypatch.setattr("hf_trainweights.models.host.checkpoints._SAVE_FILE", "not_there")
+    model.save_pretrained(tmp_path / "as_ever", max_shard_size="32KB")
+    one, other = (sorted((tmp_path / name).iterdir()) for name in ("by_a_function", "as_ever"))
+    assert len(one) > 4
+    assert [(path.name, path.read_bytes()) for path in one] == [(path.name, path.read_bytes()) for path in other]
 
 
 def test_the_code_of_a_model_is_copied_and_named(tmp_path: Path) -> None:

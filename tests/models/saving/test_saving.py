@@ -6,7 +6,6 @@ import contextlib
 import copy
 import errno
 import fcntl
-import io
 import json
 import os
 import resource
@@ -22,7 +21,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from architectures import ARCHITECTURES, outputs
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
@@ -472,16 +470,16 @@ def test_a_save_onto_a_full_disk_changes_nothing(
 def test_a_full_disk_is_called_that(
     writer: str, code: int, model: PreTrainedModel, earlier_save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: object, file: Any, *__: object, **___: object) -> None:
+    def fail(_: object, file: Any) -> None:
         # Half a file, then the disk is full.
-        (file.write(b"half") if isinstance(file, io.IOBase) else Path(file).write_bytes(b"half"))
+        file.write(b"half")
         raise OSError(code, os.strerror(code))
 
     before = contents(earlier_save)
     if writer == "torch":
         monkeypatch.setattr(torch, "save", fail)
     else:
-        monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", fail)
+        monkeypatch.setattr("hf_trainweights.files.safetensors_file._write_pieces", fail)
     with pytest.raises(SaveError, match=r"expected enough free disk space.*Free some space"):
         model.save_pretrained(earlier_save, safe_serialization=writer != "torch")
     assert contents(earlier_save) == before
@@ -559,7 +557,7 @@ def test_an_error_that_is_no_matter_of_files_stays_what_it_is(
         raise ZeroDivisionError("not ours")
 
     before = contents(earlier_save)
-    monkeypatch.setattr(transformers.modeling_utils, "safe_save_file", fail)
+    monkeypatch.setattr("hf_trainweights.files.safetensors_file._bytes_of", fail)
     with pytest.raises(ZeroDivisionError, match="not ours"):
         model.save_pretrained(earlier_save)
     assert contents(earlier_save) == before
