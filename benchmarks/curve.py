@@ -45,6 +45,18 @@ FORMATS: list[dict[str, Any]] = [
 ]
 FAMILIES = {"int4": "int4 and int8", "int8": "int4 and int8", "codebook4": "codebook4", "coded": "coded"}
 BUDGETS = (2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
+# Measured with codes chosen by texts as well.
+CALIBRATED: list[dict[str, Any]] = [
+    {"format": "uint2", "group_size": 16},
+    {"format": "coded", "bits": 2.5},
+    {"format": "coded", "bits": 3.0},
+    {"format": "uint3", "group_size": 32},
+    {"bits": 3.5},
+    {"format": "int4", "group_size": 128},
+    {"format": "coded", "bits": 4.25},
+    {"format": "codebook4"},
+    {"format": "uint4", "group_size": 32},
+]
 # Where the ways to weigh errors are compared.
 COMPARED = (3.0, 3.5, 4.0, 5.0)
 
@@ -57,9 +69,9 @@ def by_config(config: dict[str, Any]) -> Method:
     return lambda subject, model: _quantize(model, TrainWeightsConfig(**config))
 
 
-def by_text(bits: float) -> Method:
-    """Return the method that weighs errors by what texts show."""
-    return lambda subject, model: _quantize(model, TrainWeightsConfig(bits=bits), subject.calibration())
+def by_text(config: dict[str, Any]) -> Method:
+    """Return the method that chooses codes, and formats for a budget, by what texts show."""
+    return lambda subject, model: _quantize(model, TrainWeightsConfig(**config), subject.calibration())
 
 
 def by_size_alone(bits: float) -> Method:
@@ -114,13 +126,15 @@ def methods(library: Path | None) -> list[tuple[str, str, Method]]:
     found += [("budget", f"bits={bits}", by_config({"bits": bits})) for bits in BUDGETS]
     for name, peer in peers(library).items():
         found.append(("NF4" if name.startswith("NF4") else "llama.cpp", name, by_peer(peer)))
-    found += [("budget, with texts", f"bits={bits}, texts", by_text(bits)) for bits in COMPARED]
+    found += [("calibrated", f"{_name(config)}, calibrated", by_text(config)) for config in CALIBRATED]
     found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
     return found
 
 
 def _name(config: dict[str, Any]) -> str:
     group = f", groups of {config['group_size']}" if "group_size" in config else ""
+    if "format" not in config:
+        return f"bits={config['bits']}"
     bits = f", {config['bits']} bits" if "bits" in config else ""
     return f"{config['format']}{group}{bits}{', column scales' if 'column_scale' in config else ''}"
 

@@ -22,7 +22,8 @@ from hf_trainweights.demo.probe import make_probe
 from hf_trainweights.demo.training import Recipe, train_model
 
 WINDOWS = 48
-CALIBRATION_TEXTS = 32
+# Texts that calibration gets: sentences for MiniLM; for the Llama a window of each of so many files.
+SENTENCES, FILES, WINDOW = 256, 64, 128
 
 
 class Subject:
@@ -67,8 +68,8 @@ class MiniLM(Subject):
         texts = list(_other_sentences())
         random.Random(0).shuffle(texts)
         tokenizer = AutoTokenizer.from_pretrained(quality.MODEL)
-        chosen = texts[:CALIBRATION_TEXTS]
-        return [dict(tokenizer(chosen, padding=True, truncation=True, max_length=64, return_tensors="pt"))]
+        options = {"padding": True, "truncation": True, "max_length": 64, "return_tensors": "pt"}
+        return [dict(tokenizer(texts[start : start + 32], **options)) for start in range(0, SENTENCES, 32)]
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """Return the mean cosine of the embeddings of sentences to those of the reference."""
@@ -95,11 +96,13 @@ class DemoLlama(Subject):
         self.loss = self._loss(self.expected)
 
     def calibration(self) -> list[dict[str, Tensor]]:
-        """Return windows of the training text."""
+        """Return a window of each of some files of the training text."""
         texts = list(self.corpus.train)
         random.Random(0).shuffle(texts)
-        ids = AutoTokenizer.from_pretrained(self.path)("".join(texts[:4]))["input_ids"]
-        return [{"input_ids": torch.tensor(ids[: 16 * 64]).view(16, 64)}]
+        tokenizer = AutoTokenizer.from_pretrained(self.path)
+        found = (tokenizer(text)["input_ids"] for text in texts)
+        windows = [ids[:WINDOW] for ids in found if len(ids) >= WINDOW][:FILES]
+        return [{"input_ids": part} for part in torch.tensor(windows).split(16)]
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """Return what is lost of the perplexity, and the divergence from the reference, of held-out text."""

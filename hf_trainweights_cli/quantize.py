@@ -6,7 +6,7 @@ import json
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -60,6 +60,24 @@ BitsOption = Annotated[
 SizeOption = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Choose a format for each weight, for files of e.g. 1.2GB.")
 ]
+CalibrationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--calibration",
+        metavar="FILE|self",
+        help="Choose codes with texts, one a line, or with what the model writes itself: minutes for a better model.",
+    ),
+]
+RulesOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--rules",
+        metavar="FILE",
+        exists=True,
+        dir_okay=False,
+        help='JSON or TOML: names, or "re:" and a regular expression, to a format; false leaves a weight alone.',
+    ),
+]
 
 
 def quantize(
@@ -84,34 +102,30 @@ def quantize(
     activations: Annotated[
         Activations | None, typer.Option(help="int8: products of integers; with --format int8 and no groups.")
     ] = None,
-    rules: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="FILE",
-            exists=True,
-            dir_okay=False,
-            help='JSON or TOML: names, or "re:" and a regular expression, to a format; false leaves a weight alone.',
-        ),
-    ] = None,
+    rules: RulesOption = None,
+    calibration: CalibrationOption = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
     """Quantize a saved model into another directory, tokenizer and processor included.
 
     Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
+    With --calibration both must.
     """
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value
     options: dict[str, Any] = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
     options |= {"bits": bits, "size": size, "column_scale": column_scale, "compress": compress}
     config = _config(name, group_size, options)
+    texts = _read_texts(calibration)
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory
 
     loading_bars()
     with errors_in_one_line(debug):
         require_source(model)
-        summary = quantize_directory(model, out, config, dtype=dtype.value if dtype else "auto")
+        kept = dtype.value if dtype else "auto"
+        summary = quantize_directory(model, out, config, dtype=kept, calibration=texts)
     if as_json:
         print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:
@@ -162,6 +176,16 @@ def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -
         return TrainWeightsConfig(name, group_size, **options)
     except ConfigError as error:
         raise wrong_option(error, _option(error)) from error
+
+
+def _read_texts(calibration: str | None) -> list[str] | Literal["self"] | None:
+    """Return the lines of a file of texts."""
+    if calibration is None or calibration == "self":
+        return "self" if calibration else None
+    try:
+        return Path(calibration).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{calibration} cannot be read: {error}", param_hint="--calibration") from error
 
 
 def _option(error: ConfigError) -> str:

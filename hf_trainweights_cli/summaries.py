@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from hf_trainweights_cli.console import say
 from hf_trainweights_cli.tables import new_table, print_table, show_sizes
 
 if TYPE_CHECKING:
@@ -18,6 +20,8 @@ def summary_as_json(summary: Summary) -> dict[str, Any]:
         summary: The choices.
     """
     totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
+    if summary.calibrated is not None:
+        totals |= asdict(summary.calibrated)
     return {**totals, "tensors": [_choice_as_json(choice) for choice in summary.tensors]}
 
 
@@ -45,3 +49,5 @@ def print_summary(summary: Summary) -> None:
     table.add_section()
     table.add_row("total", len(summary.tensors), *show_sizes(summary.bytes_before, summary.bytes_after))
     print_table(table)
+    if summary.calibrated is not None:
+        say(str(summary.calibrated))

@@ -37,6 +37,7 @@ MODEL_ROOMS = (
     "loading",  # weights as they arrive
     "saving",  # files, the card, the Hub
     "budget",  # formats chosen for a limit
+    "calibration",  # codes chosen with texts
 )
 # Likewise the rooms of `checkpoint`; and its two layouts on disk know nothing of each other.
 CHECKPOINT_ROOMS = (

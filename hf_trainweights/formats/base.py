@@ -16,6 +16,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, QuantizationError
 from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude, take
+from hf_trainweights.formats.columns import ColumnCodes
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,16 @@ class Format(ABC):
         """
         del matrix
         return self
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
+        """Return what chooses the codes of a weight column by column; None for a format that gains nothing by it.
+
+        Args:
+            weight: Float, finite, of a shape that this format can hold, `[N, K]`.
+            importance: Float32 `[K]`, above 0: how much a squared error in each column matters.
+        """
+        del weight, importance
+        return None
 
     @abstractmethod
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:

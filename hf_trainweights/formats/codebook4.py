@@ -20,6 +20,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import float32_blocks, largest_magnitude, reciprocal, round_scale
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.group_scales import (
     SCALE_BITS,
     decode_group_scales,
@@ -88,7 +89,7 @@ class Codebook4(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill the indices of the nearest values, for the factor and sign with the smallest squared error."""
         groups = rows.view(len(rows), -1, GROUP_SIZE)
-        scale = out["scale"].copy_(round_scale(amax / _LARGEST * _HEADROOM, 128, rows.dtype))
+        scale = out["scale"].copy_(_row_scale(amax, rows.dtype))
         first = encode_group_scales(_nonzero_scale(largest_magnitude(groups)), scale)
         chosen = _search(groups, first, scale)
         out["group_scale"].copy_(pack_bits(chosen, GROUP_BITS))
@@ -97,6 +98,10 @@ class Codebook4(Format):
         for block, values in float32_blocks(groups):
             codes = indices.index_select(0, _places(values.mul_(doubled[block])).flatten())
             out["qdata"][block].copy_(pack_int4(codes.view(len(values), -1)))
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
+        """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
+        return _Columns(weight, importance)
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the indices into the codebook, 0 to 15, as int8."""
@@ -114,6 +119,46 @@ class Codebook4(Format):
         return groups.to(dtype).view(*qdata.shape[:-1], K)
 
 
+class _Columns(ColumnCodes):
+    """The indices and group scales of one weight."""
+
+    group_size = GROUP_SIZE
+
+    def __init__(self, weight: Tensor, importance: Tensor):
+        N, K = weight.shape
+        self._importance = importance
+        self._scale = _row_scale(largest_magnitude(weight.contiguous()).unsqueeze(-1), weight.dtype)
+        self._groups = weight.new_empty((N, K // GROUP_SIZE), dtype=torch.int32)
+        self._codes = weight.new_empty((K, N), dtype=torch.int8)
+        self._indices = torch.tensor(_INDICES, dtype=torch.int8, device=weight.device) - 8
+        self._values = torch.tensor(CODEBOOK, dtype=torch.float32, device=weight.device)
+
+    def begin_group(self, group: int, values: Tensor) -> None:
+        """Choose the factor and the sign of the smallest squared error."""
+        groups, first = values.t().unsqueeze(1).contiguous(), group * GROUP_SIZE
+        nearest = encode_group_scales(_nonzero_scale(largest_magnitude(groups)), self._scale)
+        chosen = _search(groups, nearest, self._scale, self._importance[first : first + GROUP_SIZE])
+        self._groups[:, group] = chosen.flatten()
+        self._factor = _group_scale(chosen, self._scale).flatten()
+        self._doubled = reciprocal(self._factor) * 2
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the indices of the nearest values."""
+        codes = self._indices.index_select(0, _places(values * self._doubled))
+        self._codes[column] = codes
+        return self._values.index_select(0, codes.to(torch.int32) + 8).mul_(self._factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return packed indices, the scales of rows, and packed group scales."""
+        qdata, groups = pack_int4(self._codes.t().contiguous()), pack_bits(self._groups, GROUP_BITS)
+        return {"qdata": qdata, "scale": self._scale, "group_scale": groups}
+
+
+def _row_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales of rows from their largest magnitudes."""
+    return round_scale(amax / _LARGEST * _HEADROOM, 128, dtype)
+
+
 def _nonzero_scale(amax: Tensor) -> Tensor:
     """Return the scale at which the largest magnitude of a group is the largest value, 0 for a group of zeros."""
     return (amax / _LARGEST).clamp_min(2.0**-126).masked_fill_(amax == 0, 0.0)
@@ -125,8 +170,15 @@ def _group_scale(codes: Tensor, scale: Tensor) -> Tensor:
     return torch.where(codes >> SCALE_BITS > 0, -magnitude, magnitude)
 
 
-def _search(groups: Tensor, first: Tensor, scale: Tensor) -> Tensor:
-    """Return for each group the code of 7 bits with the smallest squared error, the first of equal ones."""
+def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Return for each group the code of 7 bits with the smallest squared error, the first of equal ones.
+
+    Args:
+        groups: Weights of any float dtype, `[n, G, 32]`.
+        first: Uint8 `[n, G]`: the codes of the factors that map the largest magnitudes to 127.
+        scale: `[n, 1]`: the scales of rows.
+        importance: Float32 `[32]`, what the squares of the errors are weighed by; None for all alike.
+    """
     zero, ones = first == 0, torch.ones_like(scale)
     candidates = [(first.to(torch.int32) + step).clamp_(1, 63).masked_fill_(zero, 0) for step in _STEPS]
     doubled = [reciprocal(_group_scale(codes, scale)).unsqueeze(-1) * 2 for codes in candidates]
@@ -146,7 +198,8 @@ def _search(groups: Tensor, first: Tensor, scale: Tensor) -> Tensor:
             places = _places(scratch.copy_(wanted)).flatten()
             for sign, table in tables.items():
                 torch.index_select(table, 0, places, out=difference.view(-1))
-                error = difference.sub_(wanted).square_().sum(dim=-1).mul_(square[block])
+                squared = difference.sub_(wanted).square_()
+                error = (squared if importance is None else squared.mul_(importance)).sum(dim=-1).mul_(square[block])
                 better = error < least
                 least, code = torch.where(better, error, least), torch.where(better, codes[block] + sign, code)
         best[block] = code

@@ -23,8 +23,16 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.arithmetic import cache_blocks, reciprocal, round_scale, round_to_int8, scale_codes
+from hf_trainweights.formats.arithmetic import (
+    cache_blocks,
+    largest_magnitude,
+    reciprocal,
+    round_scale,
+    round_to_int8,
+    scale_codes,
+)
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.columns import ColumnCodes
 
 _LOWEST_BITS, _HIGHEST_BITS = 2.0, 8.0
 
@@ -41,6 +49,10 @@ _GAUSSIAN_BITS = 2.047
 # The sample that the rate is measured on, 16 rows or more: enough for .01 bits a matrix, and without a bias for all.
 _SAMPLE_ELEMENTS, _SAMPLE_ROWS = 1 << 15, 128
 _ROUNDS = 6
+# Of columns that are chosen by error and length: so many times over, or until the rate is met as nearly. What a bit
+# is worth is the slope of error over rate of a uniform quantizer at a high rate, 2 ln 2 / 12, in squared steps.
+_COLUMN_ROUNDS, _CLOSE_BITS = 4, 0.006
+_BIT_WORTH = 2 * math.log(2) / 12
 _SMALLEST_STEP = 2.0**-12
 
 
@@ -87,12 +99,11 @@ class Coded(Format):
         *lead, K = shape
         return {"qdata": ((*lead, K), torch.int8), "scale": ((*lead, 1), scale_dtype)}
 
-    def fit(self, matrix: Tensor) -> Format:
+    def fit(self, matrix: Tensor) -> _WithStep:
         """Return the format with the step at which a sample of the matrix has the rate."""
-        N, K = matrix.shape
-        overhead = min(_HEADER_BITS / (N * K), _MOST_HEADER_BITS_PER_WEIGHT) + _SCALE_BITS / K
+        K, overhead = matrix.shape[-1], _overhead(matrix)
         step = 2.0 ** (_GAUSSIAN_BITS - self.bits)
-        rows = matrix[:: -(-N // _SAMPLE_ROWS)].double()
+        rows = matrix[:: -(-len(matrix) // _SAMPLE_ROWS)].double()
         unit, amax = _root_mean_square(rows), rows.abs().amax(dim=-1, keepdim=True)
         # An odd stride, so that columns which lie a power of two apart are not sampled alone.
         places = torch.arange(0, rows.numel(), max(1, rows.numel() // _SAMPLE_ELEMENTS) | 1, device=rows.device)
@@ -111,6 +122,10 @@ class Coded(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill the codes of these rows as of a matrix by themselves."""
         self.fit(rows).quantize_rows(rows, amax, out)
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
+        """Return what chooses codes column by column, those of the least error and length together."""
+        return _Columns(self, weight, importance)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""
@@ -133,6 +148,69 @@ class _WithStep(Coded):
         scale = _row_scale(_root_mean_square(rows) * self.step, amax.double(), rows.dtype)
         out["scale"].copy_(scale)
         round_to_int8(rows.unsqueeze(1), amax, scale, out["qdata"].unsqueeze(1))
+
+
+class _Columns(ColumnCodes):
+    """The codes of one weight: of the three nearest to a value the one whose error and length cost least.
+
+    In the first round all lengths are alike. Each later one has the lengths that the codes of the round before give,
+    and the step by which the rate should become what is wanted.
+    """
+
+    def __init__(self, form: Coded, weight: Tensor, importance: Tensor):
+        self._bits, self._overhead, self._dtype = form.bits, _overhead(weight), weight.dtype
+        self._step = form.fit(weight).step
+        self._unit = _root_mean_square(weight)
+        self._amax = largest_magnitude(weight.contiguous()).double().unsqueeze(-1)
+        # An error in a column that matters little may be larger for the same bit.
+        self._worth = (_BIT_WORTH * importance.mean() / importance).tolist()
+        self._lengths = importance.new_zeros(256)
+        self._codes = weight.new_empty(weight.shape[::-1], dtype=torch.int8)
+        self._best: tuple[float, dict[str, Tensor]] | None = None
+        self._round = 0
+        self._take_step()
+
+    def _take_step(self) -> None:
+        self._scale = _row_scale(self._unit * self._step, self._amax, self._dtype)
+        self._factor, self._inverse = self._scale.float().flatten(), reciprocal(self._scale).flatten()
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the codes of the least cost; the nearest where lengths are alike."""
+        exact = values * self._inverse
+        nearest = exact.round().clamp_(-128, 127)
+        tried = torch.stack((nearest, (nearest - 1).clamp_(-128), (nearest + 1).clamp_(max=127)))
+        lengths = self._lengths.index_select(0, (tried + 128).to(torch.int32).flatten()).view_as(tried)
+        costs = (tried - exact).square_().add_(lengths, alpha=self._worth[column])
+        codes = tried.gather(0, costs.argmin(dim=0, keepdim=True))[0]
+        self._codes[column] = codes
+        return codes.mul_(self._factor)
+
+    def again(self) -> bool:
+        """Take the lengths and the step that these codes suggest; after a few rounds, keep the nearest rate."""
+        codes = self._codes.flatten()
+        rate = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
+        off = abs(rate - self._bits)
+        self._round += 1
+        if self._round > 1 and (self._best is None or off < self._best[0]):
+            self._best = off, {"qdata": self._codes.t().contiguous(), "scale": self._scale}
+        if self._round >= _COLUMN_ROUNDS or (self._round > 2 and off < _CLOSE_BITS):
+            return False
+        chances = torch.bincount(codes.to(torch.int16).add_(128), minlength=256).float().add_(0.5)
+        self._lengths = (chances / chances.sum()).log2_().neg_()
+        self._step = max(self._step * 2.0 ** (rate - self._bits), _SMALLEST_STEP)
+        self._take_step()
+        return True
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the codes and scales of the round whose rate was nearest."""
+        assert self._best is not None
+        return self._best[1]
+
+
+def _overhead(matrix: Tensor) -> float:
+    """Return about how many bits a weight takes in a file beside its code."""
+    header = min(_HEADER_BITS / matrix.numel(), _MOST_HEADER_BITS_PER_WEIGHT)
+    return header + _SCALE_BITS / matrix.shape[-1]
 
 
 def _root_mean_square(rows: Tensor) -> Tensor:

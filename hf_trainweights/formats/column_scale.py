@@ -23,6 +23,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.columns import ColumnCodes
 
 COLUMN_SCALE = "column_scale"
 
@@ -126,6 +127,13 @@ class ColumnScaled(Format):
         """Quantize rows whose columns are divided already, by the inner format."""
         self.inner.quantize_rows(rows, amax, out)
 
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes | None:
+        """Return what chooses the inner format's codes of the divided columns; None where it has no such thing."""
+        factors = choose_column_scale(weight)
+        wide = factors.float().flatten()
+        inner = self.inner.columns(_divide(weight, factors), importance * wide.square())
+        return None if inner is None else _Columns(inner, factors)
+
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
         """Return the inner format's."""
         return self.inner.codes(tensors)
@@ -135,6 +143,33 @@ class ColumnScaled(Format):
         exact = torch.float64 if dtype == torch.float64 else torch.float32
         values = self.inner.dequantize_rows(tensors, K, exact)
         return values.mul_(tensors[COLUMN_SCALE].to(exact)).to(dtype)
+
+
+class _Columns(ColumnCodes):
+    """The inner format's codes of columns that are divided by their factors."""
+
+    def __init__(self, inner: ColumnCodes, factors: Tensor):
+        self._inner, self._factors = inner, factors
+        self._wide = factors.float().flatten()
+        self.group_size = inner.group_size
+
+    def begin_group(self, group: int, values: Tensor) -> None:
+        """Let the inner format choose what the columns of a group share."""
+        first = group * len(values)
+        self._inner.begin_group(group, values / self._wide[first : first + len(values)].unsqueeze(-1))
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Let the inner format choose the codes."""
+        factor = self._wide[column]
+        return self._inner.encode(column, values / factor).mul_(factor)
+
+    def again(self) -> bool:
+        """Return the inner format's answer."""
+        return self._inner.again()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the inner format's tensors and the factors."""
+        return {**self._inner.tensors(), COLUMN_SCALE: self._factors}
 
 
 def _divide(matrix: Tensor, factors: Tensor) -> Tensor:

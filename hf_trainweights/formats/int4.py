@@ -19,8 +19,15 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
-from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, round_scale, scale_codes
+from hf_trainweights.formats.arithmetic import (
+    float32_blocks,
+    largest_magnitude,
+    reciprocal,
+    round_scale,
+    scale_codes,
+)
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
 
@@ -79,19 +86,55 @@ class Int4(Format):
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill codes `round(w * (1 / scale))` for the clipping with the smallest squared error."""
         groups = rows.view(*amax.shape, -1)
-        divisors = torch.tensor(_CLIPPINGS, device=rows.device).view(-1, 1, 1)
-        candidates = round_scale(amax / divisors, 8, rows.dtype) * _signs(groups, amax)
-        scale = out["scale"].copy_(_best(groups, candidates))
+        scale = out["scale"].copy_(_best(groups, _candidates(groups, amax, rows.dtype)))
         inverse, scratch = reciprocal(scale).unsqueeze(-1), amax.new_empty(0)
         for block, values in float32_blocks(groups):
             codes = _encode(values, inverse[block], scratch.resize_(values.shape))
             out["qdata"][block].copy_(pack_int4(codes.flatten(1)))
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
+        """Return what chooses codes column by column, with the clippings of `quantize_rows`."""
+        return _Columns(self.group_size, weight, importance)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the unpacked codes times their scale."""
         codes, scale = unpack_int4(tensors["qdata"]), tensors["scale"]
         groups = codes.unflatten(-1, (scale.shape[-1], self.group_size))
         return scale_codes(groups, scale.unsqueeze(-1), dtype).view(*codes.shape[:-1], K)
+
+
+class _Columns(ColumnCodes):
+    """The codes and scales of one weight."""
+
+    def __init__(self, group_size: int, weight: Tensor, importance: Tensor):
+        N, K = weight.shape
+        self.group_size, self._importance = group_size, importance
+        self._scale = weight.new_empty((N, K // group_size))
+        self._codes = weight.new_empty((K, N), dtype=torch.int8)
+
+    def begin_group(self, group: int, values: Tensor) -> None:
+        """Choose the scale of the smallest squared error."""
+        groups, first = values.t().unsqueeze(1).contiguous(), group * len(values)
+        candidates = _candidates(groups, largest_magnitude(groups), self._scale.dtype)
+        scale = _best(groups, candidates, self._importance[first : first + len(values)]).flatten()
+        self._scale[:, group] = scale
+        self._factor, self._inverse = scale.float(), reciprocal(scale)
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the nearest codes."""
+        codes = (values * self._inverse).round_().clamp_(-8, 7)
+        self._codes[column] = codes
+        return codes.mul_(self._factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return packed codes and scales."""
+        return {"qdata": pack_int4(self._codes.t().contiguous()), "scale": self._scale}
+
+
+def _candidates(groups: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the scales of each group that are tried, one for each clipping."""
+    divisors = torch.tensor(_CLIPPINGS, device=groups.device).view(-1, 1, 1)
+    return round_scale(amax / divisors, 8, dtype) * _signs(groups, amax)
 
 
 def _signs(groups: Tensor, amax: Tensor) -> Tensor:
@@ -102,8 +145,14 @@ def _signs(groups: Tensor, amax: Tensor) -> Tensor:
     return torch.where(lowest == -amax, 1, -1)
 
 
-def _best(groups: Tensor, candidates: Tensor) -> Tensor:
-    """Return for each group the scale with the smallest squared error, the first of equal ones."""
+def _best(groups: Tensor, candidates: Tensor, importance: Tensor | None = None) -> Tensor:
+    """Return for each group the scale with the smallest squared error, the first of equal ones.
+
+    Args:
+        groups: Weights of any float dtype, `[n, G, g]`.
+        candidates: `[tries, n, G]`.
+        importance: Float32 `[g]`, what the squares of the errors are weighed by; None for all alike.
+    """
     inverses, factors = reciprocal(candidates).unsqueeze(-1), candidates.float().unsqueeze(-1)
     errors = torch.empty_like(candidates, dtype=torch.float32)
     scratch = errors.new_empty(0)
@@ -111,7 +160,8 @@ def _best(groups: Tensor, candidates: Tensor) -> Tensor:
         scratch.resize_(values.shape)
         for inverse, factor, error in zip(inverses[:, block], factors[:, block], errors[:, block], strict=True):
             difference = _encode(values, inverse, scratch).mul_(factor).sub_(values)
-            torch.sum(difference.square_(), dim=-1, out=error)
+            squares = difference.square_() if importance is None else difference.square_().mul_(importance)
+            torch.sum(squares, dim=-1, out=error)
     best, smallest = candidates[0], errors[0]
     for candidate, error in zip(candidates[1:], errors[1:], strict=True):
         better = error < smallest

@@ -23,6 +23,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.planes import COLUMNS, pack_planes, unpack_planes
 from hf_trainweights.formats.uint_search import PARAMETERS, Grid, encode, row_scale, search
@@ -90,7 +91,7 @@ class UInt(Format):
         for block, values in float32_blocks(rows):
             # Groups side by side: what is computed of each is then one operation on whole vectors.
             groups = values.view(-1, self.group_size).t().contiguous()
-            ends = torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
+            ends = _ends(groups)
             scale = out["scale"][block].copy_(row_scale(self.grid, ends.view(2, len(values), -1), rows.dtype))
             inverse = reciprocal(scale).expand(-1, groups.shape[1] // len(values)).flatten()
             steps, zeros = search(self.grid, groups.mul_(inverse), ends.mul_(inverse))
@@ -99,6 +100,10 @@ class UInt(Format):
             out["qdata"][block].copy_(pack_planes(codes.view(len(values), -1), self.grid.bits))
             out["group_scale"][block].copy_(_pack_pairs(steps.sub_(1).view(len(values), -1)))
             out["zero_point"][block].copy_(_pack_pairs(zeros.view(len(values), -1)))
+
+    def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
+        """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
+        return _Columns(self, weight, importance)
 
     def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """Return the codes, 0 to 2**bits - 1, as uint8."""
@@ -152,6 +157,50 @@ class UInt6(UInt):
 
     name: ClassVar[str] = "uint6"
     grid: ClassVar[Grid] = Grid(bits=6, code_units=1, zero_units=4, clippings=(1.05, 1.0, 0.95))
+
+
+class _Columns(ColumnCodes):
+    """The codes, group scales and zero points of one weight; group scales and zero points are `[G, N]`."""
+
+    def __init__(self, form: UInt, weight: Tensor, importance: Tensor):
+        N, K = weight.shape
+        self.group_size = self._size = form.group_size
+        self._grid, self._importance = form.grid, importance
+        groups = weight.float().view(-1, form.group_size).t()
+        self._scale = row_scale(form.grid, _ends(groups).view(2, N, -1), weight.dtype)
+        self._inverse, self._factor = reciprocal(self._scale).flatten(), self._scale.float().flatten()
+        self._limit = torch.finfo(weight.dtype).max * self._inverse
+        self._steps = importance.new_empty((K // form.group_size, N))
+        self._zeros = torch.empty_like(self._steps)
+        self._codes = weight.new_empty((K, N), dtype=torch.uint8)
+
+    def begin_group(self, group: int, values: Tensor) -> None:
+        """Choose the group scale and the zero point of the smallest squared error."""
+        groups, first = values * self._inverse, group * len(values)
+        importance = self._importance[first : first + len(values)]
+        self._steps[group], self._zeros[group] = search(self._grid, groups, _ends(groups), importance)
+
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the nearest codes."""
+        grid, group = self._grid, column // self._size
+        steps, zeros = self._steps[group], self._zeros[group]
+        codes = encode(grid, (values * self._inverse).unsqueeze(0), steps, zeros, self._limit)[0]
+        self._codes[column] = codes
+        return codes.mul_(grid.code_units).sub_(zeros * grid.zero_units).mul_(steps).mul_(self._factor)
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Return packed codes, the scales of rows, and packed group scales and zero points."""
+        return {
+            "qdata": pack_planes(self._codes.t().contiguous(), self._grid.bits),
+            "scale": self._scale,
+            "group_scale": _pack_pairs(self._steps.t().contiguous() - 1),
+            "zero_point": _pack_pairs(self._zeros.t().contiguous()),
+        }
+
+
+def _ends(groups: Tensor) -> Tensor:
+    """Return the least value of each group or 0, and the largest or 0: `[2, n]` of `[group_size, n]`."""
+    return torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
 
 
 def _pack_pairs(values: Tensor) -> Tensor:

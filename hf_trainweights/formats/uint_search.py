@@ -57,7 +57,7 @@ def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.ldexp(up, exponent).to(dtype).masked_fill_(wanted == 0, 0)
 
 
-def search(grid: Grid, groups: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return the group scales and zero points of the smallest squared error among those that are tried.
 
     First each clipping, with the codes about the middle of the range; then the group scales next to the best of these;
@@ -67,13 +67,14 @@ def search(grid: Grid, groups: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
         grid: The codes.
         groups: Float32 `[group_size, n]`, in units of the row's scale.
         ends: `[2, n]`: the least value of each group or 0, and the largest or 0, in the same units.
+        importance: Float32 `[group_size]`, what the squares of the errors are weighed by; None for all alike.
 
     Returns:
         Float32 `[n]` group scales 1 to 16, and zero points 0 to 15.
     """
     low, high = ends
     covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
-    best = _Best(grid, groups)
+    best = _Best(grid, groups, importance)
     for clipping in grid.clippings:
         best.try_scale(covering * clipping, middle)
     scale = best.scale
@@ -88,8 +89,9 @@ def search(grid: Grid, groups: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
 class _Best:
     """The best group scales and zero points so far, the first of equal ones."""
 
-    def __init__(self, grid: Grid, groups: Tensor):
+    def __init__(self, grid: Grid, groups: Tensor, importance: Tensor | None):
         self._grid, self._groups = grid, groups
+        self._importance = None if importance is None else importance.unsqueeze(-1)
         self._exact, self._rounded = torch.empty_like(groups), torch.empty_like(groups)
         self.scale = self.zero = groups.new_zeros(groups.shape[1])
         self._error = groups.new_full(self.scale.shape, torch.inf)
@@ -105,7 +107,8 @@ class _Best:
         """Try group scales and zero points; keep those of a smaller squared error."""
         exact = _steps(self._grid, self._groups, scale, zero, self._exact)
         rounded = torch.round(exact, out=self._rounded).clamp_(0, self._grid.largest_code)
-        error = _sum(exact.sub_(rounded).square_()) * scale.square()
+        squares = exact.sub_(rounded).square_()
+        error = _sum(squares if self._importance is None else squares.mul_(self._importance)) * scale.square()
         better = error < self._error
         self._error = torch.where(better, error, self._error)
         self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)

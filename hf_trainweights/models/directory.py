@@ -7,16 +7,19 @@ needs memory for the quantized model and one weight of the source.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import load_saved, read_config
+from hf_trainweights.models.quantize_in_place import quantize_
 from hf_trainweights.models.saving.new_directories import require_vacant_directory, write_directory
 
 
@@ -26,24 +29,27 @@ def quantize_directory(
     config: TrainWeightsConfig | FormatName | Mapping[str, Any],
     *,
     dtype: torch.dtype | str = "auto",
+    calibration: Sequence[str] | Literal["self"] | None = None,
 ) -> Summary:
     """Quantize a saved model into another directory, with its tokenizer, processor and generation configuration.
 
-    The weights are those of `from_pretrained(source, dtype=dtype, quantization_config=config)` of the class that the
-    model was saved as, written by `save_pretrained(out)`. The source stays as it is.
+    Without calibration the weights are those of `from_pretrained(source, dtype=dtype, quantization_config=config)` of
+    the class that the model was saved as, written by `save_pretrained(out)`. The source stays as it is.
 
     Args:
         source: Directory or Hub id of a float model.
         out: A new or empty directory.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
         dtype: Of scales and of what is not quantized; `"auto"` for that of the source.
+        calibration: Texts such as the model will read, some hundred of them, with which `quantize_` chooses the codes;
+            or `"self"` to let a causal language model write them. Its process needs memory for the float model too.
 
     Returns:
-        The choice for each parameter.
+        The choice for each parameter, and what calibration was worth.
 
     Raises:
         ConfigError: `out` is not empty; the source is missing, cannot be read, is quantized already, is of no class of
-            Transformers, or lacks weights; or nothing would be quantized.
+            Transformers, or lacks weights; or nothing would be quantized; or `calibration` does not fit the model.
         CorruptFileError: A file of the source is damaged.
         QuantizationError: A weight holds NaN or Inf.
         SaveError: `out` cannot be written.
@@ -62,7 +68,28 @@ def quantize_directory(
             "float, take that entry out of config.json."
         )
         raise ConfigError(str(source), "a float model", found, next_step)
-    model = load_saved(source, quantization_config=config, dtype=dtype)
+    if calibration is None:
+        model = load_saved(source, quantization_config=config, dtype=dtype)
+        quantizer: Any = model.hf_quantizer
+        summary = quantizer.summary()
+    else:
+        model = load_saved(source, dtype=dtype)
+        summary = quantize_(model, config, calibration=_batches(model, source, calibration))
     write_directory(model, source, out)
-    quantizer: Any = model.hf_quantizer
-    return quantizer.summary()
+    return summary
+
+
+def _batches(
+    model: PreTrainedModel, source: str | os.PathLike[str], calibration: Sequence[str] | Literal["self"]
+) -> list[dict[str, torch.Tensor]]:
+    """Return the inputs that a model is calibrated with."""
+    if calibration == "self":
+        return written_by(model)
+    if isinstance(calibration, str):
+        raise ConfigError("calibration", 'a list of texts or "self"', repr(calibration)[:80], "Pass one of these.")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        next_step = "Save its tokenizer there, or load the model and pass batches to quantize_."
+        raise ConfigError("calibration", f"a tokenizer in {source}", "none that loads", next_step) from error
+    return batches_of_texts(model, tokenizer, calibration)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,6 +21,8 @@ from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.budget.measure import measure_in_memory
 from hf_trainweights.models.budget.plan import check_loaded, plan, weight_of
 from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.calibration.batches import digest_of
+from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose
 from hf_trainweights.models.choosing.slowness import say_if_slow
@@ -43,17 +46,20 @@ def quantize_(
     Args:
         module: Any module with its weights loaded. Weights that are in their format already stay as they are.
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
-        calibration: For a configuration with `bits` or `size`, a few batches such as the model will get, each a dict
-            of its arguments or one tensor. They tell which weights matter most. If it is None, random tokens do, where
-            the module is a Transformers model that takes tokens alone; else the sizes of the weights decide.
+        calibration: Batches such as the model will get, each a dict of its arguments or one tensor, some thousand
+            tokens in all. The codes of formats of 2 to 6 bits and of `coded` are then chosen so that what the blocks of
+            the model return changes least, block by block: minutes for small models, and worth most of a bit. With
+            `bits` or `size` the batches also tell which weights matter most. If it is None, a weight alone decides
+            about its codes, and for `bits` or `size` random tokens do, where the module is a Transformers model that
+            takes tokens alone; else the sizes of the weights.
 
     Returns:
-        The choice for each parameter; it is also logged in one line.
+        The choice for each parameter, and what calibration was worth; it is also logged in one line.
 
     Raises:
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
             nothing, or the configuration is not valid or has unknown keys, or the module does not run on
-            `calibration`; the module is unchanged.
+            `calibration`, or no format gains by it; the module is unchanged.
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
 
     Examples:
@@ -66,22 +72,41 @@ def quantize_(
         raise ConfigError("module", "an nn.Module", repr(module)[:80], next_step)
     config = TrainWeightsConfig.of(config)
     config.check_quantizing()
-    if calibration is not None and not config.needs_plan:
-        next_step = "Leave it out: nothing is chosen by it."
-        raise ConfigError("calibration", "None without bits or size to choose formats for", "batches", next_step)
+    batches = None if calibration is None else list(calibration)
+    if batches == []:
+        raise ConfigError("calibration", "batches", "none", "An iterator may have been read already.")
+    config = config.calibrated(None if batches is None else digest_of(batches))
     skip = modules_kept_in_float(module, config.include_embeddings)
     if config.needs_plan:
-        config = plan(module, config, skip, measure_in_memory(module, config, skip, calibration))
+        config = plan(module, config, skip, measure_in_memory(module, config, skip, batches))
     summary = choose(module, config, skip)
     check_choice(module, summary, config)
-    quantize_chosen(module, summary)
+    todo = _checked(summary)
+    if batches is not None and config.plan is None:
+        require_gain(todo)
+    found = None if batches is None else calibrate(module, todo, batches)
+    _put(module, todo, {} if found is None else found.weights)
     say_if_slow(module, config)
+    return _told(_adopted(module, config) or summary, found)
+
+
+def _adopted(module: nn.Module, config: TrainWeightsConfig) -> Summary | None:
+    """Make the Transformers models in a module such as `from_pretrained` returns; return the summary of the whole."""
     for model in _models(module):
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
             adopted = quantizer.adopt(model)
             if model is module:
                 return adopted
+    return None
+
+
+def _told(summary: Summary, found: Calibration | None) -> Summary:
+    """Return a summary with what calibration brought and could not bring, after logging it."""
+    if found is not None:
+        why = {name: f"without calibration: {reason}" for name, reason in found.reasons.items()}
+        told = (replace(each, reason=why[each.name]) if each.name in why else each for each in summary.tensors)
+        summary = Summary(tuple(told), found.gain if found.weights else None)
     _logger.info("%s", summary)
     return summary
 
@@ -125,15 +150,29 @@ def quantize_chosen(module: nn.Module, summary: Summary) -> None:
     Raises:
         QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
     """
-    # Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
+    _put(module, _checked(summary), {})
+
+
+def _checked(summary: Summary) -> list[Choice]:
+    """Return the choices whose weights are still to be quantized.
+
+    Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
+    """
     todo = [choice for choice in summary.quantized if not isinstance(weight_of(choice), QuantizedTensor)]
     for choice in todo:
         _check_values(choice)
+    return todo
+
+
+def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, QuantizedTensor]) -> None:
+    """Replace weights by those that are known already, else by their quantized values."""
     places = parameter_places(module)
     for choice in todo:
         assert choice.format is not None
         weight = weight_of(choice)
-        tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
+        tensor = known.get(choice.name)
+        if tensor is None:
+            tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 

@@ -137,6 +137,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         with failing_alike(is_loaded_by_ranks(model)):
             self.state.stored = check_weight_files(files, model.config.name_or_path or "")
         self._choose(model)
+        if not self.pre_quantized:
+            # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
+            self.quantization_config = self.quantization_config.calibrated(None)
         if self.pre_quantized:
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)

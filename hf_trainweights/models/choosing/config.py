@@ -29,7 +29,14 @@ CONFIG_VERSION = 1
 CODED_VERSION = 2
 DEFAULT_FORMAT = "int8"
 # Keys that config.json has only where they are set: earlier versions do not know them.
-_ONLY_IF_SET = {"bits": None, "size": None, "plan": None, "column_scale": False, "compress": False}
+_ONLY_IF_SET = {
+    "bits": None,
+    "size": None,
+    "plan": None,
+    "column_scale": False,
+    "compress": False,
+    "calibration_sha256": None,
+}
 
 # The formats that come with the package, which editors complete, or one that was registered.
 FormatName = Literal["int8", "int4", "float8_e4m3", "coded"] | str
@@ -61,6 +68,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             quantized and saved in config.json; with it, nothing is chosen again.
         base_model: Hub id of the float model; a model that is loaded from the Hub by this configuration has it in its
             own copy, so that cards of later saves can name it.
+        calibration_sha256: Of the inputs that the codes were chosen with. It is set when a model is quantized with
+            calibration and saved in config.json, for the record.
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
         bits: Bits of a weight in a file, scales included, with format "coded": from 2 to 8, 4 if not given.
@@ -98,6 +107,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         size: str | int | None = None,
         compress: bool = False,
         plan: Mapping[str, str | Mapping[str, Any]] | None = None,
+        calibration_sha256: str | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
         **unknown: Never,
@@ -138,6 +148,10 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         if type(compress) is not bool:
             raise ConfigError("compress", "True or False", repr(compress), "Pass one of these.")
         self.compress = compress
+        if not isinstance(calibration_sha256, str | None):
+            expected, found = "a digest or None", repr(calibration_sha256)
+            raise ConfigError("calibration_sha256", expected, found, "Leave it out.")
+        self.calibration_sha256 = calibration_sha256
         self.version = self._needed_version()
 
     def _needed_version(self) -> int:
@@ -222,6 +236,16 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """
         config = copy.copy(self)
         config.format, config.plan = DEFAULT_FORMAT, {name: shortest(form) for name, form in plan.items()}
+        return config
+
+    def calibrated(self, sha256: str | None) -> TrainWeightsConfig:
+        """Return this configuration with the digest of what codes were chosen with; it stays as it is itself.
+
+        Args:
+            sha256: The digest; None for codes that were chosen without.
+        """
+        config = copy.copy(self)
+        config.calibration_sha256 = sha256
         return config
 
     def without_exceptions(self) -> TrainWeightsConfig:

@@ -44,15 +44,37 @@ class Choice:
     file_bytes: int | None = None
 
 
+@dataclass(frozen=True)
+class Calibrated:
+    """What calibration was worth.
+
+    Args:
+        tokens: Tokens that the codes were chosen with.
+        error_before: How far the outputs of the last block are off when it and those before it are quantized without
+            calibration, as the norm of the error over that of the outputs.
+        error_after: The same with the codes that were chosen.
+    """
+
+    tokens: int
+    error_before: float
+    error_after: float
+
+    def __str__(self) -> str:
+        errors = f"{100 * self.error_before:.3g} % without, {100 * self.error_after:.3g} % with it"
+        return f"calibrated with {self.tokens:,} tokens: the last block's outputs are off by {errors}"
+
+
 @dataclass(frozen=True, repr=False)
 class Summary:
     """All choices for a module: a line as text, totals in a console or a notebook, and each choice by iteration.
 
     Args:
         tensors: A choice for every parameter; a tied one once.
+        calibrated: What calibration was worth, if the weights have just been quantized with it.
     """
 
     tensors: tuple[Choice, ...]
+    calibrated: Calibrated | None = None
 
     @property
     def quantized(self) -> tuple[Choice, ...]:
@@ -97,10 +119,15 @@ class Summary:
         left = Counter(choice.reason for choice in self.tensors if choice.format is None)
         quantized = ", ".join(f"{count} {what}" for what, count in done.items()) or "none"
         alone = ", ".join(f"{count} {why}" for why, count in left.items()) or "none"
-        return f"quantized: {quantized}; left alone: {alone}; {self._sizes()}"
+        line = f"quantized: {quantized}; left alone: {alone}; {self._sizes()}"
+        return line if self.calibrated is None else f"{line}; {self.calibrated}"
 
     def __repr__(self) -> str:
-        lines = [self._caption(), *("  " + "  ".join(row) for row in self._totals())]
+        lines = [
+            self._caption(),
+            *([str(self.calibrated)] if self.calibrated else []),
+            *("  " + "  ".join(row) for row in self._totals()),
+        ]
         largest = sorted(self.tensors, key=lambda choice: choice.bytes_after, reverse=True)[:_LARGEST]
         lines += ["largest:", *(f"  {choice.name}  {_megabytes(choice.bytes_after)}" for choice in largest)]
         return "\n".join([*lines, "Each parameter: print(summary.table()), or iterate over the summary."])

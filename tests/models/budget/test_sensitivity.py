@@ -103,8 +103,3 @@ def test_a_calibration_that_does_not_fit_is_refused_and_changes_nothing() -> Non
     with pytest.raises(ConfigError, match=r"calibration: expected inputs that the module runs on, found RuntimeError"):
         quantize_(module, TrainWeightsConfig(bits=6.5), calibration=[torch.ones(2, 7)])
     assert all(one is other for one, other in zip(module.parameters(), before, strict=True))
-
-
-def test_calibration_without_a_budget_is_refused(batches: list[Any]) -> None:
-    with pytest.raises(ConfigError, match="calibration: expected None without bits or size"):
-        quantize_(Branches(), TrainWeightsConfig("int8"), calibration=batches)

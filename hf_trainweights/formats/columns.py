@@ -1,0 +1,50 @@
+"""Codes of a weight that are chosen column by column, so that later columns can make up for the errors of earlier ones.
+
+A format offers this beside `quantize`. Calibration decides which values a column should have; the format decides which
+scales and codes come nearest to them.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from torch import Tensor
+
+
+class ColumnCodes(ABC):
+    """The codes of one weight `[N, K]`, from the first column to the last.
+
+    Before the first column of each group of `group_size` columns comes `begin_group`, then `encode` for each column.
+    After the last column, `again` says whether all columns are to be chosen once more.
+    """
+
+    group_size: int | None = None
+    """Columns that share a scale, which is chosen from the values they have when the first of them is reached."""
+
+    def begin_group(self, group: int, values: Tensor) -> None:  # noqa: B027  (a format without groups needs none)
+        """Choose what the columns of a group share.
+
+        Args:
+            group: Its number in the row, from 0.
+            values: Float32 `[group_size, N]`: what these columns should be.
+        """
+
+    @abstractmethod
+    def encode(self, column: int, values: Tensor) -> Tensor:
+        """Choose the codes of a column.
+
+        Args:
+            column: Its number, from 0.
+            values: Float32 `[N]`: what it should be; not to be changed.
+
+        Returns:
+            New float32 `[N]`: the values of the codes.
+        """
+
+    def again(self) -> bool:
+        """Return whether to choose all columns once more, because the whole shows that other codes are better."""
+        return False
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the stored tensors of the weight, as `Format.quantize` does."""

@@ -1,0 +1,105 @@
+"""What a model is calibrated with: texts as its tokenizer gives them, or tokens that it writes itself."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget.sensitivity import Batch
+
+# Many short texts tell more than few long ones.
+_MOST_TOKENS, _TEXTS_A_BATCH = 512, 16
+# A model writes windows of so many tokens, so many of them or more for layers with many inputs.
+_WINDOW, _WINDOWS = 128, 64
+_TOKENS_AN_INPUT = 8
+_SEED = 0
+
+
+def digest_of(batches: Iterable[Batch]) -> str:
+    """Return the SHA-256 of the tensors of batches, in their order.
+
+    Args:
+        batches: Inputs of a module.
+
+    Examples:
+        >>> digest_of([torch.zeros(1)])[:8]
+        'df3f6198'
+    """
+    sha256 = hashlib.sha256()
+    for batch in batches:
+        values = [batch] if isinstance(batch, Tensor) else [batch[name] for name in sorted(batch)]
+        for value in values:
+            if isinstance(value, Tensor):
+                sha256.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return sha256.hexdigest()
+
+
+def batches_of_texts(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
+) -> list[dict[str, Tensor]]:
+    """Return texts as batches of tokens, short ones and long ones apart.
+
+    Args:
+        model: A model that takes tokens.
+        tokenizer: Its tokenizer.
+        texts: The texts; of a long one the first 512 tokens count.
+
+    Raises:
+        ConfigError: There is no text, or the model takes other things than tokens.
+    """
+    if model.main_input_name != "input_ids":
+        next_step = "Load it and pass batches to quantize_."
+        raise ConfigError("calibration", "a model that takes tokens", model.main_input_name, next_step)
+    texts = [text for text in texts if text.strip()]
+    if not texts:
+        raise ConfigError("calibration", "texts", "none", "Give some hundred texts, one a line.")
+    if tokenizer.pad_token is None:
+        # What stands there does not matter, because the attention mask leaves it out.
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
+    most = min(_MOST_TOKENS, getattr(model.config, "max_position_embeddings", None) or _MOST_TOKENS)
+    texts = sorted(texts, key=len)
+    batches = []
+    for start in range(0, len(texts), _TEXTS_A_BATCH):
+        chosen = texts[start : start + _TEXTS_A_BATCH]
+        batch = dict(tokenizer(chosen, padding=True, truncation=True, max_length=most, return_tensors="pt"))
+        if model.config.is_encoder_decoder:
+            batch |= {"decoder_input_ids": batch["input_ids"], "decoder_attention_mask": batch["attention_mask"]}
+        batches.append(batch)
+    return batches
+
+
+@torch.no_grad()
+def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
+    """Return batches of tokens that a causal language model draws from its own probabilities, always the same.
+
+    Args:
+        model: The model; the more inputs its largest layer has, the more tokens.
+
+    Raises:
+        ConfigError: It is no causal language model.
+    """
+    if not model.can_generate() or model.config.is_encoder_decoder or model.main_input_name != "input_ids":
+        next_step = "Give texts, or load it and pass batches to quantize_."
+        raise ConfigError("calibration", "a causal language model, which can write", type(model).__name__, next_step)
+    embeddings: Any = model.get_input_embeddings()
+    most = max(module.in_features for module in model.modules() if isinstance(module, nn.Linear))
+    windows = max(_WINDOWS, -(-_TOKENS_AN_INPUT * most // _WINDOW))
+    generator = torch.Generator().manual_seed(_SEED)
+    starts = torch.randint(embeddings.weight.shape[0], (windows, 1), generator=generator)
+    return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+
+
+def _write(model: Any, starts: Tensor, generator: torch.Generator) -> Tensor:
+    """Return windows of tokens that begin with given ones, `[n, _WINDOW]`."""
+    windows, cache = starts, None
+    for _ in range(_WINDOW - 1):
+        output = model(input_ids=windows[:, -1:].to(model.device), past_key_values=cache, use_cache=True)
+        cache, chances = output.past_key_values, output.logits[:, -1].float().softmax(-1).cpu()
+        windows = torch.cat((windows, torch.multinomial(chances, 1, generator=generator)), dim=1)
+    return windows

@@ -1,0 +1,239 @@
+"""The blocks of a model: where they stand, in which order they run, and what they are called with.
+
+No model is known by name. A block is an element of an outermost nn.ModuleList or nn.Sequential that has weights to
+quantize. Blocks of which each gets what the one before it returned form a chain, and are walked without running the
+rest of the model again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget.sensitivity import Batch
+
+# Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+_HIDDEN = object()
+
+
+class Stopped(Exception):  # noqa: N818  (no error: it ends a forward pass whose rest is not needed)
+    """A hook has seen all that it was put there for."""
+
+
+@dataclass
+class Stream:
+    """What the blocks of a chain get: in the float model, or in one whose earlier weights are quantized.
+
+    Args:
+        hidden: For each batch the tensor that goes from block to block.
+        arguments: For each batch the call of each block, whose own hidden tensor does not count.
+    """
+
+    hidden: list[Tensor] = field(default_factory=list)
+    arguments: list[list[Arguments]] = field(default_factory=list)
+
+    def run(self, block: nn.Module, number: int, batch: int) -> Tensor:
+        """Return what a block of the chain returns for the tensor that has come to it.
+
+        Args:
+            block: The block.
+            number: Its number in the chain.
+            batch: Number of the batch.
+
+        Returns:
+            The first tensor that it returns; the one that came to it if there is none.
+        """
+        args, kwargs = self.arguments[batch][number]
+        hidden = self.hidden[batch]
+        args = tuple(hidden if value is _HIDDEN else value for value in args)
+        kwargs = {name: hidden if value is _HIDDEN else value for name, value in kwargs.items()}
+        output = _first_tensor(block(*args, **kwargs))
+        return hidden if output is None else output
+
+    def advance(self, block: nn.Module, number: int) -> None:
+        """Let all batches pass a block."""
+        for batch in range(len(self.hidden)):
+            self.hidden[batch] = self.run(block, number, batch)
+
+
+def run_model(module: nn.Module, batch: Batch) -> None:
+    """Run a module on a batch without a cache, until it ends or a hook stops it.
+
+    Args:
+        module: The module.
+        batch: Its keyword arguments, or its only argument.
+
+    Raises:
+        ConfigError: The module does not run on it.
+    """
+    device = next(module.parameters()).device
+    inputs = batch if isinstance(batch, Mapping) else {"": batch}
+    inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    if isinstance(module, PreTrainedModel) and hasattr(module.config, "use_cache"):
+        inputs = {"use_cache": False, **inputs}
+    try:
+        module(inputs[""]) if "" in inputs else module(**inputs)
+    except Stopped:
+        return
+    except ConfigError:
+        raise
+    except Exception as error:
+        # Whatever a module's own code raises.
+        expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
+        raise ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.") from error
+
+
+def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) -> list[list[nn.Module]]:
+    """Return the blocks that a forward pass runs once each, in its order, in chains.
+
+    Args:
+        module: The module.
+        owners: The modules that own the weights to quantize.
+        batch: A batch to run.
+    """
+    blocks = _blocks(module, set(owners))
+    calls: list[nn.Module] = []
+    chained: dict[nn.Module, bool] = {}
+    last: list[Tensor | None] = [None]
+
+    def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        calls.append(block)
+        found, _ = _take_hidden(args, kwargs)
+        before = last[0]
+        if found is not None:
+            # A model may return a view, so identity is too much to ask.
+            chained[block] = before is not None and _is_same(found, before)
+
+    def left(block: nn.Module, args: Any, output: Any) -> None:
+        last[0] = _first_tensor(output)
+
+    with contextlib.ExitStack() as stack:
+        for block in blocks:
+            stack.callback(block.register_forward_pre_hook(entered, with_kwargs=True).remove)
+            stack.callback(block.register_forward_hook(left).remove)
+        run_model(module, batch)
+    chains: list[list[nn.Module]] = []
+    for block in calls:
+        if calls.count(block) > 1 or block not in chained:
+            continue
+        if chains and chained[block]:
+            chains[-1].append(block)
+        else:
+            chains.append([block])
+    return chains
+
+
+def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Batch]) -> Stream:
+    """Return what the blocks of a chain are called with.
+
+    Args:
+        module: The module, with the weights that it is to run with.
+        chain: Blocks, of which each gets what the one before it returned.
+        batches: Inputs of the module.
+
+    Raises:
+        ConfigError: A block is called with a cache, which would grow at every further call.
+    """
+    stream, calls = Stream(), list[Arguments]()
+
+    def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        _refuse_caches(block, args, kwargs)
+        found, others = _take_hidden(args, kwargs)
+        if block is chain[0] and found is not None:
+            stream.hidden.append(found)
+        calls.append(others)
+        if block is chain[-1]:
+            raise Stopped
+
+    with contextlib.ExitStack() as stack:
+        for block in chain:
+            stack.callback(block.register_forward_pre_hook(entered, with_kwargs=True).remove)
+        for batch in batches:
+            run_model(module, batch)
+            stream.arguments.append(list(calls))
+            calls.clear()
+    return stream
+
+
+@contextlib.contextmanager
+def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
+    """Within it, show what each call of some layers gets.
+
+    Args:
+        layers: The layers.
+        see: Called with a layer and its input.
+    """
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.callback(layer.register_forward_pre_hook(lambda layer, args: see(layer, args[0])).remove)
+        yield
+
+
+def without_padding(values: Tensor, batch: Batch) -> Tensor:
+    """Return the rows of a layer's input that are no padding.
+
+    Args:
+        values: `[*, K]`.
+        batch: The batch that led to it, with or without attention masks `[sequences, tokens]`.
+
+    Returns:
+        `[n, K]`.
+    """
+    rows = values.reshape(-1, values.shape[-1])
+    for name, mask in batch.items() if isinstance(batch, Mapping) else ():
+        if name.endswith("attention_mask") and mask.dim() == 2 and mask.numel() == len(rows):
+            return rows[mask.flatten().bool().to(rows.device)]
+    return rows
+
+
+def _take_hidden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor | None, Arguments]:
+    """Return the tensor that goes from block to block, the first among the arguments, and the others."""
+    for place, value in enumerate(args):
+        if isinstance(value, Tensor):
+            return value, ((*args[:place], _HIDDEN, *args[place + 1 :]), kwargs)
+    for name, value in kwargs.items():
+        if isinstance(value, Tensor):
+            return value, (args, {**kwargs, name: _HIDDEN})
+    return None, (args, kwargs)
+
+
+def _first_tensor(output: Any) -> Tensor | None:
+    """Return the tensor that a block returns, the first of several."""
+    if isinstance(output, Tensor):
+        return output
+    values = output.values() if isinstance(output, Mapping) else output
+    return _first_tensor(next(iter(values), None)) if isinstance(output, Mapping | tuple | list) else None
+
+
+def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
+    """Return the elements of the outermost containers that have one of the owners in them; else the module itself."""
+    blocks: list[nn.Module] = []
+    inside: set[nn.Module] = set()
+    for container in module.modules():
+        if isinstance(container, nn.ModuleList | nn.Sequential) and container not in inside:
+            within = set(container.modules())
+            if not owners.isdisjoint(within):
+                inside |= within
+                blocks += container.children()
+    return blocks or [module]
+
+
+def _is_same(a: Tensor, b: Tensor) -> bool:
+    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
+
+
+def _refuse_caches(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for value in (*args, *kwargs.values()):
+        # Every cache of Transformers has this method, and no argument of another kind.
+        if hasattr(value, "get_seq_length"):
+            found = f"a {type(value).__name__} among the arguments of {type(block).__name__}"
+            next_step = "Switch it off in the batches: attention would read the keys of an earlier pass."
+            raise ConfigError("calibration", "blocks that run without a cache", found, next_step)
