@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, write_file
 
 
 def fingerprint(value: Any) -> Any:
@@ -42,10 +42,16 @@ def encoded_bytes(encoded: EncodedFile) -> bytes:
     return file.getvalue()
 
 
+def written_bytes(tree: Any, plan: Any = None, **options: Any) -> bytes:
+    """`tree` as an encoded file."""
+    file = io.BytesIO()
+    write_file(file, tree, plan or {}, **options)
+    return file.getvalue()
+
+
 def stored(tree: Any, plan: Any = None, **options: Any) -> Any:
     """`tree` after a way through a file."""
-    encoded = encode_file(tree, {} if plan is None else plan, **options)
-    return torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)
+    return torch.load(io.BytesIO(written_bytes(tree, plan, **options)), weights_only=True)
 
 
 def trained(optimizer_name: str, *, dtype: torch.dtype = torch.float32, steps: int = 3) -> tuple[Any, Any, Any]:
@@ -81,7 +87,7 @@ def small_tree() -> dict[str, Any]:
 
 def write_anchor(directory: Path, tree: Any) -> Path:
     """Stores `tree` as an anchor and returns its path."""
-    data = encoded_bytes(encode_file(tree, {}))
+    data = written_bytes(tree)
     path = directory / anchor_file_name(hashlib.sha256(data).hexdigest())
     path.write_bytes(data)
     return path
@@ -89,7 +95,7 @@ def write_anchor(directory: Path, tree: Any) -> Path:
 
 def write_encoded(path: Path, tree: Any, plan: Any = None, **options: Any) -> Path:
     """Stores `tree` in a file and returns its path."""
-    path.write_bytes(encoded_bytes(encode_file(tree, plan or {}, **options)))
+    path.write_bytes(written_bytes(tree, plan, **options))
     return path
 
 

@@ -19,15 +19,15 @@ import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile
-from hf_trainweights.checkpoint.encoded.spool import Spool
+from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
@@ -36,6 +36,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
+from hf_trainweights.files.torch_zip_writer import Writable
 
 # What torch.load needs of a zip file. The others that torch.save writes take 1 kB an item.
 _RECORDS = ("data.pkl", "data/0", "version")
@@ -80,19 +81,6 @@ class Item:
         return len(self.data)
 
 
-@dataclass(frozen=True)
-class JoinedItems:
-    """Items as one encoded file.
-
-    Args:
-        file: Their flat state dict.
-        starts: Where each item begins in its payload.
-    """
-
-    file: EncodedFile
-    starts: dict[str, int]
-
-
 def payload_start(file: IO[bytes]) -> int:
     """Return where the payload begins in a torch zip file that holds one tensor, in bytes."""
     with zipfile.ZipFile(file) as archive:
@@ -103,31 +91,24 @@ def payload_start(file: IO[bytes]) -> int:
 
 
 class Joiner:
-    """Collects items and makes one encoded file of them.
+    """Writes items as one encoded file of their flat state dict.
 
     Args:
-        directory: Where a payload that is too large for memory waits.
-        expected_bytes: About how much there will be.
+        file: A binary file at its beginning.
     """
 
-    def __init__(self, directory: Path | None, expected_bytes: int):
-        self._spool = Spool(directory, expected_bytes)
+    def __init__(self, file: Writable):
+        self._payload = FilePayload(file, decode_file)
         self._stop = 0
         self._starts: dict[str, int] = {}
         self._storages: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._numbers: dict[str, int] = {}
 
-    def __enter__(self) -> Joiner:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._spool.__exit__(*exception)
-
     def add(self, name: str, item: Item) -> None:
         """Append an item of one tensor under its key in the state dict; only the item's bytes are kept."""
         nested, storages = _nest(item)
-        self._spool.append(nested)
+        self._payload.append(nested)
         self._stop += -self._stop % ALIGNMENT_BYTES
         self._starts[name] = self._stop + item.lead
         self._stop += len(nested)
@@ -136,12 +117,12 @@ class Joiner:
         self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
         self._storages += storages
 
-    def finish(self) -> JoinedItems:
-        """Return the file; its payload may lie in an unlinked one in the directory."""
+    def finish(self) -> dict[str, int]:
+        """Complete the file, and return where each item begins in its payload."""
         tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
         structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
-        file = EncodedFile(self._spool.finish(), seal_structure(structure), (), None)
-        return JoinedItems(file, self._starts)
+        self._payload.complete(seal_structure(structure))
+        return self._starts
 
 
 def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
@@ -162,17 +143,16 @@ def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
 
 
 def _file_of_one(storages: list[dict[str, Any]], number: int, pieces: Iterable[Sequence[Tensor]]) -> EncodedFile:
-    with Spool(None, 0) as spool:
-        for piece in (piece for several in pieces for piece in several):
-            spool.append(piece)
-        payload = spool.finish()
+    payload = Payload()
+    for piece in (piece for several in pieces for piece in several):
+        payload.append(piece)
     content: Mapping[str, Any] = {
         "version": VERSION,
         "tree": {"tensor": 0},
         "tensors": [{"storage": number}],
         "storages": storages,
     }
-    return EncodedFile(payload, seal_structure(content), (), None)
+    return EncodedFile(payload.finish(), seal_structure(content), (), None)
 
 
 def _nest(item: Item) -> tuple[Tensor, list[dict[str, Any]]]:

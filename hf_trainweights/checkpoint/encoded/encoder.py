@@ -17,8 +17,8 @@ from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.spool import Spool
 from hf_trainweights.checkpoint.encoded.storage_encoder import (
     anchor_reference,
     decoded_tensor,
@@ -28,6 +28,7 @@ from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_
 from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.torch_zip_writer import Writable, join_crc32
 
 
 @dataclass(frozen=True)
@@ -56,17 +57,32 @@ class TensorReport:
 
 
 @dataclass(frozen=True)
+class WrittenFile:
+    """What became of a tree.
+
+    Args:
+        structure: See structure.py.
+        report: One entry per storage.
+        anchor_sha256: Digest of the anchor that reading it takes, or None if no tensor refers to one.
+    """
+
+    structure: str = field(repr=False)
+    report: tuple[TensorReport, ...] = field(repr=False)
+    anchor_sha256: str | None
+
+
+@dataclass(frozen=True)
 class EncodedFile:
-    """An encoded file that is not yet on disk; `torch.save` writes it, as one call of `decode_file`.
+    """An encoded file in memory; `torch.save` writes it, as one call of `decode_file`.
 
     Pass torch.save an open file, for it writes the name of a path into the file. Then equal trees and plans give equal
     bytes.
 
     Args:
-        payload: 1-D uint8. Beyond 96 MiB it lies in an unlinked temporary file, not in memory.
-        structure: See structure.py.
-        report: One entry per storage.
-        anchor_sha256: Digest of the anchor that reading it takes, or None if no tensor refers to one.
+        payload: 1-D uint8.
+        structure: As in `WrittenFile`.
+        report: As there.
+        anchor_sha256: As there.
 
     Examples:
         >>> import io
@@ -93,34 +109,69 @@ def encode_file(
     anchor: Anchor | BaseWeights | None = None,
     anchor_link: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
-    spool_directory: Path | None = None,
 ) -> EncodedFile:
-    """Encode a tree of tensors and plain values (see tree.py), for `torch.save`.
-
-    Tensors are read one at a time, so memory beyond the tree is a few times the largest one. A tensor without a plan is
-    stored exactly, and without an `anchor` without reference. `anchor_link` is the path of the anchor to record
-    (default: its present path); of a base, the directory that may hold copies of its files. `second_moments` have by
-    the name in a weight's plan its `exp_avg_sq` in another file, a hint. Payloads beyond 96 MiB wait in
-    `spool_directory`. UnstorableError names the key path.
+    """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`.
 
     Examples:
         >>> encoded = encode_file({"weight": torch.zeros(4), "lr": 0.1}, {})
         >>> [(entry.path, entry.codec) for entry in encoded.report]
         [('weight', 'raw')]
     """
+    payload = Payload()
+    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
+    return EncodedFile(payload.finish(), written.structure, written.report, written.anchor_sha256)
+
+
+def write_file(
+    file: Writable,
+    tree: Any,
+    plan: Plan,
+    *,
+    anchor: Anchor | BaseWeights | None = None,
+    anchor_link: Path | None = None,
+    second_moments: Mapping[str, Tensor] | None = None,
+) -> WrittenFile:
+    """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads.
+
+    Tensors are read one at a time, and what becomes of each is written at once, so memory beyond the tree is a few
+    times the largest one. A tensor without a plan is stored exactly, and without an `anchor` without reference.
+    `anchor_link` is the path of the anchor to record (default: its present path); of a base, the directory that may
+    hold copies of its files. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
+    hint. UnstorableError names the key path.
+
+    Examples:
+        >>> import io
+        >>> file = io.BytesIO()
+        >>> _ = write_file(file, {"weight": torch.ones(2)}, {})
+        >>> _ = file.seek(0)
+        >>> torch.load(file, weights_only=True)
+        {'weight': tensor([1., 1.])}
+    """
+    payload = FilePayload(file, decode_file)
+    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
+    payload.complete(written.structure)
+    return written
+
+
+def _encode(
+    payload: Payload,
+    tree: Any,
+    plan: Plan,
+    anchor: Anchor | BaseWeights | None,
+    anchor_link: Path | None,
+    second_moments: Mapping[str, Tensor],
+) -> WrittenFile:
     structure, storages = flatten(tree)
     header: dict[str, Json] = {"version": VERSION}
     anchor_entry = _anchor_entry(anchor, anchor_link)
-    plain_bytes = sum(map(_plain_bytes, storages))
-    with Spool(spool_directory, plain_bytes) as spool, torch.no_grad(), default_device_cpu():
-        numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments or {}, spool)
-        payload = spool.finish()
+    with torch.no_grad(), default_device_cpu():
+        numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments, payload)
     for view in structure["tensors"]:
         view["storage"] = numbers[view["storage"]]
     if anchor_entry and any("anchor" in entry for entry in entries):
         header["anchor"] = anchor_entry
     text = seal_structure({**header, **structure, "storages": entries})
-    return EncodedFile(payload, text, tuple(report), anchor.sha256 if anchor and "anchor" in header else None)
+    return WrittenFile(text, tuple(report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
 def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
@@ -142,7 +193,7 @@ def _encode_storages(
     plan: Plan,
     anchor: Anchor | BaseWeights | None,
     second_moments: Mapping[str, Tensor],
-    spool: Spool,
+    payload: Payload,
 ) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
     """Return each storage's number in the file by its index, the entries in the file, and the report."""
     plans = [_plan_of(storage, plan) for storage in storages]
@@ -164,7 +215,7 @@ def _encode_storages(
         codec, encoded = encode_storage(tensor, storage, each, references)
         if index in referred:
             decoded[index] = decoded_tensor(codec, encoded, tensor, references)
-        entry = _entry(codec, encoded, tensor, spool)
+        entry = _entry(codec, encoded, tensor, payload)
         if "anchor" in codec.references and "anchor" in references:
             assert anchor is not None  # it is where the reference comes from
             assert each.anchor is not None
@@ -196,15 +247,19 @@ def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[in
                 yield each
 
 
-def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, spool: Spool) -> dict[str, Json]:
-    for payload in encoded.payloads:
-        spool.append(payload)
+def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, payload: Payload) -> dict[str, Json]:
+    checksums = [payload_crc32([piece]) for piece in encoded.payloads]
+    for piece, checksum in zip(encoded.payloads, checksums, strict=True):
+        payload.append(piece, checksum)
+    joined = 0
+    for piece, checksum in zip(encoded.payloads, checksums, strict=True):
+        joined = join_crc32(joined, checksum, piece.numel())
     entry: dict[str, Json] = {
         "codec": codec.codec_id,
         "dtype": str(tensor.dtype).removeprefix("torch."),
         "shape": list(tensor.shape),
-        "sizes": [payload.numel() for payload in encoded.payloads],
-        "crc32": payload_crc32(encoded.payloads),
+        "sizes": [piece.numel() for piece in encoded.payloads],
+        "crc32": joined,
     }
     if encoded.params:
         entry["params"] = encoded.params

@@ -1,7 +1,7 @@
 """The one layout of an encoded file: a torch zip file that holds a single call and loads as plain tensors.
 
-    data.pkl   decode_file(payload, structure)
     data/0     the payload: what the codecs wrote, each piece at a multiple of 16 bytes, 0 to 2 % padding
+    data.pkl   decode_file(payload, structure)
 
 `structure` is text: the SHA-256 of the rest in hexadecimal, so that no key, scalar or shape changes unnoticed,
 and the rest, one JSON object:

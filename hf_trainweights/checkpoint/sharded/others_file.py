@@ -91,7 +91,7 @@ def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> 
         ("exp_avg",): replace(plans[first.index.fqn], exp_avg_sq=("exp_avg_sq",)),
     }
     moments = {"exp_avg_sq": rank.tensor(second), "exp_avg": rank.tensor(first)}
-    encoded = encode_file(moments, plan, spool_directory=rank.directory)
+    encoded = encode_file(moments, plan)
     mean, square, offset = split_moments(encoded)
     if offset is None:
         reports = encoded.report

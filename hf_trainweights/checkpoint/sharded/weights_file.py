@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import BinaryIO, cast
 
-import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
@@ -54,20 +52,18 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
     path = rank.directory / rank.orders.weights_name
     sizes, reports = {}, {}
     states = AdamStates(rank)
-    with Joiner(rank.directory, sum(map(_plain_bytes, items))) as joiner:
+    with replace_file(path) as file:
+        digested = DigestedFile(file)
+        joiner = Joiner(digested)
         for item in items:
             encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
             joiner.add(name_of(item), each)
             sizes[name_of(item)] = each.size_bytes, item_crc32(each.data)
             reports[name_of(item)] = _named(encoded, item)
-        joined = joiner.finish()
-    with replace_file(path) as file:
-        digested = DigestedFile(file)
-        torch.save(joined.file, cast("BinaryIO", digested))
+        starts = joiner.finish()
     with path.open("rb") as whole:
         start = payload_start(whole)
-    starts = joined.starts
     written = [
         Written(item, starts[name_of(item)], *sizes[name_of(item)], report=reports[name_of(item)]) for item in items
     ]
@@ -81,7 +77,7 @@ def _encode_full(rank: RankItems, item: WriteItem, states: AdamStates) -> Encode
     if order.lossy is not None and rank.orders.anchor is None:
         drift = rank.orders.drift_rms.get(name) if rank.orders.drift_rms else states.drift_rms(item)
     plan = replace(order.shard_plan(name, drift or 0.0), anchor=None)
-    return encode_file(tensor, {(): plan}, spool_directory=rank.directory)
+    return encode_file(tensor, {(): plan})
 
 
 def _write_differences(
@@ -112,10 +108,7 @@ def _encode_difference(
     rank: RankItems, tensor: Tensor, plan: TensorPlan, anchor: Anchor | None, moments: Mapping[str, Tensor]
 ) -> EncodedFile:
     link = rank.directory / anchor_file_name(anchor.sha256) if anchor else None
-    spool = rank.directory
-    return encode_file(
-        tensor, {(): plan}, anchor=anchor, anchor_link=link, second_moments=moments, spool_directory=spool
-    )
+    return encode_file(tensor, {(): plan}, anchor=anchor, anchor_link=link, second_moments=moments)
 
 
 def _takes(plan: TensorPlan) -> bool:
@@ -134,8 +127,3 @@ def _measure_rms(tensor: Tensor, anchor: Anchor, name: str) -> float:
 
 def _named(encoded: EncodedFile, item: WriteItem) -> TensorReport:
     return replace(encoded.report[0], path=item.index.fqn)
-
-
-def _plain_bytes(item: WriteItem) -> int:
-    data = item.tensor_data
-    return math.prod(data.chunk.sizes) * data.properties.dtype.itemsize if data else 0

@@ -115,11 +115,11 @@ def size_bytes(directory: Path) -> int:
 
 
 def _rewriting_bytes(directory: Path) -> int:
-    """Return the free space that rewriting takes: one encoded file at a time, and its payload until it is written."""
+    """Return the free space that rewriting takes: one encoded file at a time beside the plain ones."""
     sizes = [file.stat().st_size for file in directory.iterdir() if file.is_file()]
     # Shards become one file.
     shards = sum(file.stat().st_size for file in safetensors_files(directory))
-    return 2 * max([shards, *sizes])
+    return max([shards, *sizes])
 
 
 def drop_stale_manifest(directory: Path) -> None:

@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.run.anchors import (
     MOST_FILES,
     AnchorCandidate,
@@ -31,6 +31,7 @@ from hf_trainweights.checkpoint.run.base_anchor import (
 )
 from hf_trainweights.checkpoint.run.drift import expected_drift_rms, measure_delta_rms, second_moments
 from hf_trainweights.checkpoint.run.save_job import SaveJob
+from hf_trainweights.files.torch_zip_writer import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"
 
@@ -64,7 +65,7 @@ class EncodedWeights:
     """The weights of a checkpoint, encoded.
 
     Args:
-        file: The file.
+        written: What is in the file.
         links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no
             other, or to a base that is not kept.
         anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
@@ -72,25 +73,25 @@ class EncodedWeights:
         base: The weights outside the run that the anchor is.
     """
 
-    file: EncodedFile
+    written: WrittenFile
     links: Sequence[Path] = ()
     anchor: AnchorRecord | None = None
     is_next_anchor: bool = False
     base: Base | None = None
 
 
-def encode_weights(job: SaveJob, weights: Weights) -> EncodedWeights:
-    """Encode weights as a difference to the run's anchor or base; in full where there is none or a new one is due."""
+def encode_weights(job: SaveJob, weights: Weights, file: Writable) -> EncodedWeights:
+    """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
     if job.anchor_every is None:
-        return _encode_full(job, weights, {})
+        return _encode_full(job, weights, {}, file)
     candidate = find_anchor_candidate(job.path, weights.file_name) or base_candidate(job)
     if candidate is None:
-        return _encode_full(job, weights, {})
-    encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate)
-    return encoded or _encode_full(job, weights, candidate.step_rms)
+        return _encode_full(job, weights, {}, file)
+    encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate, file)
+    return encoded or _encode_full(job, weights, candidate.step_rms, file)
 
 
-def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) -> EncodedWeights | None:
+def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate, file: Writable) -> EncodedWeights | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
     before = {*job.directory.glob(anchor_file_name("*"))}
     anchor = open_base(candidate, weights.state) if candidate.base else link_anchor(candidate, job.directory)
@@ -101,23 +102,23 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: AnchorCandidate) ->
     if plan.uses_anchor:
         if not plan.is_lossless:
             candidate = _with_steps(candidate, job, weights, anchor)
-        file = encode_file(
+        written = write_file(
+            file,
             weights.state,
             plan.with_steps(candidate.step_rms),
             anchor=anchor,
             anchor_link=job.path / anchor_file_name(anchor.sha256),
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
-            spool_directory=job.directory,
         )
-        encoded = EncodedWeights(file)
-        if file.anchor_sha256:
-            bits = _bits_per_weight(file, weights.state)
+        encoded = EncodedWeights(written)
+        if written.anchor_sha256:
+            bits = _bits_per_weight(written, weights.state)
             record = candidate.record.after_delta(bits, candidate.fineness, is_exact=plan.is_lossless)
             if isinstance(anchor, BaseWeights):
-                encoded = EncodedWeights(file, _kept_files(job, candidate, anchor), record, base=anchor.base)
+                encoded = EncodedWeights(written, _kept_files(job, candidate, anchor), record, base=anchor.base)
             else:
                 goes_on = not plan.is_lossless and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
-                encoded = EncodedWeights(file, anchor.files, record, goes_on)
+                encoded = EncodedWeights(written, anchor.files, record, goes_on)
     if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
         # The file that is about to be replaced may need those that were there; they go after it.
         unlink_anchor(file for file in anchor.files if file not in before)
@@ -144,16 +145,16 @@ def _with_steps(
     return replace(candidate, record=record)
 
 
-def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float]) -> EncodedWeights:
+def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> EncodedWeights:
     """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
     plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
     if plan.lossy and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return EncodedWeights(encode_file(weights.state, plan.with_steps(drift_rms), spool_directory=job.directory))
+    return EncodedWeights(write_file(file, weights.state, plan.with_steps(drift_rms)))
 
 
-def _bits_per_weight(file: EncodedFile, weights: Mapping[str, Any]) -> float:
-    reports = [report for report in file.report if report.role == "weight"]
+def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
+    reports = [report for report in written.report if report.role == "weight"]
     elements = sum(weights[report.name].numel() for report in reports)
     return 8 * sum(report.bytes_out for report in reports) / max(elements, 1)

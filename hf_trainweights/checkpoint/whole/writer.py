@@ -14,12 +14,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, BinaryIO, cast
-
-import torch
+from typing import Any
 
 from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file
+from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -86,9 +84,10 @@ def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
 
     UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
     """
-    with file_named_in_errors(weights.file_name):
-        encoded = encode_weights(job, weights)
-    entry = _save_file(job, weights.file_name, encoded.file)
+    with job.open_file(job.directory / weights.file_name) as file, file_named_in_errors(weights.file_name):
+        digested = DigestedFile(file)
+        encoded = encode_weights(job, weights, digested)
+    entry = _entry(digested, encoded.written)
     links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}  # verified when opened
     record = encoded.anchor
     if record is None:
@@ -99,14 +98,13 @@ def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
-    """Save another file of a checkpoint, encoded; UnstorableError names the key, and nothing was written."""
-    return _save_file(job, name, encode_file(tree, plan, spool_directory=job.directory))
-
-
-def _save_file(job: SaveJob, name: str, encoded: EncodedFile) -> FileEntry:
+    """Save another file of a checkpoint, encoded; UnstorableError names the key, and what was there is still there."""
     with job.open_file(job.directory / name) as file:
         digested = DigestedFile(file)
-        torch.save(encoded, cast("BinaryIO", digested))  # it has the two methods that torch.save calls
-    tensors = [dict(vars(tensor)) for tensor in encoded.report]
-    report = {"anchor": encoded.anchor_sha256, "tensors": tensors}
+        written = write_file(digested, tree, plan)
+    return _entry(digested, written)
+
+
+def _entry(digested: DigestedFile, written: WrittenFile) -> FileEntry:
+    report = {"anchor": written.anchor_sha256, "tensors": [dict(vars(tensor)) for tensor in written.report]}
     return FileEntry(digested.size_bytes, digested.sha256(), report)

@@ -8,11 +8,10 @@ import zipfile
 
 import pytest
 import torch
-from trees import encoded_bytes, fingerprint, write_encoded
+from trees import fingerprint, write_encoded, written_bytes
 
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError
@@ -90,9 +89,9 @@ def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
     for mode, path in paths.items():
         with torch.device("meta"):
             back = torch.load(path, weights_only=True, map_location="cpu")
-            again = encode_file(state, Policy(mode).plan_optimizer(state))
+            again = written_bytes(state, Policy(mode).plan_optimizer(state))
         assert fingerprint(back) == expected[mode]
-        assert path.read_bytes() == encoded_bytes(again)
+        assert path.read_bytes() == again
 
 
 @pytest.mark.slow  # an interpreter of its own
@@ -112,9 +111,9 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
 def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_same_bytes(tmp_path, state):
     path, again = write_encoded(tmp_path / "optimizer.pt", state), tmp_path / "another-name.bin"
     script = (
-        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import encode_file\n"
+        "import sys, torch; from hf_trainweights.checkpoint.encoded.encoder import write_file\n"
         "state = torch.load(sys.argv[1], weights_only=True)\n"
-        "with open(sys.argv[2], 'wb') as file: torch.save(encode_file(state, {}), file)"
+        "with open(sys.argv[2], 'wb') as file: write_file(file, state, {})"
     )
     environment = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, "-c", script, path, again], check=True, env=environment, timeout=120)

@@ -1,17 +1,17 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from collections import Counter
 
 import pytest
 import torch
-from trees import encoded_bytes, fingerprint, stored, trained, write_anchor
+from trees import encoded_bytes, fingerprint, stored, trained, write_anchor, written_bytes
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.encoded import spool
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.encoder import encode_file, write_file
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import open_structure
@@ -237,15 +237,14 @@ def test_weight_that_no_step_suits_stays_exact(change, weight):
     assert encode_file(tree, plan).report[0].bound is None
 
 
-def test_large_payloads_wait_in_an_unlinked_file(tmp_path, monkeypatch):
-    tree = {name: torch.randn(5000) for name in "abcd"}
-    in_memory = encoded_bytes(encode_file(tree, {}))
-    monkeypatch.setattr(spool, "_MEMORY_BYTES", 30_000)
-    encoded = encode_file(tree, {}, spool_directory=tmp_path)
-    assert list(tmp_path.iterdir()) == []
-    assert encoded_bytes(encoded) == in_memory
-    with pytest.raises(FileNotFoundError, match="nowhere"):
-        encode_file(tree, {}, spool_directory=tmp_path / "nowhere")
+@pytest.mark.parametrize("tree", [{}, {"a": torch.arange(9.0)}, {name: torch.ones(5000) * 0.1 for name in "abcd"}])
+def test_a_written_file_has_the_records_that_torch_save_makes_of_the_same_tree_in_memory(tree):
+    saved, written = (
+        zipfile.ZipFile(io.BytesIO(data)) for data in (encoded_bytes(encode_file(tree, {})), written_bytes(tree))
+    )
+    assert written.testzip() is None
+    assert written.namelist() == [f"archive/{name}" for name in ("data/0", "data.pkl", "byteorder", "version")]
+    assert all(written.read(name) == saved.read(name) for name in written.namelist())
 
 
 def test_inputs_are_only_read(weight):
@@ -285,7 +284,6 @@ def test_save_writes_through_a_file_that_cannot_seek(weight):
             chunks.append(bytes(data))
             return len(data)
 
-    encoded = encode_file({"w": weight}, {})
     with io.BufferedWriter(WriteOnly()) as file:
-        torch.save(encoded, file)
-    assert b"".join(chunks) == encoded_bytes(encoded)
+        write_file(file, {"w": weight}, {})
+    assert b"".join(chunks) == written_bytes({"w": weight})

@@ -1,0 +1,177 @@
+"""The zip archives that torch.load reads, written record by record to a file that need not seek.
+
+Records are stored as they are. Each one's checksum and length follow it, as in the archives of torch.save, so a record
+may grow while it is written. The first one begins at byte 64.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+import zlib
+from dataclasses import dataclass
+from typing import Protocol
+
+_ARCHIVE = "archive/"
+# Bit 3: checksum and lengths follow the data. Bit 11: names are UTF-8.
+_FLAGS = 1 << 3 | 1 << 11
+_ZIP64_VERSION = 45
+_UNIX_ZIP64 = 3 << 8 | _ZIP64_VERSION
+_MIDNIGHT, _FIRST_OF_1980 = 0, 1 << 5 | 1
+_UNKNOWN_16, _UNKNOWN_32 = 0xFFFF, 0xFFFFFFFF
+
+_POLYNOMIAL = 0xEDB88320
+# Below it, reading the bytes takes less time than joining two checksums.
+_JOINED_BYTES = 1 << 16
+
+
+class Writable(Protocol):
+    """What a file offers that records are written to."""
+
+    def write(self, data: bytes | memoryview, /) -> int:
+        """Write all of `data`."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Record:
+    name: bytes
+    start: int
+    crc32: int
+    size_bytes: int
+
+
+class TorchZipWriter:
+    """Writes one archive.
+
+    Args:
+        file: A binary file at its beginning.
+    """
+
+    def __init__(self, file: Writable):
+        self._file = file
+        self._position = 0
+        self._records: list[_Record] = []
+        self._name, self._start = b"", 0
+        self._crc32 = self._size_bytes = 0
+
+    def begin(self, name: str) -> None:
+        """Begin a record; what `write` gets belongs to it until `end`.
+
+        Args:
+            name: E.g. `data/0`.
+        """
+        self._name, self._start = (_ARCHIVE + name).encode(), self._position
+        self._crc32 = self._size_bytes = 0
+        # The lengths are in an extra field of 64 bits each, which the record may need.
+        sizes = struct.pack("<HHQQ", 1, 16, 0, 0)
+        header = struct.pack(
+            "<4s5H3I2H",
+            *(b"PK\3\4", _ZIP64_VERSION, _FLAGS, 0, _MIDNIGHT, _FIRST_OF_1980),
+            *(0, _UNKNOWN_32, _UNKNOWN_32, len(self._name), len(sizes)),
+        )
+        self._put(header + self._name + sizes)
+
+    def write(self, data: bytes | memoryview, crc32: int | None = None) -> None:
+        """Append bytes to the record.
+
+        Args:
+            data: The bytes.
+            crc32: Their checksum, if it is known.
+        """
+        if crc32 is None or len(data) < _JOINED_BYTES:
+            self._crc32 = zlib.crc32(data, self._crc32)
+        else:
+            self._crc32 = join_crc32(self._crc32, crc32, len(data))
+        self._size_bytes += len(data)
+        self._put(data)
+
+    def end(self) -> None:
+        """Complete the record."""
+        self._records.append(_Record(self._name, self._start, self._crc32, self._size_bytes))
+        self._put(struct.pack("<4sIQQ", b"PK\7\10", self._crc32, self._size_bytes, self._size_bytes))
+
+    def add(self, name: str, data: bytes) -> None:
+        """Write a whole record.
+
+        Args:
+            name: As for `begin`.
+            data: What is in it.
+        """
+        self.begin(name)
+        self.write(data)
+        self.end()
+
+    def finish(self) -> None:
+        """Write the directory of the records; the archive is complete then, and the file stays open."""
+        start, count = self._position, len(self._records)
+        for record in self._records:
+            self._put(_directory_entry(record))
+        size_bytes, end = self._position - start, self._position
+        versions = _UNIX_ZIP64, _ZIP64_VERSION
+        self._put(struct.pack("<4sQ2H2I4Q", b"PK\6\6", 44, *versions, 0, 0, count, count, size_bytes, start))
+        self._put(struct.pack("<4sIQI", b"PK\6\7", 0, end, 1))
+        few = min(count, _UNKNOWN_16)
+        places = min(size_bytes, _UNKNOWN_32), min(start, _UNKNOWN_32)
+        self._put(struct.pack("<4s4H2IH", b"PK\5\6", 0, 0, few, few, *places, 0))
+
+    def _put(self, data: bytes | memoryview) -> None:
+        self._file.write(data)
+        self._position += len(data)
+
+
+def _directory_entry(record: _Record) -> bytes:
+    """Return what the directory says of a record; numbers beyond 32 bits stand in an extra field."""
+    large = [number for number in (record.size_bytes, record.size_bytes, record.start) if number >= _UNKNOWN_32]
+    extra = struct.pack(f"<HH{len(large)}Q", 1, 8 * len(large), *large) if large else b""
+    size_bytes, start = min(record.size_bytes, _UNKNOWN_32), min(record.start, _UNKNOWN_32)
+    entry = struct.pack(
+        "<4s6H3I5H2I",
+        *(b"PK\1\2", _UNIX_ZIP64, _ZIP64_VERSION, _FLAGS, 0, _MIDNIGHT, _FIRST_OF_1980),
+        *(record.crc32, size_bytes, size_bytes, len(record.name), len(extra), 0, 0, 0, 0, start),
+    )
+    return entry + record.name + extra
+
+
+def join_crc32(first: int, second: int, second_bytes: int) -> int:
+    """Return the CRC-32 of two byte strings one after the other, without reading them.
+
+    Args:
+        first: The checksum of the first one.
+        second: That of the second one.
+        second_bytes: The length of the second one.
+
+    Returns:
+        The checksum.
+
+    Examples:
+        >>> join_crc32(zlib.crc32(b"one"), zlib.crc32(b"two"), 3) == zlib.crc32(b"onetwo")
+        True
+    """
+    return _product(_shift(second_bytes), first) ^ second if first else second
+
+
+def _shift(size_bytes: int) -> int:
+    """Return x**(8 * size_bytes) modulo the polynomial: what a checksum is multiplied by for so many bytes behind."""
+    power, exponent = 1 << 31, 8 * size_bytes
+    for place in range(exponent.bit_length()):
+        if exponent >> place & 1:
+            power = _product(_square(place), power)
+    return power
+
+
+@functools.cache
+def _square(place: int) -> int:
+    """Return x**(2**place) modulo the polynomial."""
+    return _product(_square(place - 1), _square(place - 1)) if place else 1 << 30
+
+
+def _product(a: int, b: int) -> int:
+    """Multiply two polynomials modulo that of CRC-32; the highest bit is the constant term."""
+    product = 0
+    while a:
+        if a & 0x80000000:
+            product ^= b
+        a = a << 1 & 0xFFFFFFFF
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return product
