@@ -7,6 +7,7 @@ needs memory for the quantized model and one weight of the source.
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from hf_trainweights.models.calibration.batches import batches_of_texts, written
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import load_saved, read_config
-from hf_trainweights.models.quantize_in_place import quantize_
+from hf_trainweights.models.quantize_in_place import quantize_module
 from hf_trainweights.models.saving.new_directories import require_vacant_directory, write_directory
 
 
@@ -42,7 +43,8 @@ def quantize_directory(
         config: Which weights to quantize, and to which format; the format's name alone for all weights.
         dtype: Of scales and of what is not quantized; `"auto"` for that of the source.
         calibration: Texts such as the model will read, some hundred of them, with which `quantize_` chooses the codes;
-            or `"self"` to let a causal language model write them. Its process needs memory for the float model too.
+            or `"self"` to let a causal language model write them. Blocks that are done lie in `OUT.calibration` until
+            `out` is written; after an interruption the same call goes on there.
 
     Returns:
         The choice for each parameter, and what calibration was worth.
@@ -74,9 +76,15 @@ def quantize_directory(
         summary = quantizer.summary()
     else:
         model = load_saved(source, dtype=dtype)
-        summary = quantize_(model, config, calibration=_batches(model, source, calibration))
+        summary = quantize_module(model, config, _batches(model, source, calibration), _finished_blocks(out))
     write_directory(model, source, out)
+    shutil.rmtree(_finished_blocks(out), ignore_errors=True)
     return summary
+
+
+def _finished_blocks(out: Path) -> Path:
+    """Return where calibration keeps the blocks that it has finished."""
+    return out.absolute().with_name(f"{out.absolute().name}.calibration")
 
 
 def _batches(

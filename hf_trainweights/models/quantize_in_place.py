@@ -9,19 +9,23 @@ itself likewise.
 from __future__ import annotations
 
 import logging
+import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, QuantizationError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.budget.measure import measure_in_memory
 from hf_trainweights.models.budget.plan import check_loaded, plan, weight_of
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
+from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose
@@ -67,6 +71,26 @@ def quantize_(
         >>> print(quantize_(layers, TrainWeightsConfig("int4", group_size=32)))
         quantized: 2 int4 g32; left alone: 2 not the weight of a linear, expert or embedding layer; ...
     """
+    return quantize_module(module, config, calibration, None)
+
+
+def quantize_module(
+    module: nn.Module,
+    config: TrainWeightsConfig | FormatName | Mapping[str, Any],
+    calibration: Iterable[Batch] | None,
+    directory: Path | None,
+) -> Summary:
+    """Quantize the weights of a module as `quantize_` does, which says what is raised.
+
+    Args:
+        module: Any module with its weights loaded.
+        config: Which weights to quantize, and to which format.
+        calibration: Batches to choose codes with.
+        directory: Where blocks that calibration has finished lie, for a call after an interruption; None for nowhere.
+
+    Raises:
+        ConfigError: As `quantize_` says.
+    """
     if not isinstance(module, nn.Module):
         next_step = "Load it first, for example with from_pretrained."
         raise ConfigError("module", "an nn.Module", repr(module)[:80], next_step)
@@ -75,7 +99,8 @@ def quantize_(
     batches = None if calibration is None else list(calibration)
     if batches == []:
         raise ConfigError("calibration", "batches", "none", "An iterator may have been read already.")
-    config = config.calibrated(None if batches is None else digest_of(batches))
+    sha256 = None if batches is None else digest_of(batches)
+    config = config.calibrated(sha256)
     skip = modules_kept_in_float(module, config.include_embeddings)
     if config.needs_plan:
         config = plan(module, config, skip, measure_in_memory(module, config, skip, batches))
@@ -84,7 +109,10 @@ def quantize_(
     todo = _checked(summary)
     if batches is not None and config.plan is None:
         require_gain(todo)
-    found = None if batches is None else calibrate(module, todo, batches)
+    found = None
+    if batches is not None and sha256 is not None:
+        spill = Spill(directory or Path(tempfile.gettempdir()))
+        found = calibrate(module, todo, batches, spill, FinishedBlocks(directory, sha256))
     _put(module, todo, {} if found is None else found.weights)
     say_if_slow(module, config)
     return _told(_adopted(module, config) or summary, found)

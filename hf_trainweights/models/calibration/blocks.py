@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.sensitivity import Batch
 
 # Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
@@ -33,10 +34,12 @@ class Stream:
     """What the blocks of a chain get: in the float model, or in one whose earlier weights are quantized.
 
     Args:
+        spill: Where the hidden tensors lie.
         hidden: For each batch the tensor that goes from block to block.
         arguments: For each batch the call of each block, whose own hidden tensor does not count.
     """
 
+    spill: Spill
     hidden: list[Tensor] = field(default_factory=list)
     arguments: list[list[Arguments]] = field(default_factory=list)
 
@@ -61,7 +64,7 @@ class Stream:
     def advance(self, block: nn.Module, number: int) -> None:
         """Let all batches pass a block."""
         for batch in range(len(self.hidden)):
-            self.hidden[batch] = self.run(block, number, batch)
+            self.hidden[batch] = self.spill.keep(self.run(block, number, batch))
 
 
 def run_model(module: nn.Module, batch: Batch) -> None:
@@ -131,24 +134,25 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
     return chains
 
 
-def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Batch]) -> Stream:
+def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Batch], spill: Spill) -> Stream:
     """Return what the blocks of a chain are called with.
 
     Args:
         module: The module, with the weights that it is to run with.
         chain: Blocks, of which each gets what the one before it returned.
         batches: Inputs of the module.
+        spill: Where the tensors that go from block to block are to lie.
 
     Raises:
         ConfigError: A block is called with a cache, which would grow at every further call.
     """
-    stream, calls = Stream(), list[Arguments]()
+    stream, calls = Stream(spill), list[Arguments]()
 
     def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         _refuse_caches(block, args, kwargs)
         found, others = _take_hidden(args, kwargs)
         if block is chain[0] and found is not None:
-            stream.hidden.append(found)
+            stream.hidden.append(spill.keep(found))
         calls.append(others)
         if block is chain[-1]:
             raise Stopped

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.calibration.feedback import quantize_with_feedback
 from hf_trainweights.models.calibration.moments import Moments
@@ -28,10 +29,12 @@ class ExpertInputs(TorchFunctionMode):
 
     Args:
         weight: Float `[E, *, *]`, as its layer has it.
+        spill: Where they are to lie.
     """
 
-    def __init__(self, weight: Tensor):
+    def __init__(self, weight: Tensor, spill: Spill):
         super().__init__()
+        self._spill = spill
         self._weight = weight
         self._expert_bytes = weight.stride(0) * weight.element_size()
         self.rows: list[list[Tensor]] = [[] for _ in weight]
@@ -49,9 +52,13 @@ class ExpertInputs(TorchFunctionMode):
         if weight.shape == self._weight.shape:
             # All experts at once: tokens that are not meant for one of them come to it as zeros.
             for number, each in enumerate(x):
-                self.rows[number].append(each[each.any(dim=-1)])
+                self._keep(number, each[each.any(dim=-1)])
         elif weight.numel() == self._weight[0].numel():
-            self.rows[expert].append(x.reshape(-1, x.shape[-1]))
+            self._keep(expert, x.reshape(-1, x.shape[-1]))
+
+    def _keep(self, expert: int, x: Tensor) -> None:
+        with torch._C.DisableTorchFunction():
+            self.rows[expert].append(self._spill.keep(x))
 
 
 def quantize_experts_with_feedback(weight: Tensor, form: Format, rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.plan import stored_shape, weight_of
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.blocks import (
@@ -29,6 +30,7 @@ from hf_trainweights.models.calibration.blocks import (
 )
 from hf_trainweights.models.calibration.experts import ExpertInputs, one_by_one, quantize_experts_with_feedback
 from hf_trainweights.models.calibration.feedback import quantize_with_feedback
+from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.moments import Moments
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
 from hf_trainweights.tensor.modules import parameter_places, put_parameter
@@ -36,6 +38,8 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # With fewer tokens than so many times the inputs of a layer, much of the gain is lost.
 _ENOUGH_TOKENS = 4
+# What calibration is worth is told by the first batches alone: a third stream of all would take a fifth more time.
+_JUDGED_BATCHES = 4
 
 _logger = logging.get_logger(__name__)
 
@@ -55,18 +59,23 @@ class Calibration:
     gain: Calibrated
 
 
-def calibrate(module: nn.Module, choices: Sequence[Choice], batches: Sequence[Batch]) -> Calibration:
+def calibrate(
+    module: nn.Module, choices: Sequence[Choice], batches: Sequence[Batch], spill: Spill, finished: FinishedBlocks
+) -> Calibration:
     """Choose the codes of weights with inputs of their module.
 
     Args:
         module: A module whose weights are loaded. It is in the same state afterwards, also after an error.
         choices: The weights to quantize, float and finite, and their formats.
         batches: Inputs of the module, at least one.
+        spill: Where the inputs of blocks lie.
+        finished: Blocks of an earlier call that was interrupted; those that this call finishes are added.
 
     Raises:
         ConfigError: The module does not run on the batches, or needs a cache to run.
+        SaveError: The disk is full or refuses.
     """
-    walk = _Walk(module, choices, batches)
+    walk = _Walk(module, choices, batches, spill, finished)
     with torch.no_grad(), _evaluating(module), one_by_one(module):
         chains = walk.chains()
         with logging.tqdm(total=sum(map(len, chains)), desc="Calibrating", unit="block") as bar:
@@ -98,9 +107,25 @@ def _gains(choice: Choice) -> bool:
     return choice.format is not None and choice.format.columns(some, some[0]) is not None
 
 
+@dataclass(frozen=True)
+class _Stage:
+    """Weights whose layers get the same tensor, and what that is in the float model for each batch."""
+
+    choices: list[Choice]
+    inputs: list[Tensor | None]
+
+
 class _Walk:
-    def __init__(self, module: nn.Module, choices: Sequence[Choice], batches: Sequence[Batch]):
+    def __init__(
+        self,
+        module: nn.Module,
+        choices: Sequence[Choice],
+        batches: Sequence[Batch],
+        spill: Spill,
+        finished: FinishedBlocks,
+    ):
         self._module, self._batches = module, batches
+        self._spill, self._finished = spill, finished
         self._places = parameter_places(module)
         self._reasons = {choice.name: "its module is in no block that the batches run once" for choice in choices}
         self._choices: dict[str, Choice] = {}
@@ -132,75 +157,102 @@ class _Walk:
         if not any(self._inside(block) for block in chain):
             bar.update(len(chain))
             return
-        reference = capture(self._module, chain, self._batches)
+        reference = capture(self._module, chain, self._batches, self._spill)
         with self._substituted(self._found):
-            own = capture(self._module, chain, self._batches)
+            own = capture(self._module, chain, self._batches, self._spill)
         with self._substituted(self._plain(self._found)):
-            plain = capture(self._module, chain, self._batches)
+            plain = capture(self._module, chain, self._batches[:_JUDGED_BATCHES], self._spill)
         for number, block in enumerate(chain):
-            for stage in self._stages(block, number, reference):
-                self._pass_stage(stage, block, number, reference, own)
-                bar.set_postfix(tokens=f"{self._tokens:,}")
-            for choice in self._inside(block):
-                if weight_of(choice).dim() == 3:
-                    self._pass_experts(choice, block, number, own)
-            reference.advance(block, number)
+            self._choose(block, number, reference, own)
             with self._substituted(self._found_in(block)):
                 own.advance(block, number)
             with self._substituted(self._plain(self._found_in(block))):
                 plain.advance(block, number)
+            bar.set_postfix(tokens=f"{self._tokens:,}")
             bar.update()
-        self._errors = _relative(plain, reference), _relative(own, reference)
+        self._errors = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
+
+    def _choose(self, block: nn.Module, number: int, reference: Stream, own: Stream) -> None:
+        """Choose the codes of a block, and let the float model's inputs pass it."""
+        stages = self._pass(block, number, reference)
+        inside = self._inside(block)
+        key, earlier = self._finished.read([(each.name, each.format, weight_of(each)) for each in inside])
+        if earlier is not None:
+            for choice in inside:
+                if choice.name in earlier:
+                    self._take(choice, earlier[choice.name])
+            return
+        for stage in stages:
+            self._choose_stage(stage, block, number, own)
+        for choice in inside:
+            if weight_of(choice).dim() == 3:
+                self._choose_experts(choice, block, number, own)
+        mapped = self._finished.write(key, {name: each.tensors for name, each in self._found_in(block).items()})
+        for choice in inside:
+            if choice.name in mapped:
+                self._take(choice, mapped[choice.name])
 
     def _inside(self, block: nn.Module) -> list[Choice]:
         modules = set(block.modules())
         return [choice for choice in self._choices.values() if choice.module in modules]
 
-    def _stages(self, block: nn.Module, number: int, stream: Stream) -> list[list[Choice]]:
-        """Return the weights of a block in the order of their calls, those together that get the same tensor."""
+    def _pass(self, block: nn.Module, number: int, stream: Stream) -> list[_Stage]:
+        """Let all batches of the float model pass a block; return its weights in the order of their calls."""
         linear = {choice.module: choice for choice in self._inside(block) if weight_of(choice).dim() == 2}
-        seen: dict[int, list[Choice]] = {}
-        held: list[Tensor] = []
-        calls: list[nn.Module] = []
+        stages: list[_Stage] = []
+        for batch, inputs in enumerate(self._batches):
+            # All calls are held until the block is done, so that no other tensor gets the identity of an input.
+            calls: list[tuple[nn.Module, Tensor]] = []
+            with inputs_of(linear, lambda layer, x, calls=calls: calls.append((layer, x))):
+                output = stream.run(block, number, batch)
+            if batch == 0:
+                stages = self._stages(linear, calls)
+            seen = dict(calls)
+            for stage in stages:
+                x = seen.get(stage.choices[0].module)
+                stage.inputs.append(None if x is None else self._spill.keep(without_padding(x, inputs)))
+            stream.hidden[batch] = self._spill.keep(output)
+        for stage in stages:
+            tokens = sum(len(x) for x in stage.inputs if x is not None)
+            self._tokens = max(self._tokens, tokens)
+            self._missing = max(self._missing, _ENOUGH_TOKENS * _stored(stage.choices[0]).shape[1] - tokens)
+        return stages
 
-        def see(layer: nn.Module, x: Tensor) -> None:
-            held.append(x)  # so that no other tensor gets its identity
-            if layer not in calls:
-                seen.setdefault(id(x), []).append(linear[layer])
-            calls.append(layer)
+    def _stages(self, linear: Mapping[nn.Module, Choice], calls: Sequence[tuple[nn.Module, Tensor]]) -> list[_Stage]:
+        """Return those weights together that get the same tensor, if their layers run once."""
+        layers = [layer for layer, _ in calls]
+        for layer, choice in linear.items():
+            if layers.count(layer) != 1:
+                self._reasons[choice.name] = (
+                    "its layer runs several times" if layer in layers else "its layer is not called"
+                )
+        found: dict[int, _Stage] = {}
+        for layer, x in calls:
+            if layers.count(layer) == 1:
+                found.setdefault(id(x), _Stage([], [])).choices.append(linear[layer])
+        return list(found.values())
 
-        with inputs_of(linear, see):
-            stream.run(block, number, 0)
-        for choice in linear.values():
-            count = calls.count(choice.module)
-            if count != 1:
-                self._reasons[choice.name] = "its layer runs several times" if count else "its layer is not called"
-        stages = ([choice for choice in stage if calls.count(choice.module) == 1] for stage in seen.values())
-        return [stage for stage in stages if stage]
-
-    def _pass_stage(
-        self, stage: Sequence[Choice], block: nn.Module, number: int, reference: Stream, own: Stream
-    ) -> None:
+    def _choose_stage(self, stage: _Stage, block: nn.Module, number: int, own: Stream) -> None:
         """Choose the codes of weights that get the same input."""
-        weight = _stored(stage[0])
+        weight = _stored(stage.choices[0])
         moments = Moments(weight.shape[1], weight.device)
-        for batch in range(len(self._batches)):
-            expected = self._input(stage[0], block, number, reference, batch)
-            with self._substituted(self._found_in(block)):
-                moments.add(self._input(stage[0], block, number, own, batch), expected)
-        self._tokens = max(self._tokens, moments.tokens)
-        self._missing = max(self._missing, _ENOUGH_TOKENS * weight.shape[1] - moments.tokens)
+        with self._substituted(self._found_in(block)):
+            for batch, expected in enumerate(stage.inputs):
+                found = self._input(stage.choices[0], block, number, own, batch)
+                if found is not None:
+                    # A router may have sent other tokens here than in the float model: nothing is corrected then.
+                    moments.add(found, found if expected is None or expected.shape != found.shape else expected)
         factor = moments.factor()
-        for choice in stage:
-            weight, form = _stored(choice), choice.format
-            assert form is not None
-            tensors = quantize_with_feedback(weight, form, moments, factor)
+        for choice in stage.choices:
+            assert choice.format is not None
+            tensors = quantize_with_feedback(_stored(choice), choice.format, moments, factor)
             assert tensors is not None
             self._take(choice, tensors)
 
-    def _pass_experts(self, choice: Choice, block: nn.Module, number: int, own: Stream) -> None:
+    def _choose_experts(self, choice: Choice, block: nn.Module, number: int, own: Stream) -> None:
         """Choose the codes of experts; which tokens they get differs in the float model, so nothing is corrected."""
-        with self._substituted(self._found_in(block)), ExpertInputs(weight_of(choice).detach()) as inputs:
+        weight = weight_of(choice).detach()
+        with self._substituted(self._found_in(block)), ExpertInputs(weight, self._spill) as inputs:
             for batch in range(len(self._batches)):
                 own.run(block, number, batch)
         if any(inputs.rows):
@@ -214,10 +266,10 @@ class _Walk:
         weight, form = _stored(choice), choice.format
         assert form is not None
         self._found[choice.name] = QuantizedTensor(tensors, form, weight.shape, weight.dtype, choice.transposed)
-        del self._reasons[choice.name]
+        self._reasons.pop(choice.name, None)
 
-    def _input(self, choice: Choice, block: nn.Module, number: int, stream: Stream, batch: int) -> Tensor:
-        """Return what a layer gets, without padding."""
+    def _input(self, choice: Choice, block: nn.Module, number: int, stream: Stream, batch: int) -> Tensor | None:
+        """Return what a layer gets, without padding; None if it is not called."""
         got: list[Tensor] = []
 
         def see(layer: nn.Module, x: Tensor) -> None:
@@ -226,7 +278,7 @@ class _Walk:
 
         with inputs_of([choice.module], see), contextlib.suppress(Stopped):
             stream.run(block, number, batch)
-        return without_padding(got[0], self._batches[batch]) if got else _nothing(choice)
+        return without_padding(got[0], self._batches[batch]) if got else None
 
     def _found_in(self, block: nn.Module) -> dict[str, QuantizedTensor]:
         return {each.name: self._found[each.name] for each in self._inside(block) if each.name in self._found}
@@ -270,15 +322,10 @@ def _stored(choice: Choice) -> Tensor:
     return weight.transpose(-1, -2).contiguous() if choice.transposed else weight
 
 
-def _nothing(choice: Choice) -> Tensor:
-    weight = _stored(choice)
-    return weight.new_empty((0, weight.shape[1]))
-
-
-def _relative(stream: Stream, reference: Stream) -> float:
+def _relative(stream: Stream, reference: Stream, batches: int | None = None) -> float:
     """Return how far the hidden states of a stream are off, as the norm of the error over their own."""
     errors = squares = 0.0
-    for found, expected in zip(stream.hidden, reference.hidden, strict=True):
+    for found, expected in zip(stream.hidden[:batches], reference.hidden, strict=False):
         errors += (found.float() - expected.float()).square().sum().item()
         squares += expected.float().square().sum().item()
     return (errors / squares) ** 0.5 if squares else 0.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats import get_format
 from hf_trainweights.models.calibration.experts import ExpertInputs, quantize_experts_with_feedback
 
@@ -27,27 +29,27 @@ def tokens(count: int, seed: int) -> Tensor:
     return torch.randn(count, 8, generator=generator) @ torch.randn(8, K, generator=generator)
 
 
-def test_inputs_of_parts_of_a_weight_are_seen() -> None:
+def test_inputs_of_parts_of_a_weight_are_seen(tmp_path: Path) -> None:
     weight, other = experts(), experts()
     transposed = weight.transpose(1, 2).contiguous()
     x, y = tokens(5, 1), tokens(7, 2)
-    with ExpertInputs(weight) as inputs:
+    with ExpertInputs(weight, Spill(tmp_path)) as inputs:
         F.linear(x, weight[2])
         y @ weight[0].t()
         F.linear(x, other[1])
         torch.mm(x, torch.ones(K, N))
     assert [torch.cat(rows).tolist() if rows else None for rows in inputs.rows] == [y.tolist(), None, x.tolist()]
-    with ExpertInputs(transposed) as inputs:
+    with ExpertInputs(transposed, Spill(tmp_path)) as inputs:
         torch.matmul(x, transposed[1])
     assert [len(rows) for rows in inputs.rows] == [0, 1, 0]
 
 
-def test_of_products_of_all_experts_at_once_zeros_are_left_out() -> None:
+def test_of_products_of_all_experts_at_once_zeros_are_left_out(tmp_path: Path) -> None:
     weight = experts().transpose(1, 2).contiguous()
     x = torch.stack([tokens(4, seed) for seed in range(E)])
     x[1, 2:] = 0
     x[2] = 0
-    with ExpertInputs(weight) as inputs:
+    with ExpertInputs(weight, Spill(tmp_path)) as inputs:
         torch.bmm(x, weight)
     assert [sum(map(len, rows)) for rows in inputs.rows] == [4, 2, 0]
 

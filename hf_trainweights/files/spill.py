@@ -1,0 +1,87 @@
+"""Tensors in mapped files without names: the system writes their pages to the disk where memory gets scarce."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.files import disk
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.temporary import claim_file
+
+# What is smaller stays in memory: a mapping takes whole pages, and a process may have 65,530 of them.
+_LEAST_BYTES = 1 << 16
+
+
+class Spill:
+    """Makes tensors whose memory is a file, which is gone once the last of them is, however the process ends.
+
+    Args:
+        directory: Where the files lie, or a new directory beside which they do.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Return a tensor on the CPU; a large one is filled with zeros.
+
+        Args:
+            shape: Its shape.
+            dtype: Its dtype.
+
+        Raises:
+            SaveError: The disk is full or refuses.
+
+        Examples:
+            >>> import tempfile
+            >>> Spill(Path(tempfile.mkdtemp())).empty((512, 512), torch.int8).sum()
+            tensor(0)
+        """
+        size_bytes = math.prod(shape) * dtype.itemsize
+        if size_bytes < _LEAST_BYTES:
+            return torch.empty(tuple(shape), dtype=dtype, device="cpu")
+        # A storage of its own: Transformers copies tensors that share one before it saves them.
+        plain = torch.empty(0, dtype=torch.uint8, device="cpu").set_(self._map(size_bytes))
+        return plain.view(dtype).view(tuple(shape))
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        """Return a copy of a tensor; of one that is small or on another device, itself.
+
+        Args:
+            tensor: The tensor.
+
+        Raises:
+            SaveError: The disk is full or refuses.
+        """
+        if tensor.nbytes < _LEAST_BYTES or tensor.device.type != "cpu":
+            return tensor
+        return self.empty(tensor.shape, tensor.dtype).copy_(tensor)
+
+    def _map(self, size_bytes: int) -> Any:
+        with save_errors(self._directory, "Nothing was left there."):
+            claim, descriptor = claim_file(self._directory)
+            try:
+                _reserve(descriptor, size_bytes)
+                # Keeps no descriptor: a model has more weights than a process may open files.
+                return torch.UntypedStorage.from_file(str(claim.path), shared=True, nbytes=size_bytes)
+            finally:
+                os.close(descriptor)
+                disk.file_system.unlink(claim.path)
+                claim.release()
+
+
+def _reserve(descriptor: int, size_bytes: int) -> None:
+    """Take the space: to write to a mapped page that the disk has no room for would end the process."""
+    if hasattr(os, "posix_fallocate"):
+        os.posix_fallocate(descriptor, 0, size_bytes)
+        return
+    zeros = memoryview(bytes(min(size_bytes, 1 << 20)))
+    while size_bytes > 0:
+        size_bytes -= os.write(descriptor, zeros[:size_bytes])

@@ -1,0 +1,89 @@
+"""Blocks whose codes are chosen, kept on the disk, so that a call that was interrupted goes on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from hf_trainweights.files.atomic import make_directories, move_file
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.formats.base import Format
+
+# Stands between the name of a weight and that of one of its tensors, and in no name of a parameter.
+_SEPARATOR = "/"
+
+
+class FinishedBlocks:
+    """The stored tensors of blocks, in files named by all that they depend on.
+
+    Args:
+        directory: Where the files lie; None to keep none.
+        sha256: Of the inputs that the codes are chosen with.
+    """
+
+    def __init__(self, directory: Path | None, sha256: str):
+        self._directory, self._key = directory, sha256
+
+    def read(
+        self, weights: Sequence[tuple[str, Format | None, Tensor]]
+    ) -> tuple[str, dict[str, dict[str, Tensor]] | None]:
+        """Return the key of the next block, and its tensors by the names of the weights if it is finished.
+
+        Args:
+            weights: The name, format and float values of each weight in the block.
+
+        Returns:
+            The tensors are views of a mapped file; None if there is none that is whole.
+        """
+        if self._directory is None:
+            return self._key, None
+        sha256 = hashlib.sha256(self._key.encode())
+        for name, form, weight in weights:
+            sha256.update(f"{name} {form!r} {weight.dtype}".encode())
+            sha256.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+        self._key = sha256.hexdigest()
+        return self._key, _read(self._file(self._key))
+
+    def write(self, key: str, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Keep a finished block; return its tensors as they are mapped from the disk, nothing where none are kept.
+
+        Args:
+            key: As `read` returned it.
+            weights: The stored tensors of each weight.
+
+        Raises:
+            SaveError: The disk is full or refuses.
+        """
+        if self._directory is None:
+            return {}
+        file = self._file(key)
+        flat = {_SEPARATOR.join((name, part)): each for name, parts in weights.items() for part, each in parts.items()}
+        with save_errors(self._directory, "Nothing of this block was kept."):
+            make_directories(self._directory)
+            aside = file.with_suffix(".part")
+            write_safetensors(aside, {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}, {})
+            move_file(aside, file)
+        return _read(file) or {}
+
+    def _file(self, key: str) -> Path:
+        assert self._directory is not None
+        return self._directory / f"{key[:32]}.safetensors"
+
+
+def _read(file: Path) -> dict[str, dict[str, Tensor]] | None:
+    """Return the tensors of a file by weight; None if it is not there or not whole."""
+    found: dict[str, dict[str, Tensor]] = {}
+    try:
+        with safe_open(file, framework="pt") as opened:
+            for key in opened.keys():  # noqa: SIM118  (it is no mapping)
+                name, _, part = key.rpartition(_SEPARATOR)
+                found.setdefault(name, {})[part] = opened.get_tensor(key)
+    except (FileNotFoundError, SafetensorError):
+        return None
+    return found
