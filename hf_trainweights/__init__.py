@@ -4,13 +4,13 @@ Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `h
 `hf_trainweights.exports` and `hf_trainweights.formats`. All other paths may change with any release.
 """
 
-import importlib as _importlib
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING
 
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.digests import verify_model
+from hf_trainweights.lazy import lazy as _lazy
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.quantize_in_place import quantize_
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
@@ -73,36 +73,33 @@ __all__ = [
 ]
 
 # What a program that loads a model can do without: imported when it is first asked for.
-_LAZY = {
-    "CheckpointManager": "checkpoint.loop.manager",
-    "OnnxModel": "exports.onnx.model",
-    "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
-    "compare_checkpoints": "inspection.difference",
-    "compare_models": "inspection.model_difference",
-    "dequantize_directory": "models.dequantize",
-    "export_compressed_tensors": "exports.writer",
-    "export_gguf": "exports.gguf.export",
-    "export_onnx": "exports.onnx.writer",
-    "export_program": "exports.program",
-    "export_torchscript": "exports.torchscript",
-    "import_directory": "imports.directory",
-    "inspect_weights": "inspection.listing",
-    "latest": "checkpoint.run.discovery",
-    "load_file": "models.saving.single_file",
-    "quantize_directory": "models.directory",
-    "save_file": "models.saving.single_file",
-    "summary": "models.choosing.summary",
-    "verify_onnx_model": "exports.onnx.verification",
-    "write_report": "report.write",
-}
+__getattr__ = _lazy(
+    __name__,
+    {
+        "CheckpointManager": "checkpoint.loop.manager",
+        "OnnxModel": "exports.onnx.model",
+        "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
+        "compare_checkpoints": "inspection.difference",
+        "compare_models": "inspection.model_difference",
+        "dequantize_directory": "models.dequantize",
+        "export_compressed_tensors": "exports.writer",
+        "export_gguf": "exports.gguf.export",
+        "export_onnx": "exports.onnx.writer",
+        "export_program": "exports.program",
+        "export_torchscript": "exports.torchscript",
+        "import_directory": "imports.directory",
+        "inspect_weights": "inspection.listing",
+        "latest": "checkpoint.run.discovery",
+        "load_file": "models.saving.single_file",
+        "quantize_directory": "models.directory",
+        "save_file": "models.saving.single_file",
+        "summary": "models.choosing.summary",
+        "verify_onnx_model": "exports.onnx.verification",
+        "write_report": "report.write",
+    },
+)
 
 _register(TrainWeightsHfQuantizer, callable_by_files=(decode_file, rebuild_quantized_tensor))
-
-
-def __getattr__(name: str) -> object:
-    if name not in _LAZY:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(_importlib.import_module(f"{__name__}.{_LAZY[name]}"), name)
 
 
 def __dir__() -> list[str]:

@@ -76,7 +76,8 @@ def compress(
             _ask_before_rounding(policy, found)
         with _copies(found) if dry_run else contextlib.nullcontext(found) as directories:
             rows = [rewrite(each, _compressor(policy, options)) for each in with_progress("compressing", directories)]
-    print_rewritten([row | {"path": str(each)} for row, each in zip(rows, found, strict=True)], as_json)
+    rows = [row | {"path": str(each)} for row, each in zip(rows, found, strict=True)]
+    print_rewritten(rows, as_json, "would be" if dry_run else "now")
     if dry_run:
         typer.echo("nothing was changed: this was a dry run", err=True)
 
@@ -187,11 +188,12 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
     from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
     from hf_trainweights.checkpoint.trainer.compression import size_bytes
 
-    bytes_before = size_bytes(directory)
+    bytes_before, before = size_bytes(directory), _manifest_of(directory)
     with warnings_in_one_line():
         manifest = function(directory)
     return {
         "path": str(directory),
+        "changed": manifest != before,
         "mode": manifest.mode,
         "shown_mode": shown_mode(manifest),
         "rounding": total_rounding(manifest),
@@ -200,17 +202,29 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
     }
 
 
-def print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool) -> None:
+def _manifest_of(directory: Path) -> Manifest | None:
+    """Return the manifest of a checkpoint, None where there is none that can be read."""
+    from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+    from hf_trainweights.errors import TrainWeightsError
+
+    try:
+        return read_manifest(directory)
+    except (OSError, TrainWeightsError):
+        return None
+
+
+def print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool, head: str = "now") -> None:
     """Print what `rewrite` returned of each checkpoint: what it is now, and its size before and after."""
     if as_json:
         print_json(rows)
         return
     sizes = ("before", "after", "ratio")
-    table = new_table("checkpoint", "now", right=sizes, drop=("before", "after"), labels=("now",))
+    table = new_table("checkpoint", head, right=sizes, drop=("before", "after"), labels=(head,))
     largest: dict[str, float] = {}
     for row in rows:
         name = Path(row["path"]).absolute().name
-        table.add_row(name, row["shown_mode"], *show_sizes(row["bytes_before"], row["bytes_after"]))
+        mode = row["shown_mode"] if row["changed"] else f"{row['shown_mode']}, unchanged"
+        table.add_row(name, mode, *show_sizes(row["bytes_before"], row["bytes_after"]))
         for role, error in row["rounding"].items():
             largest[role] = max(error, largest.get(role, 0.0))
     print_table(table)

@@ -39,7 +39,7 @@ def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
         "step": manifest and manifest.step,
         "created": manifest and manifest.created,
         "disk_bytes": size_bytes,
-        "plain_bytes": sum(_plain_bytes(manifest).values()) if manifest else size_bytes,
+        "plain_bytes": _plain_bytes_of(directory, manifest) if manifest else size_bytes,
         "anchor": next(filter(None, (entry.report.get("anchor") for entry in files)), None),
         "base": manifest and manifest.base and manifest.base.to_dict(),
         "needs": _needs(manifest) if manifest else None,
@@ -65,14 +65,17 @@ def disk_bytes(directory: Path, seen: set[tuple[int, int]]) -> int:
     return total
 
 
+def _plain_bytes_of(directory: Path, manifest: Manifest) -> int:
+    """Return how large a checkpoint would be without encoding, with what its manifest does not list."""
+    files = {file.relative_to(directory).as_posix(): file for file in directory.rglob("*") if file.is_file()}
+    unlisted = (file.lstat().st_size for name, file in files.items() if name not in manifest.files)
+    return sum(_plain_bytes(manifest).values()) + sum(unlisted)
+
+
 def _plain_bytes(manifest: Manifest) -> dict[str, int]:
     """Return how large each file would be without encoding; an anchor would not be there."""
-    sizes = {}
-    for name, entry in manifest.files.items():
-        tensors = entry.report.get("tensors")
-        plain = entry.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
-        sizes[name] = 0 if name.endswith(".anchor") else plain
-    return sizes
+    files = manifest.files.items()
+    return {name: 0 if name.endswith(".anchor") else entry.plain_bytes for name, entry in files}
 
 
 def verification_row(directory: Path) -> dict[str, Any]:

@@ -124,13 +124,19 @@ def _finite(value: Any) -> Any:
 
 
 def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
-    """Yield the directories; on a terminal, show `action` with the current one and how many are done."""
+    """Yield the directories, and show on stderr `action` with the current one and how many are done.
+
+    On a terminal that is a bar, which is gone afterwards; in a file it is a line for each of several.
+    """
     columns = (TextColumn("{task.description}", markup=False), BarColumn(bar_width=24), TimeElapsedColumn())
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("", total=len(directories))
         for done, directory in enumerate(directories):
-            progress.update(task, description=printable(f"{action} {directory.absolute().name}"), completed=done)
+            shown = printable(f"{action} {directory.absolute().name}")
+            progress.update(task, description=shown, completed=done)
+            if len(directories) > 1 and not console.is_terminal:
+                typer.echo(f"{shown} ({done + 1} of {len(directories)})", err=True)
             yield directory
 
 

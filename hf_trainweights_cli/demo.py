@@ -50,6 +50,8 @@ def demo(
     """
     typer.echo("Importing PyTorch and Transformers ...", err=True)
     # Imported here, so that `--help` does not wait for torch.
+    from transformers.utils.logging import disable_progress_bar
+
     from hf_trainweights.demo.page import demo_page
     from hf_trainweights.demo.run import USUAL_FORMATS, run_demo
     from hf_trainweights.demo.training import Recipe
@@ -65,6 +67,7 @@ def demo(
         raise typer.BadParameter("Nothing is trained with --model: leave out --steps and --seed.", param_hint="--model")
     training = {"steps": steps, "seed": seed}
     recipe = Recipe(**{key: value for key, value in training.items() if value is not None})
+    disable_progress_bar()  # the demo's own lines show the progress of loading too
     with errors_in_one_line(debug), _directory(out) as directory, _ProgressLines() as progress:
         if html is not None:
             check_name(html)
@@ -83,7 +86,10 @@ def demo(
 
 
 class _ProgressLines:
-    """One line with a bar for the training and for each format, on stderr; it appears with the first report."""
+    """One line with a bar for the training and for each format, on stderr; it appears with the first report.
+
+    Where stderr is no terminal, there is a line for each quarter of that instead.
+    """
 
     def __enter__(self) -> _ProgressLines:
         self._tasks: dict[str, TaskID] = {}
@@ -94,6 +100,7 @@ class _ProgressLines:
             TimeElapsedColumn(),
             console=Console(stderr=True),
         )
+        self._quarter = ("", 0)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -110,11 +117,13 @@ class _ProgressLines:
             done: Steps done.
             total: Steps in all.
         """
+        if not self._progress.console.is_terminal:
+            quarter = (line, 4 * done // total)
+            if quarter != self._quarter:
+                typer.echo(f"{line}: {stage} ({done} of {total})", err=True)
+            self._quarter = quarter
+            return
         if not self._tasks:
-            from transformers.utils.logging import disable_progress_bar
-
-            # These lines show the progress of loading too; Transformers' own bars would overwrite them.
-            disable_progress_bar()
             self._progress.start()
         if line not in self._tasks:
             self._tasks[line] = self._progress.add_task(line, stage=stage)
@@ -201,7 +210,7 @@ def _table(title: str, caption: str, numbers: tuple[str, ...]) -> Table:
 def _checkpoint_lines(checkpoints: Checkpoints, losses: tuple[float, ...]) -> Iterator[str]:
     sizes = f"{decimal(checkpoints.plain_bytes)} -> {decimal(checkpoints.stored_bytes)}"
     ratio = checkpoints.plain_bytes / checkpoints.stored_bytes
-    yield f"{len(checkpoints.saved)} {checkpoints.mode} checkpoints: {sizes}, {ratio:.1f}x smaller"
+    yield f"{len(checkpoints.saved)} {checkpoints.mode} checkpoints: {sizes}, {ratio:.2f}x smaller"
     if checkpoints.resumed_at is not None:
         steps = len(checkpoints.resumed_losses)
         resumed, went_on = checkpoints.resumed_losses[-1], losses[checkpoints.resumed_at + steps - 1]

@@ -47,7 +47,11 @@ DtypeOption = Annotated[
 ]
 FormatOption = Annotated[
     str | None,
-    typer.Option("--format", metavar="NAME", help="int8, int4, codebook4, uint2 to uint6, ...; or --bits, or --size."),
+    typer.Option(
+        "--format",
+        metavar="NAME",
+        help="int8 if not given; or int4, codebook4, uint2 to uint6, ...; see --bits and --size.",
+    ),
 ]
 BitsOption = Annotated[
     float | None,
@@ -168,8 +172,6 @@ def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -
     from hf_trainweights.errors import ConfigError
     from hf_trainweights.formats import FORMATS
 
-    if name is None and options["bits"] is None and options["size"] is None:
-        raise typer.BadParameter("give --format, --bits or --size.", param_hint="--format")
     if name is not None and name not in FORMATS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(FORMATS)}.", param_hint="--format")
     try:

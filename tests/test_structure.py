@@ -18,6 +18,7 @@ ROOT = Path(__file__).parent.parent
 # The rooms: each may import those above it, never those below. The package's `__init__` imports any.
 ROOMS = (
     "errors",  # what goes wrong
+    "lazy",  # names that are imported when they are asked for
     "formats",  # a float weight as plain tensors, and back
     "files",  # bytes on disk
     "kernels",  # products of plain tensors

@@ -1,17 +1,22 @@
 """Training state at rest: what a plain PyTorch loop saves and loads, and existing directories made small in place."""
 
-from hf_trainweights.checkpoint.codecs import register_codec
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
-from hf_trainweights.checkpoint.encoded.base_files import register_base
-from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
-from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.run.discovery import find_checkpoints, latest
-from hf_trainweights.checkpoint.run.garbage import collect_garbage
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.versions import VersionedModelSaver
+from typing import TYPE_CHECKING
+
+from hf_trainweights.lazy import lazy as _lazy
+
+if TYPE_CHECKING:
+    from hf_trainweights.checkpoint.codecs import register_codec
+    from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
+    from hf_trainweights.checkpoint.encoded.base_files import register_base
+    from hf_trainweights.checkpoint.loop.manager import CheckpointManager
+    from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
+    from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
+    from hf_trainweights.checkpoint.planning.policy import Policy
+    from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
+    from hf_trainweights.checkpoint.run.discovery import find_checkpoints, latest
+    from hf_trainweights.checkpoint.run.garbage import collect_garbage
+    from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+    from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
 __all__ = [
     "CheckpointManager",
@@ -32,3 +37,31 @@ __all__ = [
     "save_checkpoint",
     "verify_checkpoint",
 ]
+
+# A program that loads a model needs none of them.
+__getattr__ = _lazy(
+    __name__,
+    {
+        "CheckpointManager": "loop.manager",
+        "Codec": "codecs.base",
+        "EncodedTensor": "codecs.base",
+        "Policy": "planning.policy",
+        "VersionedModelSaver": "versions",
+        "build_checkpoint": "loop.training_state",
+        "collect_garbage": "run.garbage",
+        "compress_directory": "rewriting",
+        "find_checkpoints": "run.discovery",
+        "latest": "run.discovery",
+        "load_checkpoint": "loop.training_files",
+        "register_base": "encoded.base_files",
+        "register_codec": "codecs",
+        "restore_checkpoint": "loop.training_state",
+        "restore_directory": "rewriting",
+        "save_checkpoint": "loop.training_files",
+        "verify_checkpoint": "run.verification",
+    },
+)
+
+
+def __dir__() -> list[str]:
+    return __all__

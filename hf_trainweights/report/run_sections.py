@@ -86,4 +86,4 @@ def _loss_chart(losses: Mapping[str, Sequence[tuple[float, float]]], width: floa
 def _show_ratio(each: SavedCheckpoint) -> str:
     stored = sum(each.part_bytes)
     ratio = each.plain_bytes / stored if stored else 1.0
-    return size(stored) + (f", {ratio:.1f}x smaller" if ratio > 1.05 else "")
+    return size(stored) + (f", {ratio:.2f}x smaller" if ratio >= 1.005 else "")

@@ -123,8 +123,8 @@ def _saved(path: Path, anchors: set[_Inode], seen: set[_Inode]) -> SavedCheckpoi
 def _parts_of(file: Path, size_bytes: int, manifest: Manifest | None) -> tuple[Counter[str], int]:
     """Return the bytes of each part of a file, named from its checkpoint, and what it would take without encoding."""
     entry = manifest.files.get(file.as_posix()) if manifest else None
-    tensors = entry.report.get("tensors", ()) if entry else ()
-    if not tensors:
+    tensors = entry.report.get("tensors") if entry else None
+    if entry is None or tensors is None:
         part = _MOMENTS if file.name == OPTIMIZER_NAME else _WEIGHTS if _may_be_weights(file) else _OTHER
         return Counter({part: size_bytes}), size_bytes
     parts: Counter[str] = Counter()
@@ -132,7 +132,7 @@ def _parts_of(file: Path, size_bytes: int, manifest: Manifest | None) -> tuple[C
         parts[_PART_OF_ROLE.get(tensor["role"], _OTHER)] += tensor["bytes_out"]
     # What lies around the tensors: names, checksums, the zip archive.
     parts[_OTHER] += max(0, size_bytes - parts.total())
-    return parts, sum(tensor["bytes_in"] for tensor in tensors)
+    return parts, entry.plain_bytes
 
 
 def _may_be_weights(file: Path) -> bool:

@@ -298,7 +298,19 @@ def test_compress_prints_what_it_rounded(run_directory: Path) -> None:
     rounding = [row["rounding"] for row in run_json("compress", run_directory, "--mode", "compact")]
     assert f"weight {max(each.get('weight', 0) for each in rounding):.1e}" in result.stdout
     assert "exp_avg_sq" in result.stdout
-    assert result.stderr == "nothing was changed: this was a dry run\n"
+    assert result.stderr.splitlines() == [
+        "compressing checkpoint-100 (1 of 2)",
+        "compressing checkpoint-200 (2 of 2)",
+        "nothing was changed: this was a dry run",
+    ]
+
+
+def test_compress_says_what_would_stay_as_it_is(run_directory: Path) -> None:
+    run("compress", run_directory / "checkpoint-100")
+    lines = run("compress", run_directory, "--dry-run").stdout.splitlines()
+    assert "would be" in lines[0]
+    assert ["unchanged" in line for line in lines[2:]] == [True, False]
+    assert [row["changed"] for row in run_json("compress", run_directory, "--dry-run")] == [False, True]
 
 
 @pytest.mark.parametrize(
@@ -393,7 +405,8 @@ def test_an_error_of_the_disk_is_one_line_and_debug_shows_the_traceback(
     monkeypatch.setattr(checkpoint, "restore_directory", refuse)
     result = run("restore", small_run)
     assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr == f"error: {small_run / 'checkpoint-100'}: expected a file, found two lines. Look.\n"
+    error = f"error: {small_run / 'checkpoint-100'}: expected a file, found two lines. Look."
+    assert result.stderr.splitlines() == ["restoring checkpoint-100 (1 of 2)", error]
     with pytest.raises(CorruptFileError, match="found two\nlines"):
         run("restore", small_run, "--debug")
 

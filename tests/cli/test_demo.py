@@ -160,7 +160,7 @@ def test_results_of_a_training_are_shown_in_80_columns(monkeypatch: pytest.Monke
     done = run("demo", "--html", str(tmp_path / "demo.html"))
     assert max(map(len, done.stdout.splitlines())) <= 80
     assert re.search(r"int8 .*105\.0 MB .*1\.90 .*20\.0 .*2\.00", done.stdout)
-    assert "3 near-lossless checkpoints: 420 bytes -> 30 bytes, 14.0x smaller" in done.stdout
+    assert "3 near-lossless checkpoints: 420 bytes -> 30 bytes, 14.00x smaller" in done.stdout
     assert "Resumed from step 20, 2 steps later: loss 2.9900, without the break 3.0000" in done.stdout
     assert "tokens/s" not in done.stdout
     assert machine in " ".join(done.stdout.split())

@@ -58,7 +58,7 @@ def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -
 
 
 def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, tmp_path: Path) -> None:
-    result = run("quantize", llama, tmp_path / "out", "--format", "int8")
+    result = run("quantize", llama, tmp_path / "out")
     assert (result.exit_code, result.stderr) == (0, "")
     lines = result.stdout.splitlines()
     assert any(line.split() == ["int8", "14", "294.9", "kB", "77.8", "kB", "3.79"] for line in lines)
@@ -73,7 +73,6 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "--format: give --format, --bits or --size"),
         (("--bits", "4", "--format", "int8"), "--format: expected None with bits or size"),
         (("--bits", "4", "--size", "1GB"), "--bits: expected either bits or size"),
         (("--bits", "0"), "--bits: expected a number of bits per weight"),

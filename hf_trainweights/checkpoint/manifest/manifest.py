@@ -76,6 +76,12 @@ class FileEntry:
     sha256: str
     report: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes that it would take without encoding."""
+        tensors = self.report.get("tensors")
+        return self.size_bytes if tensors is None else sum(tensor["bytes_in"] for tensor in tensors)
+
     @classmethod
     def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
         """Return the entry for a regular file on disk, which is read once."""
