@@ -6,7 +6,7 @@ import json
 import tomllib
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -19,7 +19,7 @@ from hf_trainweights_cli.console import (
     say,
     wrong_option,
 )
-from hf_trainweights_cli.sources import Model, NewDirectory, require_source
+from hf_trainweights_cli.sources import Model, NewDirectory, read_texts, require_source
 from hf_trainweights_cli.summaries import print_summary, summary_as_json
 from hf_trainweights_cli.tables import show_size
 
@@ -121,7 +121,7 @@ def quantize(
     options: dict[str, Any] = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
     options |= {"bits": bits, "size": size, "column_scale": column_scale, "compress": compress}
     config = _config(name, group_size, options)
-    texts = _read_texts(calibration)
+    texts = calibration if calibration in (None, "self") else read_texts(Path(calibration), "--calibration")
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory
 
@@ -178,16 +178,6 @@ def _config(name: str | None, group_size: int | None, options: dict[str, Any]) -
         return TrainWeightsConfig(name, group_size, **options)
     except ConfigError as error:
         raise wrong_option(error, _option(error)) from error
-
-
-def _read_texts(calibration: str | None) -> list[str] | Literal["self"] | None:
-    """Return the lines of a file of texts."""
-    if calibration is None or calibration == "self":
-        return "self" if calibration else None
-    try:
-        return Path(calibration).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"{calibration} cannot be read: {error}", param_hint="--calibration") from error
 
 
 def _option(error: ConfigError) -> str:

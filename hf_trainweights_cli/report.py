@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, status
-from hf_trainweights_cli.sources import local_copy
+from hf_trainweights_cli.sources import local_copy, read_texts
 
 
 def report(
@@ -21,6 +21,10 @@ def report(
     html: Annotated[
         Path | None, typer.Option(metavar="FILE", help="The file to write; <name of A>-report.html if not given.")
     ] = None,
+    texts: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Texts, one a line, that A and B read: how far A's outputs are off."),
+    ] = None,
     as_json: AsJson = False,
     debug: Debug = False,
 ) -> None:
@@ -32,9 +36,11 @@ def report(
     # Imported here, so that `--help` does not wait for torch.
     from hf_trainweights.report.write import write_report
 
+    read = None if texts is None else read_texts(texts, "--texts")
     out = html or Path(f"{Path(source).absolute().name}-report.html")
     with errors_in_one_line(debug), status("reading"):
-        written = write_report(local_copy(source), out, None if against is None else local_copy(against))
+        other = None if against is None else local_copy(against)
+        written = write_report(local_copy(source), out, other, read)
     if as_json:
         print_json({"title": written.title, "file": str(written.file), "lines": list(written.lines)})
         return

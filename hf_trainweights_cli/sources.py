@@ -102,3 +102,19 @@ def _reason(error: OSError) -> str:
         why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the Hub does not answer"
         return f"no such path here, and no copy in the cache of the Hub ({why})"
     return f"no such path here, and an error of the Hub: {str(error).partition(chr(10))[0]}"
+
+
+def read_texts(file: Path, option: str) -> list[str]:
+    """Return the lines of a file of texts.
+
+    Args:
+        file: The file.
+        option: The option that named it.
+
+    Raises:
+        BadParameter: It cannot be read.
+    """
+    try:
+        return file.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{file} cannot be read: {error}", param_hint=option) from error

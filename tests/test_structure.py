@@ -55,7 +55,7 @@ CHECKPOINT_ROOMS = (
     "trainer",  # a Trainer
     "versions",  # finished models
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "checkpoint.trainer.callback"}
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "report.texts", "checkpoint.trainer.callback"}
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.

@@ -27,8 +27,8 @@ class Error:
 
     Args:
         snr_db: Signal to noise in dB, as `Difference.snr_db` defines it; infinite if both are equal.
-        output_error: |x a - x b| / |x b| of the dequantized weights for 32 rows x of Gaussian noise, always the same;
-            None for a tensor of one dimension.
+        output_error: |x a - x b| / |x b| of the dequantized weights for given rows x, or for 32 of Gaussian noise,
+            always the same; None for a tensor of one dimension, or where rows of another length are given.
     """
 
     snr_db: float
@@ -50,12 +50,13 @@ class Histogram:
     high: float
 
 
-def measure_error(weight: Tensor, reference: Tensor) -> Error | None:
+def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = None) -> Error | None:
     """Measure how far a weight is from another one.
 
     Args:
         weight: Quantized or float, any shape.
         reference: The weight it stands for, usually a float one.
+        inputs: Rows that its layer multiplies, float32 `[n, K]`; None for Gaussian noise.
 
     Returns:
         The error; None if shapes differ, or if one holds no floats.
@@ -66,12 +67,15 @@ def measure_error(weight: Tensor, reference: Tensor) -> Error | None:
         return Error(math.inf, 0.0 if weight.dim() > 1 else None)
     turned = isinstance(weight, QuantizedTensor) and weight.transposed
     error, output, difference = Difference(""), 0.0, 0.0
-    x = torch.randn(_INPUTS, _rows_last(weight, turned).shape[-1], generator=torch.Generator().manual_seed(_SEED))
+    K = _rows_last(weight, turned).shape[-1]
+    x = torch.randn(_INPUTS, K, generator=torch.Generator().manual_seed(_SEED)) if inputs is None else inputs
+    has_output = weight.dim() > 1 and x.shape[-1] == K
     for a, b in zip(_float_blocks(weight, turned), _float_blocks(reference, turned), strict=True):
         error += difference_of(b, a)
-        output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
+        if has_output:
+            output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
     ratio = math.sqrt(difference / output) if output else math.inf if difference else 0.0
-    return Error(error.snr_db, ratio if weight.dim() > 1 else None)
+    return Error(error.snr_db, ratio if has_output else None)
 
 
 def weight_histogram(weight: Tensor) -> Histogram | None:

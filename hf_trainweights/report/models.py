@@ -8,6 +8,9 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from hf_trainweights.inspection.listing import total_bytes
 from hf_trainweights.report.axes import size, size_unit
 from hf_trainweights.report.charts import Bar, Dots, bar_chart, dot_chart, histogram
@@ -15,9 +18,11 @@ from hf_trainweights.report.drawing import COLORS, Drawing
 from hf_trainweights.report.measurements import Error, code_histogram, measure_error, weight_histogram
 from hf_trainweights.report.page import Section, Table
 from hf_trainweights.report.sources import Weight
+from hf_trainweights.report.texts import TextMeasures
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 WORST = 10
+_NO_ROWS = torch.empty(0, 0)
 # A chart of more rows says less, and takes a browser long.
 _MOST_ROWS = 120
 # `model.layers.3.mlp.up_proj.weight` is of `model.layers.3`.
@@ -42,41 +47,55 @@ class Measured:
         return self.error is not None and math.isfinite(self.error.snr_db)
 
 
-def measure_weights(weights: Mapping[str, Weight], against: Mapping[str, Weight]) -> list[Measured]:
+def measure_weights(
+    weights: Mapping[str, Weight], against: Mapping[str, Weight], inputs: Mapping[str, Tensor] | None
+) -> list[Measured]:
     """Measure each weight against its counterpart.
 
     Args:
         weights: The weights by name.
         against: Those they are compared with; empty for none.
+        inputs: Rows that the layer of a weight multiplies, by name; None to measure the error of outputs with noise.
     """
     found = []
     for name, weight in weights.items():
         other = against.get(name)
-        found.append(Measured(weight, measure_error(weight.tensor, other.tensor) if other else None))
+        rows = None if inputs is None else inputs.get(name, _NO_ROWS)
+        found.append(Measured(weight, measure_error(weight.tensor, other.tensor, rows) if other else None))
     return found
 
 
-def model_sections(measured: Sequence[Measured], against: Mapping[str, Weight]) -> list[Section]:
+def model_sections(
+    measured: Sequence[Measured], against: Mapping[str, Weight], texts: TextMeasures | None = None
+) -> list[Section]:
     """Return the sections on a model.
 
     Args:
         measured: Its weights.
         against: Those they were compared with.
+        texts: What texts have shown of it.
     """
     formats = formats_of(measured)
-    sections = [
+    sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
+    sections += [
         Section("Sizes", [_total_chart(measured, against, formats), _format_table(measured, formats)]),
         Section("Layer by layer", [_layer_chart(measured, formats)]),
     ]
     if any(each.is_rounded for each in measured):
         sections.append(Section("Error", [_error_chart(measured)], _ERROR))
-    sections.append(_worst_section(measured))
+    sections.append(_worst_section(measured, _OF_TEXTS if texts else _OF_NOISE))
     head = ("weight", "format", "shape", "bits", "size", "SNR, dB", "output error")
     rows = [_row(each) for each in measured]
     sections.append(Section("All weights", [Table(head, rows, f"{len(rows)} weights")]))
     return sections
 
 
+_WITH_TEXTS = (
+    "This is what to judge a model by: codes that are chosen with texts make single weights worse and the model "
+    "better. Below, output error is what rounding a weight changes in what its layer returns for these texts."
+)
+_OF_TEXTS = "what rounding this weight changes in its product with what its layer gets from the texts"
+_OF_NOISE = "what rounding this weight changes in its product with Gaussian noise"
 _ERROR = (
     "Signal to noise of each weight against its counterpart: a dot each, further left is worse, 6 dB are a factor of "
     "two. Rest the pointer on a dot for its name. The number is the worst of the row. Weights that are equal are not "
@@ -190,7 +209,7 @@ def _layers(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
     return layers
 
 
-def _worst_section(measured: Sequence[Measured]) -> Section:
+def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
     rounded = sorted((each for each in measured if each.is_rounded), key=lambda each: each.error.snr_db)  # type: ignore
     if rounded:
         chosen, title = rounded[:WORST], f"The worst {min(WORST, len(rounded))}"
@@ -205,8 +224,7 @@ def _worst_section(measured: Sequence[Measured]) -> Section:
     head = ("weight", "bits", "SNR, dB", "output error", "values", "codes")
     text = (
         "Histograms: of the values, where a bin is as high as the logarithm of its count, and of the codes, which are "
-        "the values in units of their scales. Output error: what rounding this weight changes in its product with "
-        "Gaussian noise, relative to that product."
+        f"the values in units of their scales. Output error: {output_error}, relative to that product."
     )
     return Section(title, [Table(head, [_drawn_row(each) for each in chosen])], text)
 

@@ -28,6 +28,7 @@ from hf_trainweights.report.page import Page, Section, default_caption
 from hf_trainweights.report.run_sections import describe_run, run_sections
 from hf_trainweights.report.runs import read_losses, read_run
 from hf_trainweights.report.sources import Source, Weight, existing, is_run, read_counterparts, read_weights
+from hf_trainweights.report.texts import measure_with_texts
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,12 @@ class Report:
         return "\n".join([self.title, *self.lines, f"report: {self.file}"])
 
 
-def write_report(source: Source, out: str | os.PathLike[str], against: Source | None = None) -> Report:
+def write_report(
+    source: Source,
+    out: str | os.PathLike[str],
+    against: Source | None = None,
+    texts: Sequence[str] | None = None,
+) -> Report:
     """Write what lies in a model or a training run into one HTML file that needs nothing else to be read.
 
     Of a model: sizes by format, bits and bytes of each layer, the error of each weight if `against` is given, and
@@ -59,12 +65,15 @@ def write_report(source: Source, out: str | os.PathLike[str], against: Source | 
         source: A module, a directory of a model, a run or one checkpoint, or a weight file.
         out: The file to write, `.html`; one that is there is replaced.
         against: The model that errors are measured against, usually the float one; not for a run.
+        texts: Texts that both models, directories then, read: the report says how far the outputs of the whole model
+            are off, and of each layer for what it gets from the texts instead of noise.
 
     Returns:
         Where the report is, and what it says in short.
 
     Raises:
-        ConfigError: There is nothing to report on, `against` is given for a run, or `out` is called otherwise.
+        ConfigError: There is nothing to report on, `against` is given for a run, `out` is called otherwise, or `texts`
+            are given without two saved models that take tokens.
         CorruptFileError: A file is damaged, or holds more than data.
         MissingAnchorError: A checkpoint was moved without the anchor it needs.
         SaveError: `out` cannot be written.
@@ -75,7 +84,10 @@ def write_report(source: Source, out: str | os.PathLike[str], against: Source | 
     """
     out = Path(out)
     check_name(out)
-    title, lines, sections = (_of_run if is_run(source) else _of_model)(source, against)
+    if is_run(source) and texts is None:
+        title, lines, sections = _of_run(source, against)
+    else:
+        title, lines, sections = _of_model(source, against, texts)
     page = Page(title, default_caption(), sections)
     write_page(page, out)
     return Report(title, out, tuple(lines))
@@ -134,16 +146,25 @@ def _of_run(source: Source, against: Source | None) -> tuple[str, list[str], Seq
     return _name(source), [describe_run(checkpoints)], run_sections(checkpoints, read_losses(root, checkpoints))
 
 
-def _of_model(source: Source, against: Source | None) -> tuple[str, list[str], Sequence[Section]]:
+def _of_model(
+    source: Source, against: Source | None, texts: Sequence[str] | None
+) -> tuple[str, list[str], Sequence[Section]]:
     if not isinstance(source, nn.Module):
         existing(source)
+    read = None
+    if texts is not None:
+        if isinstance(source, nn.Module) or against is None or isinstance(against, nn.Module):
+            expected, next_step = "two saved models, the second one float", "Save them, or leave the texts out."
+            raise ConfigError("texts", expected, "a module, or nothing to compare with", next_step)
+        read = measure_with_texts(source, against, texts)
     weights = read_weights(source)
     others = {} if against is None else read_counterparts(against, weights)
     if not weights:
         raise ConfigError(_name(source), "weights", "none", "Give a model, a run or a weight file.")
-    measured = measure_weights(weights, others)
+    measured = measure_weights(weights, others, read and read.inputs)
     title = _name(source) if against is None else f"{_name(source)}, compared with {_name(against)}"
-    return title, _lines(measured, others), model_sections(measured, others)
+    lines = [*(read.lines() if read else ()), *_lines(measured, others)]
+    return title, lines, model_sections(measured, others, read)
 
 
 def _lines(measured: Sequence[Measured], others: Mapping[str, Weight]) -> list[str]:

@@ -1,0 +1,154 @@
+"""What texts show of a model beside its float one: how far its outputs are off, and what each layer gets."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.calibration.batches import batches_of_texts
+from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
+from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+# Rows of each layer's inputs that the error of its outputs is measured with.
+_ROWS_A_BATCH, _MOST_ROWS = 64, 512
+
+
+@dataclass
+class TextMeasures:
+    """How a model and its float one read the same texts.
+
+    Args:
+        tokens: Tokens that were read.
+        divergence: Of the probabilities that the model gives the outputs from those that the float one gives, in
+            thousandths of a nat a token; None for a model without logits.
+        perplexities: Of the float model and of this one; None for other than causal language models.
+        cosine: Mean over the texts of the cosine of both models' mean hidden state; None for a model with logits.
+        inputs: What the layer of each weight gets in the float model, by the name of the weight: rows `[n, K]`.
+    """
+
+    tokens: int = 0
+    divergence: float | None = None
+    perplexities: tuple[float, float] | None = None
+    cosine: float | None = None
+    inputs: Mapping[str, Tensor] = field(default_factory=dict)
+
+    def lines(self) -> list[str]:
+        """Return what was found, a line each."""
+        found = []
+        if self.divergence is not None:
+            found.append(f"divergence on {self.tokens:,} tokens of text: {self.divergence:.3g} millinats a token")
+        if self.perplexities is not None:
+            before, after = self.perplexities
+            found.append(f"perplexity {before:.4g} -> {after:.4g}, {100 * (after / before - 1):+.2f} %")
+        if self.cosine is not None:
+            found.append(f"cosine of mean hidden states on {self.tokens:,} tokens of text: {self.cosine:.5f}")
+        return found
+
+
+@torch.no_grad()
+def measure_with_texts(
+    source: str | os.PathLike[str], against: str | os.PathLike[str], texts: Sequence[str]
+) -> TextMeasures:
+    """Let a saved model and its float one read texts.
+
+    Args:
+        source: Directory of the model.
+        against: Directory of the float model, with its tokenizer.
+        texts: The texts; of a long one the first 512 tokens count.
+
+    Raises:
+        ConfigError: One of them cannot be loaded, takes other things than tokens, or has no tokenizer; or there is no
+            text.
+        CorruptFileError: A file is damaged.
+    """
+    model, reference = load_saved(source), load_saved(against)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(against)
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            "texts", f"a tokenizer in {against}", "none that loads", "Save the tokenizer there."
+        ) from error
+    layers = {module: f"{name}.weight" for name, module in reference.named_modules() if _is_linear(module)}
+    rows: dict[str, list[Tensor]] = defaultdict(list)
+    sums = _Sums()
+    batches = batches_of_texts(reference, tokenizer, texts)
+    for batch in logging.tqdm(batches, desc="Reading texts", unit="batch"):
+
+        def see(layer: nn.Module, x: Tensor, batch: Mapping[str, Tensor] = batch) -> None:
+            inputs = without_padding(x, batch)
+            rows[layers[layer]].append(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)].float())
+
+        with inputs_of(layers, see):
+            expected = reference(**batch)
+        sums.add(batch, model(**batch), expected)
+    inputs = {name: torch.cat(parts)[:_MOST_ROWS] for name, parts in rows.items()}
+    return sums.measures(_is_causal(reference), inputs)
+
+
+class _Sums:
+    """Sums over texts."""
+
+    def __init__(self) -> None:
+        self._tokens = self._texts = self._scored = self._following = 0
+        self._divergence = self._cosine = 0.0
+        self._losses = [0.0, 0.0]
+        self._has_logits = False
+
+    def add(self, batch: Mapping[str, Tensor], found: Any, expected: Any) -> None:
+        """Add a batch and what both models return for it."""
+        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        self._tokens += int(mask.sum())
+        self._texts += len(mask)
+        if getattr(expected, "logits", None) is None:
+            a, b = (_mean_state(each.last_hidden_state, mask) for each in (found, expected))
+            self._cosine += F.cosine_similarity(a, b).sum().item()
+            return
+        self._has_logits = True
+        p, q = (F.log_softmax(each.logits.float(), dim=-1) for each in (expected, found))
+        # A classifier has logits for each text, a language model for each token.
+        each_token = p.shape[: mask.dim()] == mask.shape
+        divergence = (p.exp() * (p - q)).sum(dim=-1)
+        self._divergence += (divergence[mask] if each_token else divergence).double().sum().item()
+        self._scored += int(mask.sum()) if each_token else divergence.numel()
+        if each_token and p.shape[-1] > int(batch["input_ids"].max()):
+            follows = mask[:, 1:] & mask[:, :-1]
+            for place, chances in enumerate((p, q)):
+                losses = -chances[:, :-1].gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
+                self._losses[place] += losses[follows].double().sum().item()
+            self._following += int(follows.sum())
+
+    def measures(self, is_causal: bool, inputs: Mapping[str, Tensor]) -> TextMeasures:
+        """Return the means."""
+        if not self._has_logits:
+            return TextMeasures(self._tokens, cosine=self._cosine / self._texts, inputs=inputs)
+        before, after = (math.exp(loss / max(1, self._following)) for loss in self._losses)
+        divergence = 1000 * self._divergence / self._scored
+        return TextMeasures(self._tokens, divergence, (before, after) if is_causal else None, inputs=inputs)
+
+
+def _mean_state(states: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of the states of the tokens of each text, `[texts, hidden]`."""
+    if states.shape[:2] != mask.shape:
+        return states.float().flatten(1, -2).mean(dim=1)
+    return (states.float() * mask.unsqueeze(-1)).sum(dim=1) / mask.sum(dim=1, keepdim=True).clamp_min(1)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    weight = getattr(module, "weight", None)
+    return isinstance(module, nn.Linear) and isinstance(weight, Tensor) and not isinstance(weight, QuantizedTensor)
+
+
+def _is_causal(model: PreTrainedModel) -> bool:
+    return model.can_generate() and not model.config.is_encoder_decoder
