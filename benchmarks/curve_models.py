@@ -17,9 +17,9 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import quality
-from hf_trainweights.demo.corpus import read_corpus
-from hf_trainweights.demo.probe import make_probe
-from hf_trainweights.demo.training import Recipe, train_model
+from hf_trainweights_cli.demo.corpus import read_corpus
+from hf_trainweights_cli.demo.probe import make_probe
+from hf_trainweights_cli.demo.training import Recipe, train_model
 
 WINDOWS = 48
 # Texts that calibration gets: sentences for MiniLM; for the Llama a window of each of so many files.

@@ -12,8 +12,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.demo.corpus import read_corpus
 from hf_trainweights.report.run_plot import plot_run
+from hf_trainweights_cli.demo.corpus import read_corpus
 
 DRAWING = Path(__file__).parent.parent / "docs" / "run_plot.svg"
 

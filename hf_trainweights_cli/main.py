@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli import checkpoint, demo, export, import_, inspection, push, quantize, report, run
+from hf_trainweights_cli import checkpoint, export, import_, inspection, push, quantize, report, run
 from hf_trainweights_cli.commands import Command, new_app
+from hf_trainweights_cli.demo.command import demo
 
 app = new_app()
 for command in (
@@ -20,7 +21,7 @@ for command in (
     export.export,
     push.push,
     report.report,
-    demo.demo,
+    demo,
 ):
     app.command(cls=Command)(command)
 app.command("import", cls=Command)(import_.import_model)

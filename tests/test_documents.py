@@ -98,7 +98,7 @@ def imports_between_rooms() -> set[tuple[str, str]]:
     package = ROOT / "hf_trainweights"
     rooms = {path.stem for path in package.iterdir() if path.is_dir() or path.stem == "errors"}
     files = [(path.relative_to(package).parts[0].removesuffix(".py"), path) for path in package.rglob("*.py")]
-    files += [("hf_trainweights_cli", path) for path in (ROOT / "hf_trainweights_cli").glob("*.py")]
+    files += [("hf_trainweights_cli", path) for path in (ROOT / "hf_trainweights_cli").rglob("*.py")]
     pattern = re.compile(r"^ *from hf_trainweights(?:\.| import )(\w+)", re.MULTILINE)
     found = {(room, name) for room, path in files for name in pattern.findall(path.read_text(encoding="utf-8"))}
     return {(room, name) for room, name in found if room in {*rooms, "hf_trainweights_cli"} and name in rooms - {room}}

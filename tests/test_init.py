@@ -50,7 +50,7 @@ def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for() -> None:
         "new = sys.modules.keys() - before\n"
         "assert {name.partition('.')[0] for name in new} == {'hf_trainweights'}, new\n"
         f"assert len(new) < {MOST_MODULES}, len(new)\n"
-        "rooms = ('exports', 'inspection', 'report', 'demo', 'checkpoint.trainer', 'checkpoint.whole')\n"
+        "rooms = ('exports', 'inspection', 'report', 'checkpoint.trainer', 'checkpoint.whole')\n"
         "assert not [name for name in new if name.startswith(tuple(f'hf_trainweights.{r}' for r in rooms))]\n"
         "assert hf_trainweights.export_torchscript.__module__ == 'hf_trainweights.exports.torchscript'\n"
         "assert hf_trainweights.checkpoint.Policy.__module__ == 'hf_trainweights.checkpoint.planning.policy'\n"

@@ -29,7 +29,6 @@ ROOMS = (
     "checkpoint",  # training state
     "inspection",  # what lies on disk
     "report",  # pictures of a model or a run
-    "demo",
 )
 # Likewise the rooms of `models`, and below them the modules beside them: the doors, which import any.
 MODEL_ROOMS = (
@@ -55,7 +54,7 @@ CHECKPOINT_ROOMS = (
     "trainer",  # a Trainer
     "versions",  # finished models
 )
-MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "demo", "report.texts", "checkpoint.trainer.callback"}
+MAY_IMPORT_TRANSFORMERS = {"models", "exports", "imports", "report.texts", "checkpoint.trainer.callback"}
 # `.ci/run` does not repeat these tests on the oldest Transformers.
 TESTS_WITHOUT_TRANSFORMERS = ("formats", "checkpoint/codecs")
 # The modules of Transformers that its documentation shows. Names of any other, and these attributes, are private.
@@ -82,7 +81,9 @@ SOURCES = {
     ".".join(path.relative_to(ROOT / PACKAGE).with_suffix("").parts): path
     for path in sorted((ROOT / PACKAGE).rglob("*.py"))
 }
-COMMAND_SOURCES = {f"{COMMAND}.{path.stem}": path for path in sorted((ROOT / COMMAND).glob("*.py"))}
+COMMAND_SOURCES = {
+    ".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in sorted((ROOT / COMMAND).rglob("*.py"))
+}
 ALL_SOURCES = SOURCES | COMMAND_SOURCES
 
 
@@ -210,8 +211,11 @@ def test_triton_is_imported_when_its_kernels_are_first_used() -> None:
 
 
 def test_the_command_imports_the_library_only_when_it_runs() -> None:
-    at_once = {(module, name.split(".")[0]) for module in COMMAND_SOURCES for name, lazy in imports(module) if not lazy}
-    assert {(module, name) for module, name in at_once if name in SLOW_TO_IMPORT} == set()
+    work = {each for each in COMMAND_SOURCES if each.startswith(f"{COMMAND}.demo.") and not each.endswith(".command")}
+    shell = COMMAND_SOURCES.keys() - work
+    at_once = {(module, name) for module in shell for name, lazy in imports(module) if not lazy}
+    assert {pair for pair in at_once if pair[1].split(".")[0] in SLOW_TO_IMPORT} == set()
+    assert {pair for pair in at_once if pair[1].rpartition(".")[0] in work} == set()
 
 
 def test_the_library_does_not_need_the_command() -> None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo.checkpoints import SAVES
-from hf_trainweights.demo.corpus import Corpus
-from hf_trainweights.demo.run import Result
-from hf_trainweights.demo.training import Recipe, train_model
+from hf_trainweights_cli.demo.checkpoints import SAVES
+from hf_trainweights_cli.demo.corpus import Corpus
+from hf_trainweights_cli.demo.run import Result
+from hf_trainweights_cli.demo.training import Recipe, train_model
 
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 

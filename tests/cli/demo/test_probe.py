@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 from transformers import AutoTokenizer
 
-from hf_trainweights.demo.corpus import Corpus
-from hf_trainweights.demo.probe import make_probe
-from hf_trainweights.demo.run import Result
+from hf_trainweights_cli.demo.corpus import Corpus
+from hf_trainweights_cli.demo.probe import make_probe
+from hf_trainweights_cli.demo.run import Result
 
 
 def test_windows_start_with_the_begin_of_text_token_where_there_is_one(

@@ -20,8 +20,8 @@ from rich.table import Table
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json
 
 if TYPE_CHECKING:
-    from hf_trainweights.demo.checkpoints import Checkpoints
-    from hf_trainweights.demo.run import Result
+    from hf_trainweights_cli.demo.checkpoints import Checkpoints
+    from hf_trainweights_cli.demo.run import Result
 
 
 def demo(
@@ -52,11 +52,11 @@ def demo(
     # Imported here, so that `--help` does not wait for torch.
     from transformers.utils.logging import disable_progress_bar
 
-    from hf_trainweights.demo.page import demo_page
-    from hf_trainweights.demo.run import USUAL_FORMATS, run_demo
-    from hf_trainweights.demo.training import Recipe
     from hf_trainweights.formats import FORMATS
     from hf_trainweights.report.write import check_name, write_page
+    from hf_trainweights_cli.demo.page import demo_page
+    from hf_trainweights_cli.demo.run import USUAL_FORMATS, run_demo
+    from hf_trainweights_cli.demo.training import Recipe
 
     unknown = set(formats or ()) - set(FORMATS)
     if unknown:

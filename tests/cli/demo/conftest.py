@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo import measurement, speed
-from hf_trainweights.demo.corpus import Corpus, read_corpus
-from hf_trainweights.demo.run import Result, run_demo
-from hf_trainweights.demo.speed import Shape
-from hf_trainweights.demo.training import Recipe
 from hf_trainweights.formats import FORMATS
+from hf_trainweights_cli.demo import measurement, speed
+from hf_trainweights_cli.demo.corpus import Corpus, read_corpus
+from hf_trainweights_cli.demo.run import Result, run_demo
+from hf_trainweights_cli.demo.speed import Shape
+from hf_trainweights_cli.demo.training import Recipe
 
 
 @pytest.fixture(scope="session")

@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_trainweights.demo.corpus import Corpus
-from hf_trainweights.demo.float_model import load_tokenizer
+from hf_trainweights_cli.demo.corpus import Corpus
+from hf_trainweights_cli.demo.float_model import load_tokenizer
 
 PROMPT = "class Error(Exception):\n    def __init__(self"
 

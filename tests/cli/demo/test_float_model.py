@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM, LlamaModel, ViTConfig, ViTForImageClassification
 
-from hf_trainweights.demo.run import Result, run_demo
-from hf_trainweights.demo.training import Recipe
 from hf_trainweights.errors import ConfigError
+from hf_trainweights_cli.demo.run import Result, run_demo
+from hf_trainweights_cli.demo.training import Recipe
 
 
 def no_report(line: str, stage: str, done: int, total: int) -> None:

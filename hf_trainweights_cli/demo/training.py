@@ -15,8 +15,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.demo.checkpoints import MODE, SAVES, Checkpoints, measure_checkpoints
-from hf_trainweights.demo.corpus import Corpus
+from hf_trainweights_cli.demo.checkpoints import MODE, SAVES, Checkpoints, measure_checkpoints
+from hf_trainweights_cli.demo.corpus import Corpus
 
 # Called with the progress of a long job: its line, its current stage, the steps done and the steps in all.
 Report = Callable[[str, str, int, int], None]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo.run import Result, run_demo
-from hf_trainweights.demo.training import Recipe
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.kernels import compiled
+from hf_trainweights_cli.demo.run import Result, run_demo
+from hf_trainweights_cli.demo.training import Recipe
 
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_trainweights.demo import measurement
-from hf_trainweights.demo.corpus import Corpus
-from hf_trainweights.demo.measurement import check_reload
-from hf_trainweights.demo.probe import make_probe
-from hf_trainweights.demo.run import Result
 from hf_trainweights.formats import FORMATS
+from hf_trainweights_cli.demo import measurement
+from hf_trainweights_cli.demo.corpus import Corpus
+from hf_trainweights_cli.demo.measurement import check_reload
+from hf_trainweights_cli.demo.probe import make_probe
+from hf_trainweights_cli.demo.run import Result
 
 
 @pytest.mark.parametrize("name", FORMATS)

@@ -20,10 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from hf_trainweights.demo.float_model import load_float
-from hf_trainweights.demo.probe import PROMPT, Probe
-from hf_trainweights.demo.training import Report
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights_cli.demo.float_model import load_float
+from hf_trainweights_cli.demo.probe import PROMPT, Probe
+from hf_trainweights_cli.demo.training import Report
 
 NEW_TOKENS = 48
 # The directory name of each serialization to its arguments of `save_pretrained`.

@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from hf_trainweights.demo import run as demo
-from hf_trainweights.demo.checkpoints import Checkpoints
-from hf_trainweights.demo.measurement import Row
-from hf_trainweights.demo.run import Result
-from hf_trainweights.demo.speed import Speed
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.report.runs import SavedCheckpoint
+from hf_trainweights_cli.demo import run as demo
+from hf_trainweights_cli.demo.checkpoints import Checkpoints
+from hf_trainweights_cli.demo.measurement import Row
+from hf_trainweights_cli.demo.run import Result
+from hf_trainweights_cli.demo.speed import Speed
 from hf_trainweights_cli.main import app
 
 FIRST_LINE = "Importing PyTorch and Transformers ...\n"

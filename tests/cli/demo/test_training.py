@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_trainweights.demo.corpus import Corpus
-from hf_trainweights.demo.run import Result
-from hf_trainweights.demo.training import Recipe, train_model
+from hf_trainweights_cli.demo.corpus import Corpus
+from hf_trainweights_cli.demo.run import Result
+from hf_trainweights_cli.demo.training import Recipe, train_model
 
 
 def no_report(line: str, stage: str, done: int, total: int) -> None:

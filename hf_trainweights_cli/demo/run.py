@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hf_trainweights.demo.checkpoints import Checkpoints
-from hf_trainweights.demo.corpus import read_corpus
-from hf_trainweights.demo.float_model import check_causal_lm
-from hf_trainweights.demo.measurement import Row, measure
-from hf_trainweights.demo.probe import PROMPT, make_probe
-from hf_trainweights.demo.speed import Shape, Speed, measure_speed
-from hf_trainweights.demo.training import Recipe, Report, train_model
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels import compiled
 from hf_trainweights.report.machine import describe_machine
+from hf_trainweights_cli.demo.checkpoints import Checkpoints
+from hf_trainweights_cli.demo.corpus import read_corpus
+from hf_trainweights_cli.demo.float_model import check_causal_lm
+from hf_trainweights_cli.demo.measurement import Row, measure
+from hf_trainweights_cli.demo.probe import PROMPT, make_probe
+from hf_trainweights_cli.demo.speed import Shape, Speed, measure_speed
+from hf_trainweights_cli.demo.training import Recipe, Report, train_model
 
 # One of each kind, so that a newcomer sees the choice in little over a minute: whole bytes as integers and as floats,
 # half bytes, and codes that are small in files alone.

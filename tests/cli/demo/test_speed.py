@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hf_trainweights.demo import speed
-from hf_trainweights.demo.page import demo_page
-from hf_trainweights.demo.run import Result
-from hf_trainweights.demo.speed import fast_dtype, measure_speed
 from hf_trainweights.formats import FORMATS
+from hf_trainweights_cli.demo import speed
+from hf_trainweights_cli.demo.page import demo_page
+from hf_trainweights_cli.demo.run import Result
+from hf_trainweights_cli.demo.speed import fast_dtype, measure_speed
 
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 

@@ -16,11 +16,11 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_trainweights.demo.training import Report
 from hf_trainweights.kernels.cpu_features import capabilities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.quantize_in_place import quantize_
 from hf_trainweights.tensor.modules import get_model_size_in_bytes
+from hf_trainweights_cli.demo.training import Report
 
 LINE = "speed"
 _SECONDS_PER_FORMAT = 2.5

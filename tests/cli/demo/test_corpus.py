@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hf_trainweights.demo.corpus import read_corpus
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights_cli.demo.corpus import read_corpus
 
 
 def test_corpus_is_in_the_order_of_names_with_every_20th_file_held_out(tmp_path: Path) -> None:

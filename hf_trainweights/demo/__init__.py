@@ -1,1 +1,0 @@
-"""What `trainweights demo` does."""
