@@ -91,11 +91,12 @@ def by_peer(peer: Peer) -> Method:
     @torch.no_grad()
     def method(subject: Subject, model: PreTrainedModel) -> float:
         total = count = 0.0
+        importance = subject.importance
         model.float()
         for name in subject.linears():
             weight = model.get_submodule(name).weight
             assert isinstance(weight, torch.Tensor)
-            values, bits = peer(weight.detach())
+            values, bits = peer(weight.detach(), importance[name])
             weight.copy_(values)
             total, count = total + bits * weight.numel(), count + weight.numel()
         return total / count
@@ -125,7 +126,8 @@ def methods(library: Path | None) -> list[tuple[str, str, Method]]:
         found.append((family, _name(config), by_config(config)))
     found += [("budget", f"bits={bits}", by_config({"bits": bits})) for bits in BUDGETS]
     for name, peer in peers(library).items():
-        found.append(("NF4" if name.startswith("NF4") else "llama.cpp", name, by_peer(peer)))
+        family = "NF4" if name.startswith("NF4") else "llama.cpp, imatrix" if "imatrix" in name else "llama.cpp"
+        found.append((family, name, by_peer(peer)))
     found += [("calibrated", f"{_name(config)}, calibrated", by_text(config)) for config in CALIBRATED]
     found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
     return found

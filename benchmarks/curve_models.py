@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import itertools
 import math
 import random
 import sysconfig
@@ -17,6 +19,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from benchmarks import quality
+from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
 from hf_trainweights_cli.demo.corpus import read_corpus
 from hf_trainweights_cli.demo.probe import make_probe
 from hf_trainweights_cli.demo.training import Recipe, train_model
@@ -49,6 +52,21 @@ class Subject:
     def calibration(self) -> list[dict[str, Tensor]]:
         """Return batches of text that is not measured on."""
         raise NotImplementedError
+
+    @functools.cached_property
+    def importance(self) -> dict[str, Tensor]:
+        """The mean square of each input of the Linears for the texts of calibration, as llama.cpp measures it."""
+        squares: dict[str, Tensor] = {}
+        layers = {module: name for name, module in self.linears().items()}
+
+        def see(layer: nn.Module, x: Tensor, batch: dict[str, Tensor]) -> None:
+            total = without_padding(x, batch).double().square().sum(dim=0)
+            squares[layers[layer]] = squares.get(layers[layer], torch.zeros_like(total)) + total
+
+        for batch in self.calibration():
+            with torch.no_grad(), inputs_of(layers, functools.partial(see, batch=batch)):
+                self.reference(**batch)
+        return squares
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:
         """Return the figures of a changed copy in float32."""
@@ -96,12 +114,15 @@ class DemoLlama(Subject):
         self.loss = self._loss(self.expected)
 
     def calibration(self) -> list[dict[str, Tensor]]:
-        """Return a window of each of some files of the training text."""
-        texts = list(self.corpus.train)
-        random.Random(0).shuffle(texts)
+        """Return a window of each of some files of the training text, from anywhere in it: files begin alike."""
+        texts, chance = list(self.corpus.train), random.Random(0)
+        chance.shuffle(texts)
         tokenizer = AutoTokenizer.from_pretrained(self.path)
         found = (tokenizer(text)["input_ids"] for text in texts)
-        windows = [ids[:WINDOW] for ids in found if len(ids) >= WINDOW][:FILES]
+        windows = []
+        for ids in itertools.islice((ids for ids in found if len(ids) >= WINDOW), FILES):
+            start = chance.randrange(len(ids) - WINDOW + 1)
+            windows.append(ids[start : start + WINDOW])
         return [{"input_ids": part} for part in torch.tensor(windows).split(16)]
 
     def measure(self, model: PreTrainedModel) -> dict[str, float]:

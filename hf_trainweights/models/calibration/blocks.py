@@ -1,8 +1,8 @@
 """The blocks of a model: where they stand, in which order they run, and what they are called with.
 
 No model is known by name. A block is an element of an outermost nn.ModuleList or nn.Sequential that has weights to
-quantize. Blocks of which each gets what the one before it returned form a chain, and are walked without running the
-rest of the model again.
+quantize, or a layer outside of these, such as the head of a classifier. Blocks of which each gets what the one before
+it returned form a chain, and are walked without running the rest of the model again.
 """
 
 from __future__ import annotations
@@ -218,7 +218,10 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
-    """Return the elements of the outermost containers that have one of the owners in them; else the module itself."""
+    """Return the elements of the outermost containers that have owners in them, and the owners beside these.
+
+    A module without such containers is one block.
+    """
     blocks: list[nn.Module] = []
     inside: set[nn.Module] = set()
     for container in module.modules():
@@ -227,7 +230,7 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
             if not owners.isdisjoint(within):
                 inside |= within
                 blocks += container.children()
-    return blocks or [module]
+    return [*blocks, *(owner for owner in owners if owner not in inside)] if blocks else [module]
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:

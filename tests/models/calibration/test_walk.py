@@ -176,6 +176,30 @@ def test_layers_of_a_block_that_run_several_times_are_named() -> None:
     }
 
 
+def test_layers_that_a_router_sends_other_tokens_to_are_calibrated_by_what_they_get() -> None:
+    class Routed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.before, *experts = (nn.Linear(64, 64) for _ in range(3))
+            self.experts = nn.ModuleList(experts)
+
+        def forward(self, x: Tensor) -> Tensor:
+            first = x[:, 0] > 0
+            y = self.before(x)
+            y = y.index_put((first,), self.experts[0](y[first])) if first.any() else y
+            return y.index_put((~first,), self.experts[1](y[~first])) if (~first).any() else y
+
+    torch.manual_seed(0)
+    module = nn.Sequential(*(Routed() for _ in range(3)))
+    calibrated = copy.deepcopy(module)
+    # The second batch never reaches the second expert of the first block.
+    inputs = [torch.randn(600, 64), torch.ones(8, 64)]
+    summary = quantize_(calibrated, "uint2", calibration=inputs)
+    assert not without(summary)
+    assert summary.calibrated is not None
+    assert summary.calibrated.error_after < summary.calibrated.error_before
+
+
 def test_a_shared_weight_and_an_embedding_are_named() -> None:
     module = Named(in_a_row)
     module.layers[2].weight = module.layers[0].weight

@@ -1,0 +1,109 @@
+"""What calibration costs: CPU time and memory of a Llama's blocks, at the shape of one of 1.2 billion weights.
+
+Run `python -m benchmarks.calibration`; it needs no network and takes ten minutes. All blocks of a Llama are alike, so a
+few of them tell what all cost; the rest is in proportion. Weights are random and tokens too, which changes no cost.
+Memory is what the process holds beyond mapped files, above what it held before. It writes
+`benchmarks/results/calibration.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from benchmarks.machine import commit, cpu_name, versions
+from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.models.quantize_in_place import quantize_module
+
+RESULTS = Path(__file__).parent / "results" / "calibration.json"
+# Of Llama 3.2 1B and, for the cost of a block, Llama 2 7B.
+SHAPES = {
+    "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8},
+    "7B": {"hidden_size": 4096, "intermediate_size": 11008, "num_attention_heads": 32, "num_key_value_heads": 32},
+}
+BLOCKS = {"1.2B": 16, "7B": 32}
+FORMAT = {"format": "int4", "group_size": 128}
+WINDOW, BATCH = 512, 8
+
+
+@contextmanager
+def peak_anonymous_bytes() -> Iterator[list[int]]:
+    """Within it, watch the memory of this process that no file holds; afterwards the list has by how much it grew."""
+    first, most, ended = _anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not ended.wait(0.02):
+            most[0] = max(most[0], _anonymous_bytes() - first)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield most
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _anonymous_bytes() -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
+    """Return what some blocks of a shape cost with so many tokens."""
+    config = transformers.LlamaConfig(
+        **SHAPES[shape], num_hidden_layers=blocks, vocab_size=512, tie_word_embeddings=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(512, (tokens // WINDOW, WINDOW), generator=generator)
+    batches = [{"input_ids": part} for part in ids.split(BATCH)]
+    with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as directory:
+        path = Path(directory)
+        model = transformers.LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
+        model.save_pretrained(path / "float")
+        del model
+        loaded = load_saved(path / "float")
+        with peak_anonymous_bytes() as peak:
+            cpu, wall = time.process_time(), time.perf_counter()
+            quantize_module(loaded, TrainWeightsConfig(**FORMAT), batches, path / "blocks")
+            cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    weights = sum(each.numel() for name, each in loaded.named_parameters() if "layers." in name)
+    return {
+        "shape": shape,
+        "blocks": blocks,
+        "tokens": tokens,
+        "weights": weights,
+        "cpu_seconds": round(cpu, 1),
+        "wall_seconds": round(wall, 1),
+        "cpu_seconds_of_all_blocks": round(cpu / blocks * BLOCKS[shape]),
+        "peak_anonymous_bytes": peak[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--blocks", type=int, default=2)
+    parser.add_argument("--tokens", type=int, default=32_768)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    arguments = parser.parse_args()
+    rows = [measure(shape, arguments.blocks, arguments.tokens) for shape in arguments.shapes]
+    print(json.dumps(rows, indent=2))
+    report = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "commit": commit(), "versions": versions()}
+    report |= {"format": "int4, groups of 128", "rows": rows}
+    RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
