@@ -24,7 +24,7 @@ _MAX_HEADER_BYTES = 100_000_000
 # Where int8 products read memory without copying it first, and what the format lets a header grow by.
 _INT8_ALIGNMENT, _HEADER_ALIGNMENT = 16, 8
 # Bytes that are digested and written at a time.
-_PIECE_BYTES = 1 << 20
+_PIECE_BYTES = 1 << 18
 
 _AGAIN = "Download it again, or save it again from the source."
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_trainweights.files.safetensors_file import TensorToWrite
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_shards import write_shards
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.loading.saved_models import load_quantized
@@ -48,7 +49,7 @@ def dequantize_directory(
     out = Path(out)
     require_vacant_directory(out)
     target = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
-    model = load_quantized(source)
+    model = load_quantized(source, Spill(out.parent))
     with new_directory(out) as temporary:
         copy_companions(source, temporary)
         write_config(model, temporary, None, target or model.dtype)

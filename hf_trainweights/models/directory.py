@@ -1,7 +1,7 @@
 """Saved models, quantized from one directory into another.
 
-No whole file is read. The source's shards are memory-mapped, and each weight is quantized as it is read, so the process
-needs memory for the quantized model and one weight of the source.
+No whole file is read, and no whole model held. The source's shards are memory-mapped, each weight is quantized as it is
+read, and waits on the disk until it is saved: the process needs memory for the largest weight.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
@@ -71,7 +72,7 @@ def quantize_directory(
         )
         raise ConfigError(str(source), "a float model", found, next_step)
     if calibration is None:
-        model = load_saved(source, quantization_config=config, dtype=dtype)
+        model = load_saved(source, quantization_config=config, dtype=dtype, spill=Spill(out.parent))
         quantizer: Any = model.hf_quantizer
         summary = quantizer.summary()
     else:

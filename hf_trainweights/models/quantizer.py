@@ -14,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.load import measure_checkpoint
 from hf_trainweights.models.budget.pending_plan import PendingPlan
 from hf_trainweights.models.budget.plan import plan
@@ -70,9 +71,11 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
         self._to_plan: PendingPlan | None = None
-        # What one save was given instead of the model's own, and whether it writes guards; it sets these on a copy.
+        # What one save was given instead of the model's own, whether it writes guards, and where it puts what it codes;
+        # it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
+        self.spill: Spill | None = None
         self._summary: Summary | None = None
         self._whole_reads: RemovableHandle | None = None
 
@@ -254,8 +257,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
             random order, so that two saves of one model would differ.
         """
-        compress = self.quantization_config.compress
-        return flat_state_dict(model, self.state.default, self.state_dict_to_save, self.writes_guards, compress), {}
+        compress, given = self.quantization_config.compress, self.state_dict_to_save
+        return flat_state_dict(model, self.state.default, given, self.writes_guards, compress, self.spill), {}
 
     def is_serializable(self) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return True: quantized models can be saved."""

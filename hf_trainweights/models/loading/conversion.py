@@ -14,6 +14,7 @@ from torch import Tensor
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp, make_converter
 from hf_trainweights.models.loading.experts import quantize_experts, wrong_shape
 from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, unflatten_weight
 
@@ -58,7 +59,8 @@ class TrainWeightsQuantize(QuantizerOp):
 
         def make() -> Tensor:
             _check_shape(name, weight, self.state.shape_read(name, skeleton))
-            return self.state.own_part(name, QuantizedTensor.quantize(weight, form, choice.transposed, name), skeleton)
+            made = self.state.kept(QuantizedTensor.quantize(weight, form, choice.transposed, name))
+            return self.state.own_part(name, made, skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
 
@@ -80,7 +82,8 @@ class TrainWeightsQuantize(QuantizerOp):
         shape = self.state.shape_read(name, skeleton)
 
         def make() -> Tensor:
-            return self.state.own_part(name, quantize_experts(name, shape, form, parts, len(skeleton)), skeleton)
+            made = quantize_experts(name, shape, form, parts, len(skeleton), self.state.spill)
+            return self.state.own_part(name, made, skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
 
@@ -120,6 +123,8 @@ class TrainWeightsDeserialize(QuantizerOp):
             shape = self.state.shape_read(full_layer_name, skeleton)
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
             _check_shape(full_layer_name, weight, shape)
+            # All else is a view of the file.
+            weight = self.state.kept(weight) if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else weight
             return self.state.own_part(full_layer_name, weight, skeleton)
 
         return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}

@@ -12,13 +12,19 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.converters import NamedLoad
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def quantize_experts(
-    name: str, shape: torch.Size, form: Format, parts: Sequence[Sequence[NamedLoad]], count: int | None = None
+    name: str,
+    shape: torch.Size,
+    form: Format,
+    parts: Sequence[Sequence[NamedLoad]],
+    count: int | None = None,
+    spill: Spill | None = None,
 ) -> QuantizedTensor:
     """Quantize experts one by one and put them together.
 
@@ -28,10 +34,12 @@ def quantize_experts(
         form: The format to quantize to.
         parts: The tensors that are concatenated along N, for each part one per expert; one of another rank loads None.
         count: The experts that all ranks hold together; E where there is one.
+        spill: Where to put them together; None for memory.
 
     Raises:
         CorruptFileError: An expert is missing, or a tensor has another shape.
         QuantizationError: A tensor holds NaN or Inf.
+        SaveError: The disk has no room for them.
     """
     E, N, K = shape
     _check_count(name, E if count is None else count, parts)
@@ -51,7 +59,10 @@ def quantize_experts(
             stored = form.quantize(weight, source_name)
             if not merged:
                 dtype = weight.dtype
-                merged = form.empty(shape, dtype, weight.device)
+                if spill is None or weight.device.type != "cpu":
+                    merged = form.empty(shape, dtype, weight.device)
+                else:
+                    merged = {key: spill.empty(*spec) for key, spec in form.tensor_specs(shape, dtype).items()}
             for key, tensor in stored.items():
                 rows = slice(None) if key in form.shared_names else slice(row, row + weight.shape[0])
                 merged[key][expert, rows].copy_(tensor)

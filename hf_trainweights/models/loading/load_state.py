@@ -2,23 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.errors import TrainWeightsError, UnsupportedError
+from hf_trainweights.errors import SaveError, TrainWeightsError, UnsupportedError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.tensor_parallel import LocalPart
 from hf_trainweights.models.loading.stored_weights import StoredWeight
 from hf_trainweights.tensor.distributed.placements import Placed, is_distributed, local_tensor
 from hf_trainweights.tensor.distributed.shards import cut
+from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 Made = TypeVar("Made")
+
+_spill: ContextVar[Spill | None] = ContextVar("spill", default=None)
+
+
+@contextlib.contextmanager
+def spilled_to(spill: Spill | None) -> Iterator[None]:
+    """Let loads in this thread put what they make into files instead of memory; what they map stays where it is.
+
+    Args:
+        spill: Makes the files; None for memory.
+    """
+    token = _spill.set(spill)
+    try:
+        yield
+    finally:
+        _spill.reset(token)
 
 
 class LoadState:
@@ -38,6 +58,19 @@ class LoadState:
         # What cuts each weight that ranks hold parts of and that Transformers reads whole.
         self.plans: dict[str, str] = {}
         self.error: TrainWeightsError | None = None
+        self.spill = _spill.get()
+
+    def kept(self, weight: Tensor) -> Tensor:
+        """Return a weight that was made, its tensors in a file if that is where this load puts them.
+
+        Args:
+            weight: A quantized weight, or a plain tensor.
+        """
+        if self.spill is None:
+            return weight
+        # What was freed for the last weight is in pieces that the next one does not fit into.
+        return_freed_memory()
+        return weight.map(self.spill.keep) if isinstance(weight, QuantizedTensor) else self.spill.keep(weight)
 
     def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
@@ -64,6 +97,8 @@ class LoadState:
         if self.error is None:
             try:
                 return make()
+            except SaveError as error:
+                self.error = error
             except TrainWeightsError as error:
                 where = f"{self._file(error.where)}: {error.where}"
                 self.error = type(error)(where, error.expected, error.found, error.next_step)

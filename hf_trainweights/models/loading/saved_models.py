@@ -10,17 +10,20 @@ import torch
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.choosing.slowness import slowness_unsaid
+from hf_trainweights.models.loading.load_state import spilled_to
 from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
 
 
-def load_quantized(source: str | os.PathLike[str]) -> PreTrainedModel:
+def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
     """Load a saved quantized model as `load_saved` does.
 
     Args:
         source: Directory or Hub id of a quantized model.
+        spill: As for `load_saved`.
 
     Raises:
         ConfigError: As for `load_saved`, or this package has not quantized it.
@@ -31,15 +34,22 @@ def load_quantized(source: str | os.PathLike[str]) -> PreTrainedModel:
     if method != QUANT_METHOD:
         found = f"one of {method}" if method else "a float model"
         raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")
-    return load_saved(source)
+    return load_saved(source, spill=spill)
 
 
-def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "auto", **options: Any) -> PreTrainedModel:
+def load_saved(
+    source: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | str = "auto",
+    spill: Spill | None = None,
+    **options: Any,
+) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
     Args:
         source: Directory or Hub id of a model, float or quantized.
         dtype: As in `from_pretrained`; `"auto"` for the dtypes it was saved in.
+        spill: Where to put weights that are quantized or decoded; None for memory.
         options: Further arguments of `from_pretrained`.
 
     Returns:
@@ -49,6 +59,7 @@ def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "au
         ConfigError: It is missing, cannot be read, is of no class of Transformers, or lacks weights.
         CorruptFileError: A file is damaged.
         TrainWeightsError: Quantizing on the fly failed.
+        SaveError: The disk has no room for what is put there.
 
     Examples:
         >>> load_saved("llama-int8").device
@@ -63,7 +74,7 @@ def load_saved(source: str | os.PathLike[str], *, dtype: torch.dtype | str = "au
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
-        with slowness_unsaid():
+        with slowness_unsaid(), spilled_to(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except TrainWeightsError:
         raise

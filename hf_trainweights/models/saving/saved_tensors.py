@@ -8,13 +8,15 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import load_offloaded
 from hf_trainweights.models.host.models import has_adapters, tied_names
+from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, make_guard, name_for_transformers
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import flatten_state_dict
+from hf_trainweights.tensor.stored_names import flatten_state_dict, parse_stored_name
 
 
 def flat_state_dict(
@@ -23,6 +25,7 @@ def flat_state_dict(
     given: Mapping[str, Any] | None = None,
     guarded: bool = False,
     compress: bool = False,
+    spill: Spill | None = None,
 ) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
@@ -32,14 +35,24 @@ def flat_state_dict(
         given: The state dict to start from; the model's own if None.
         guarded: Whether to add guards, under the names that `name_in_file` turns into those of the file.
         compress: Whether to code every tensor, quantized or float, where that makes it smaller.
+        spill: Where to put what is coded until it is written; None for memory.
 
     Returns:
         Names to tensors, which are the model's own where nothing is coded.
     """
     state_dict = whole_state_dict(model, given)
-    flat = flatten_state_dict(state_dict, default, compress and not has_adapters(model))
+    compress = compress and not has_adapters(model)
+    flat: dict[str, Any] = {}
+    for name, tensor in state_dict.items():
+        stored = flatten_state_dict({name: tensor}, default, compress)
+        flat |= {key: spill.keep(each) if spill and _is_coded(key) else each for key, each in stored.items()}
     # In front, where they open no shard of their own.
     return _guards_of(state_dict, flat) | flat if guarded and not has_adapters(model) else flat
+
+
+def _is_coded(name: str) -> bool:
+    _, suffix = parse_stored_name(name) or ("", "")
+    return suffix in (CODED_SUFFIX, CODED_FLOAT_SUFFIX)
 
 
 def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[str, Any]:

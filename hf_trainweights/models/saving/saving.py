@@ -23,6 +23,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.digests import digests_name, write_digests
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.files.weight_shards import name_shards
@@ -181,7 +182,8 @@ def _save(
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
         staging, writer = staged.path, ShardWriter()
         with writing_files_by(writer.write):
-            type(model).save_pretrained(_handing_over(model, options.get("state_dict")), staging, **options)
+            handed_over = _handing_over(model, options.get("state_dict"), Spill(staging))
+            type(model).save_pretrained(handed_over, staging, **options)
         writer.finish(staging)
         known = name_shards(staging, writer.digests if safe else rewrite_as_bin(staging))
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
@@ -218,18 +220,19 @@ def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
     return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
 
 
-def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None) -> PreTrainedModel:
+def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:
     """Return what Transformers is to save: a shallow copy of the model, whose quantizer hands the tensors over.
 
     Args:
         model: A quantized model, or one that was.
         given: The state dict to save; the model's own if None. For a quantized model Transformers drops it, so a copy
             of the quantizer, in a copy of the model that shares all else with it, hands it over.
+        spill: Where to put what is coded.
     """
     if not hasattr(model, "hf_quantizer"):
         return model
     quantizer: Any = copy.copy(model.hf_quantizer)
-    quantizer.state_dict_to_save, quantizer.writes_guards = given, True
+    quantizer.state_dict_to_save, quantizer.writes_guards, quantizer.spill = given, True, spill
     saved_model = shallow_copy(model)
     saved_model.hf_quantizer = quantizer
     return saved_model
