@@ -368,6 +368,27 @@ def distributed_plan() -> str:
     return f"{table(header, rows)}\n\nOn paper: {size}, at the ratios and the speed of one rank above."
 
 
+def calibration() -> str:
+    """Return what calibration costs."""
+    report = read("calibration")
+    rows = [
+        [
+            row["shape"],
+            f"{row['tokens']:,}",
+            f"{row['cpu_seconds'] / row['blocks'] / 60:.1f}",
+            f"{row['cpu_seconds_of_all_blocks'] / 3600:.1f}",
+            f"{row['peak_anonymous_bytes'] / 1e9:.1f} GB",
+        ]
+        for row in report["rows"]
+    ]
+    header = ["Llama of", "tokens", "minutes of one core, a block", "hours, all blocks", "memory"]
+    caption = (
+        f"{report['cpu']}, {report['format']}, bfloat16. Measured with {report['rows'][0]['blocks']} blocks; all blocks "
+        "are alike. Memory is what no file holds."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "distributed": distributed,
     "distributed-plan": distributed_plan,
@@ -378,6 +399,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mutants": mutants,
     "quality": quality,
     "curve": curve,
+    "calibration": calibration,
     "demo": demo,
     "ops": ops,
     "exports": exports,
