@@ -16,11 +16,11 @@ _FAMILIES = {
     "coded": 3,
     "budget": 2,
     "uint2 to uint6": 0,
-    "coded, column scales": 5,
+    "calibrated": 5,
     "int4 and int8": 6,
     "codebook4": 7,
     "llama.cpp": 1,
-    "NF4": 4,
+    "llama.cpp, imatrix": 4,
 }
 
 
@@ -51,8 +51,8 @@ def draw(report: dict[str, Any], out: Path) -> None:
         for title, key, error, unit in panels
     ]
     caption = (
-        f"{report['minilm']}; {report['llama']}. Weights in bfloat16. Data-free methods; a point is a format, or a "
-        "budget of so many bits."
+        f"{report['minilm']}; {report['llama']}. Weights in bfloat16. Without data, but for those called calibrated "
+        "and imatrix; a point is a format, or a budget of so many bits."
     )
     out.write_text(stack("Quality against bits", [[panel] for panel in drawn], caption).standalone(), encoding="utf-8")
 

@@ -57,7 +57,8 @@ def curve() -> str:
     header = ["method", "family", "bits", "SNR, dB", "mean cosine", "divergence, millinats", "perplexity lost, %"]
     caption = (
         f"Bits, SNR and mean cosine: {report['minilm']}. Divergence and perplexity: {report['llama']}. Weights in "
-        "bfloat16; bits count scales of 16 bits."
+        "bfloat16; bits count scales of 16 bits. What is called calibrated, imatrix or by texts got 256 sentences of "
+        "docstrings, or 64 windows of 128 tokens of program text, none of them among those that are measured on."
     )
     return f"{table(header, rows)}\n\n{caption}"
 
