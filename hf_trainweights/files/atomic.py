@@ -22,7 +22,9 @@ from hf_trainweights.files.temporary import Claim, claim_directory, claim_file
 
 _BUFFER_BYTES = 1 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
-_NO_LINK_ERRNOS = frozenset({errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES})
+_NO_LINK_ERRNOS = frozenset(
+    {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EINVAL}
+)
 
 
 class _NewFile(io.RawIOBase):

@@ -12,7 +12,9 @@ class FileSystem:
 
     def create(self, path: Path) -> int:
         """Create a new regular file and return its descriptor; an existing name is an error."""
-        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_CLOEXEC", 0), 0o666)
+        # Without O_BINARY Windows would write two bytes for each that is a line feed.
+        flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:
         """Write at the end of the file and return how many bytes were taken."""
@@ -38,7 +40,9 @@ class FileSystem:
             os.close(descriptor)
 
     def sync_directory(self, path: Path) -> None:
-        """Force a directory's names to the disk, where the file system offers that."""
+        """Force a directory's names to the disk, where system and file system offer that."""
+        if not hasattr(os, "O_DIRECTORY"):  # Windows opens no directory
+            return
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -49,8 +53,8 @@ class FileSystem:
             os.close(descriptor)
 
     def link(self, source: Path, target: Path) -> None:
-        """Give a file a second name."""
-        os.link(source, target, follow_symlinks=False)
+        """Give a file a second name; a link to it is not followed, where the system can tell."""
+        os.link(source, target, follow_symlinks=os.link not in os.supports_follow_symlinks)
 
     def rename(self, source: Path, target: Path) -> None:
         """Move a name; an existing file or empty directory at `target` gives way in the same step."""
