@@ -91,6 +91,10 @@ class Codec(ABC):
         codec has no use for are ignored. ConfigError: one that the codec needs is missing or does not fit.
         UnsupportedError: the dtype or layout cannot be encoded by this codec.
         """
+        return self._encode(*self._checked(tensor, references))
+
+    def _checked(self, tensor: Tensor, references: References | None) -> tuple[Tensor, References]:
+        """Return what `encode` passes on of its arguments, contiguous on the CPU; it says what is raised."""
         if tensor.dtype not in self.dtypes or tensor.layout != torch.strided:
             known = ", ".join(sorted(str(dtype) for dtype in self.dtypes))
             raise UnsupportedError(
@@ -105,7 +109,7 @@ class Codec(ABC):
             problem = _reference_problem(name, reference, tensor.shape, tensor.dtype)
             if problem:
                 raise ConfigError(f"codec {self.codec_id}, reference {name}", *problem, "Pass the decoded tensor.")
-        return self._encode(_plain(tensor), {name: _plain(reference) for name, reference in used.items()})
+        return _plain(tensor), {name: _plain(reference) for name, reference in used.items()}
 
     @classmethod
     def decode(

@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import ROLES, Json, References
+from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 from hf_trainweights.checkpoint.codecs.coding.memory import empty, scratch
 from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, unfold_, word_layout, words_of
@@ -32,7 +33,7 @@ _SAMPLE = 4096
 
 
 @dataclass(frozen=True)
-class Planes(Codec):
+class Planes(ChunkedCodec):
     """Codes byte planes; bit-exact for NaN payloads, infinities, -0.0 and denormals.
 
     Examples:
@@ -49,12 +50,14 @@ class Planes(Codec):
     lossless: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ROLES
 
-    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
-        words = words_of(tensor)
-        writer = BlockWriter(tensor.nbytes)
-        for chunk in chunk_ranges(len(words)):
-            write_plain(writer, words[chunk], tensor.dtype)
-        return EncodedTensor([writer.payload()], {})
+    def _chunks(self, tensor: Tensor, references: References) -> Chunks:
+        words, dtype = words_of(tensor), tensor.dtype
+
+        def write(writer: BlockWriter, chunk: slice) -> bool:
+            write_plain(writer, words[chunk], dtype)
+            return False
+
+        return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write)
 
     @classmethod
     def _decode(

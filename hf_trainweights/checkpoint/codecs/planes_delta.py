@@ -20,7 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import Json, References
+from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
 from hf_trainweights.checkpoint.codecs.coding.memory import empty
 from hf_trainweights.checkpoint.codecs.planes import (
@@ -37,7 +38,7 @@ from hf_trainweights.files.byte_planes import WORDS, fold, unfold_, word_layout,
 
 
 @dataclass(frozen=True)
-class PlanesDelta(Codec):
+class PlanesDelta(ChunkedCodec):
     """Codes byte planes of the tensor or of its difference to the anchor, whichever a sample says is smaller.
 
     Without an anchor it codes every chunk plain.
@@ -56,20 +57,20 @@ class PlanesDelta(Codec):
     roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
 
-    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
-        words = words_of(tensor)
+    def _chunks(self, tensor: Tensor, references: References) -> Chunks:
+        words, dtype = words_of(tensor), tensor.dtype
         anchor = words_of(references["anchor"]) if "anchor" in references else None
-        writer = BlockWriter(tensor.nbytes)
-        is_delta: list[bool] = []
-        for chunk in chunk_ranges(len(words)):
-            is_delta.append(anchor is not None and _delta_is_smaller(words[chunk], anchor[chunk], tensor.dtype))
-            if anchor is not None and is_delta[-1]:
+
+        def write(writer: BlockWriter, chunk: slice) -> bool:
+            is_delta = anchor is not None and _delta_is_smaller(words[chunk], anchor[chunk], dtype)
+            if anchor is not None and is_delta:
                 differences = _differences(words[chunk], anchor[chunk])
                 write_planes(writer, words.itemsize, len(words[chunk]), differences)
             else:
-                write_plain(writer, words[chunk], tensor.dtype)
-        writer.write(np.array(is_delta, np.uint8))
-        return EncodedTensor([writer.payload()], {})
+                write_plain(writer, words[chunk], dtype)
+            return is_delta
+
+        return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write, has_flags=True)
 
     @classmethod
     def _decode(

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Json, References
+from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.codecs.coding.entropy import CHUNK, BlockReader, BlockWriter
-from hf_trainweights.checkpoint.codecs.coding.matrix import matrix_shape, tile_count, tiles
+from hf_trainweights.checkpoint.codecs.coding.matrix import Tile, matrix_shape, tile_count, tiles
 from hf_trainweights.checkpoint.codecs.coding.memory import empty
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.planes import (
@@ -46,7 +47,7 @@ _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (
 
 
 @dataclass(frozen=True)
-class PlanesRank1(Codec):
+class PlanesRank1(ChunkedCodec):
     """Codes byte planes of the difference to a rank-1 prediction; bit-exact for any number.
 
     Examples:
@@ -63,22 +64,24 @@ class PlanesRank1(Codec):
     roles: ClassVar[tuple[str, ...]] = ("exp_avg_sq",)
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
-    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
-        shape = matrix_shape(tensor.shape)
+    def _chunks(self, tensor: Tensor, references: References) -> Chunks:
+        shape, dtype = matrix_shape(tensor.shape), tensor.dtype
         means = log_means(tensor.view(shape))
         words = words_of(tensor).reshape(shape)
-        predicted = _predictions(*means, tensor.dtype)
-        writer = BlockWriter(tensor.nbytes)
-        is_difference: list[bool] = []
-        for rows, columns in tiles(*shape, CHUNK):
+        predicted = _predictions(*means, dtype)
+
+        def write(writer: BlockWriter, place: Tile) -> bool:
+            rows, columns = place
             tile = words[rows, columns], predicted[0][rows], predicted[1][columns]
-            is_difference.append(_difference_is_smaller(*tile, tensor.dtype) and _is_exact(*tile))
-            if is_difference[-1]:
+            is_difference = _difference_is_smaller(*tile, dtype) and _is_exact(*tile)
+            if is_difference:
                 write_planes(writer, words.itemsize, tile[0].size, _codes(*tile))
             else:
-                write_plain(writer, tile[0].reshape(-1), tensor.dtype)
-        writer.write(np.array(is_difference, np.uint8))
-        return EncodedTensor([writer.payload(), encode_means(*means)], {})
+                write_plain(writer, tile[0].reshape(-1), dtype)
+            return is_difference
+
+        others = (encode_means(*means),)
+        return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
 
     @classmethod
     def _decode(

@@ -5,7 +5,11 @@ The layout is described in structure.py; encoder.py writes it.
 
 from __future__ import annotations
 
+import contextlib
+import math
 from collections.abc import Mapping
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +26,7 @@ from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, e
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, open_structure
 from hf_trainweights.checkpoint.encoded.tree import unflatten
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
@@ -55,18 +60,31 @@ def decode_file(payload: Tensor, structure: str) -> Any:
 
 
 def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tensor]:
-    pieces = cut_payload(structure, payload)
-    anchor = None
-    storages: list[Tensor] = []
-    for index, entry in enumerate(structure["storages"]):
-        references = {}
-        if "anchor" in entry:
-            anchor = anchor or open_anchor(structure["anchor"])
-            references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
-        if "exp_avg_sq" in entry:
-            references["exp_avg_sq"] = storages[entry["exp_avg_sq"]]
-        storages.append(decode_storage(structure, index, pieces[index], references))
-    return storages
+    pieces, entries = cut_payload(structure, payload), structure["storages"]
+    anchor = open_anchor(structure["anchor"]) if any("anchor" in entry for entry in entries) else None
+    done: list[Future[Tensor]] = [Future() for _ in entries]
+
+    def decode(index: int) -> Tensor:
+        entry, references = entries[index], {}
+        with torch.no_grad(), default_device_cpu():
+            if anchor is not None and "anchor" in entry:
+                references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
+            if "exp_avg_sq" in entry:
+                # Of a lower index, so another thread has begun it and waits for none that comes later.
+                references["exp_avg_sq"] = done[entry["exp_avg_sq"]].result()
+            return decode_storage(structure, index, pieces[index], references)
+
+    def settle(index: int) -> Tensor:
+        try:
+            done[index].set_result(decode(index))
+        except BaseException as error:
+            done[index].set_exception(error)
+        return done[index].result()
+
+    sizes = [math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize for entry in entries]
+    tasks = ((size_bytes, partial(settle, index)) for index, size_bytes in enumerate(sizes))
+    with contextlib.closing(in_order(tasks, worker_count(sum(sizes)))) as results:
+        return list(results)
 
 
 def open_anchor(entry: Mapping[str, Any]) -> Anchor | BaseWeights:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,22 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
+from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
-from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storage_encoder import (
-    anchor_reference,
-    decoded_tensor,
-    encode_storage,
-)
-from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
-from hf_trainweights.checkpoint.encoded.structure import VERSION, payload_crc32, seal_structure
+from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks, plain_bytes
+from hf_trainweights.checkpoint.encoded.storages import default_device_cpu
+from hf_trainweights.checkpoint.encoded.structure import VERSION, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.torch_zip_writer import Writable, join_crc32
 
@@ -164,14 +161,15 @@ def _encode(
     structure, storages = flatten(tree)
     header: dict[str, Json] = {"version": VERSION}
     anchor_entry = _anchor_entry(anchor, anchor_link)
+    collector = _Collector(StorageTasks(storages, plan, anchor, second_moments), anchor, payload)
     with torch.no_grad(), default_device_cpu():
-        numbers, entries, report = _encode_storages(storages, plan, anchor, second_moments, payload)
+        collector.work(worker_count(sum(map(plain_bytes, storages))))
     for view in structure["tensors"]:
-        view["storage"] = numbers[view["storage"]]
-    if anchor_entry and any("anchor" in entry for entry in entries):
+        view["storage"] = collector.numbers[view["storage"]]
+    if anchor_entry and any("anchor" in entry for entry in collector.entries):
         header["anchor"] = anchor_entry
-    text = seal_structure({**header, **structure, "storages": entries})
-    return WrittenFile(text, tuple(report), anchor.sha256 if anchor and "anchor" in header else None)
+    text = seal_structure({**header, **structure, "storages": collector.entries})
+    return WrittenFile(text, tuple(collector.report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
 def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
@@ -188,96 +186,87 @@ def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dic
     return {"sha256": anchor.sha256, "path": str(link.absolute())}
 
 
-def _encode_storages(
-    storages: Sequence[Storage],
-    plan: Plan,
-    anchor: Anchor | BaseWeights | None,
-    second_moments: Mapping[str, Tensor],
-    payload: Payload,
-) -> tuple[dict[int, int], list[dict[str, Json]], list[TensorReport]]:
-    """Return each storage's number in the file by its index, the entries in the file, and the report."""
-    plans = [_plan_of(storage, plan) for storage in storages]
-    owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
-    moments = {i: owners.get(each.exp_avg_sq) for i, each in enumerate(plans) if each.exp_avg_sq is not None}
-    referred = set(moments.values())
-    numbers: dict[int, int] = {}
-    entries: list[dict[str, Json]] = []
-    report: list[TensorReport] = []
-    decoded: dict[int, Tensor] = {}
-    for index in _moments_first(len(storages), moments):
-        storage, each, moment = storages[index], plans[index], moments.get(index)
-        tensor = storage.read()
-        references = anchor_reference(anchor, each.anchor, tensor)
-        if moment in decoded:
-            references["exp_avg_sq"] = decoded.pop(moment)
-        elif each.role == "weight" and each.name in second_moments:
-            references["exp_avg_sq"] = second_moments[each.name].detach().cpu()
-        codec, encoded = encode_storage(tensor, storage, each, references)
-        if index in referred:
-            decoded[index] = decoded_tensor(codec, encoded, tensor, references)
-        entry = _entry(codec, encoded, tensor, payload)
-        if "anchor" in codec.references and "anchor" in references:
-            assert anchor is not None  # it is where the reference comes from
-            assert each.anchor is not None
-            entry["anchor"] = anchor.stored_name(each.anchor)
-        if "exp_avg_sq" in codec.references and moment is not None:
-            entry["exp_avg_sq"] = numbers[moment]
-        numbers[index] = len(entries)
-        entries.append(entry)
-        report.append(_report(storage, each, codec, encoded))
-        if report[-1].bound is not None:
-            entry["bound"] = report[-1].bound
-    return numbers, entries, report
+class _Collector:
+    """Puts the results of tasks into the payload, and collects what the file says of each storage.
 
+    Args:
+        tasks: The tasks.
+        anchor: What storages are stored against.
+        payload: Where their bytes go.
 
-def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
-    for path in storage.paths:
-        if path in plan:
-            return plan[path]
-    return TensorPlan("other", path_text(storage.paths[0]), ())
+    Attributes:
+        numbers: Each storage's number in the file by its index.
+        entries: What the structure says of each.
+        report: The report.
+    """
 
+    def __init__(self, tasks: StorageTasks, anchor: Anchor | BaseWeights | None, payload: Payload):
+        self._tasks, self._anchor, self._payload = tasks, anchor, payload
+        self.numbers: dict[int, int] = {}
+        self.entries: list[dict[str, Json]] = []
+        self.report: list[TensorReport] = []
+        self._size_bytes = self._crc32 = 0  # of the parts of a large storage
 
-def _moments_first(count: int, moments: Mapping[int, int | None]) -> Iterator[int]:
-    """Yield every index once, a second moment right before the first user of it."""
-    done: set[int] = set()
-    for index in range(count):
-        for each in (moments.get(index), index):
-            if each is not None and each not in done:
-                done.add(each)
-                yield each
+    def work(self, workers: int) -> None:
+        """Do all tasks."""
+        with contextlib.closing(in_order(self._tasks, workers)) as results:
+            for result in results:
+                if isinstance(result, Part):
+                    self._add_part(result)
+                else:
+                    for coded in result:
+                        self._add(coded)
 
+    def _add_part(self, part: Part) -> None:
+        self._append(part.blocks, part.crc32)
+        part.storage.sizes += part.sizes
+        part.storage.flags += part.flags
+        if part.is_last:
+            self._add(part.storage.finish())
 
-def _entry(codec: Codec, encoded: EncodedTensor, tensor: Tensor, payload: Payload) -> dict[str, Json]:
-    checksums = [payload_crc32([piece]) for piece in encoded.payloads]
-    for piece, checksum in zip(encoded.payloads, checksums, strict=True):
-        payload.append(piece, checksum)
-    joined = 0
-    for piece, checksum in zip(encoded.payloads, checksums, strict=True):
-        joined = join_crc32(joined, checksum, piece.numel())
-    entry: dict[str, Json] = {
-        "codec": codec.codec_id,
-        "dtype": str(tensor.dtype).removeprefix("torch."),
-        "shape": list(tensor.shape),
-        "sizes": [piece.numel() for piece in encoded.payloads],
-        "crc32": joined,
-    }
-    if encoded.params:
-        entry["params"] = encoded.params
-    return entry
+    def _append(self, piece: Tensor, crc32: int) -> int:
+        """Append a piece, or more of it, and return how long it is by now."""
+        self._payload.append(piece, crc32, continues=self._size_bytes > 0)
+        self._crc32 = join_crc32(self._crc32, crc32, piece.numel())
+        self._size_bytes += piece.numel()
+        return self._size_bytes
 
-
-def _report(storage: Storage, plan: TensorPlan, codec: Codec, encoded: EncodedTensor) -> TensorReport:
-    return TensorReport(
-        path=path_text(storage.paths[0]),
-        name=plan.name,
-        role=plan.role,
-        codec=codec.codec_id,
-        params=encoded.params,
-        bound=encoded.bound,
-        bytes_in=_plain_bytes(storage),
-        bytes_out=encoded.payload_bytes,
-    )
-
-
-def _plain_bytes(storage: Storage) -> int:
-    return math.prod(storage.shape) * storage.source.itemsize
+    def _add(self, coded: Coded) -> None:
+        storage, plan = self._tasks.storages[coded.index], self._tasks.plans[coded.index]
+        sizes: list[int] = []
+        for piece, crc32 in coded.pieces:
+            sizes.append(self._append(piece, crc32))
+            self._size_bytes = 0
+        entry: dict[str, Json] = {
+            "codec": coded.codec.codec_id,
+            "dtype": str(storage.source.dtype).removeprefix("torch."),
+            "shape": list(storage.shape),
+            "sizes": [*sizes],
+            "crc32": self._crc32,
+        }
+        self._crc32 = 0
+        if coded.params:
+            entry["params"] = coded.params
+        if "anchor" in coded.codec.references and coded.has_anchor:
+            assert self._anchor is not None  # it is where the reference comes from
+            assert plan.anchor is not None
+            entry["anchor"] = self._anchor.stored_name(plan.anchor)
+        moment = self._tasks.moments.get(coded.index)
+        if "exp_avg_sq" in coded.codec.references and moment is not None:
+            entry["exp_avg_sq"] = self.numbers[moment]
+        if coded.bound is not None:
+            entry["bound"] = coded.bound
+        self.numbers[coded.index] = len(self.entries)
+        self.entries.append(entry)
+        self.report.append(
+            TensorReport(
+                path=path_text(storage.paths[0]),
+                name=plan.name,
+                role=plan.role,
+                codec=coded.codec.codec_id,
+                params=coded.params,
+                bound=coded.bound,
+                bytes_in=plain_bytes(storage),
+                bytes_out=sum(sizes),
+            )
+        )

@@ -34,9 +34,10 @@ class Payload:
         self._memory = ByteBuffer(expected_bytes)
         self.size_bytes = 0
 
-    def append(self, piece: Tensor, crc32: int | None = None) -> None:
-        """Append a 1-D uint8 CPU tensor, given its checksum if that is known."""
-        self._pad(-self.size_bytes % ALIGNMENT_BYTES)
+    def append(self, piece: Tensor, crc32: int | None = None, *, continues: bool = False) -> None:
+        """Append a 1-D uint8 CPU tensor, given its checksum if that is known; it may continue the piece before it."""
+        if not continues:
+            self._pad(-self.size_bytes % ALIGNMENT_BYTES)
         self._put(piece.numpy().data, crc32)
 
     def finish(self) -> Tensor:

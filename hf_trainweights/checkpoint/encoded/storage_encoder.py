@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
+from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
@@ -37,6 +39,28 @@ def encode_storage(
 
     UnsupportedError: no codec takes the dtype; it names the key path.
     """
+    usable, exact, references = _candidates(tensor, storage, plan, references)
+    best = _smallest(tensor, usable, references) or _smallest(tensor, exact, {})
+    if best is None:
+        raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
+    return best
+
+
+def chunks_of(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[ChunkedCodec, Chunks] | None:
+    """Return what `encode_storage` would do, chunk by chunk; None if it has to choose, or its codec knows no chunks."""
+    usable, exact, references = _candidates(tensor, storage, plan, references)
+    codecs = usable or exact
+    if len(codecs) != 1 or not isinstance(codecs[0], ChunkedCodec) or tensor.dtype not in codecs[0].dtypes:
+        return None
+    return codecs[0], codecs[0].chunks(tensor, references)
+
+
+def _candidates(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[list[Codec], list[Codec], References]:
+    """Return the codecs of the plan that can be used, exact ones if none of them can, and the references that fit."""
     references = {name: each for name, each in references.items() if each.shape == tensor.shape}
     missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
     usable = [
@@ -47,22 +71,30 @@ def encode_storage(
     exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
     if tensor.numel() >= _RAW_ELEMENTS[0]:
         exact.append(get_codec("planes")())
-    best = _smallest(tensor, usable, references) or _smallest(tensor, exact, {})
-    if best is None:
-        raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
-    return best
+    return usable, exact, references
 
 
 def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, EncodedTensor] | None:
-    best: tuple[Codec, EncodedTensor] | None = None
-    for codec in codecs:
+    best: tuple[int, EncodedTensor] | None = None
+    # Codecs with chunks come last: they give up once they have written more than another one needs.
+    for place, codec in sorted(enumerate(codecs), key=lambda each: isinstance(each[1], ChunkedCodec)):
+        most_bytes = math.inf if best is None else best[1].payload_bytes - (place > best[0])
         try:
-            encoded = codec.encode(tensor, references)
+            encoded = _encode_within(codec, tensor, references, most_bytes)
         except (QuantizationError, UnsupportedError):
             continue
-        if best is None or encoded.payload_bytes < best[1].payload_bytes:
-            best = codec, encoded
-    return best
+        if encoded is not None and encoded.payload_bytes <= most_bytes:
+            best = place, encoded
+    return best and (codecs[best[0]], best[1])
+
+
+def _encode_within(codec: Codec, tensor: Tensor, references: References, most_bytes: float) -> EncodedTensor | None:
+    """Encode a tensor; None if chunks show early that it takes more bytes."""
+    if not isinstance(codec, ChunkedCodec):
+        return codec.encode(tensor, references)
+    chunks = codec.chunks(tensor, references)
+    writer, flags = chunks.encode(chunks.parts, most_bytes)
+    return chunks.all(writer, flags) if len(flags) == len(chunks.parts) else None
 
 
 def decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:

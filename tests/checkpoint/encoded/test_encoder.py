@@ -9,7 +9,7 @@ import torch
 from trees import encoded_bytes, fingerprint, stored, trained, write_anchor, written_bytes
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.codecs.base import Codec
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file, write_file
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
@@ -85,6 +85,25 @@ def test_smallest_candidate_wins_and_the_earlier_one_in_a_tie(weight):
     assert sizes[0] <= sizes[1]
     assert only_codec(encode_file({"w": noise}, plan)) == "raw"
     assert only_codec(encode_file({"w": noise}, {("w",): planned(RAW, RAW)})) == "raw"
+
+
+class Sized(type(RAW)):
+    """Takes as many bytes as planes does, and some more."""
+
+    more_bytes = 0
+
+    def _encode(self, tensor, references):
+        size_bytes = PLANES.encode(tensor).payload_bytes + self.more_bytes
+        return EncodedTensor([torch.zeros(size_bytes, dtype=torch.uint8)], {})
+
+
+@pytest.mark.parametrize(
+    ("more_bytes", "after", "before"), [(-1, "raw", "raw"), (0, "planes", "raw"), (1, "planes", "planes")]
+)
+def test_a_codec_that_gives_up_early_wins_where_it_would_have_won(more_bytes, after, before, monkeypatch, weight):
+    monkeypatch.setattr(Sized, "more_bytes", more_bytes)
+    assert only_codec(encode_file({"w": weight}, {("w",): planned(PLANES, Sized())})) == after
+    assert only_codec(encode_file({"w": weight}, {("w",): planned(Sized(), PLANES)})) == before
 
 
 def test_tensor_without_a_plan_is_exact_and_never_larger_than_it_was():

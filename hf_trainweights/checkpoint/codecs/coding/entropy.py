@@ -13,7 +13,7 @@ allocate more. A payload is
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 import numpy as np
@@ -50,16 +50,25 @@ class BlockWriter:
         self._data = ByteBuffer(expected_bytes)
         self._sizes: list[int] = []
 
+    @property
+    def size_bytes(self) -> int:
+        """How long all blocks are."""
+        return len(self._data)
+
     def write(self, block: np.ndarray) -> None:
         """Append a 1-D contiguous uint8 array."""
         stored = encode_block(block)
         self._data.append(stored)
         self._sizes.append(len(stored))
 
-    def payload(self) -> Tensor:
-        """Return all blocks and the table of their sizes, 1-D uint8."""
-        self._data.append(np.array(self._sizes, "<u4").view(np.uint8))
-        return torch.from_numpy(self._data.view())
+    def blocks(self) -> tuple[Tensor, list[int]]:
+        """Return all blocks, 1-D uint8, and their stored sizes."""
+        return torch.from_numpy(self._data.view()), self._sizes
+
+    def payload(self, earlier_sizes: Sequence[int] = ()) -> Tensor:
+        """Return all blocks and the table of their sizes, those of earlier blocks first, 1-D uint8."""
+        self._data.append(np.array([*earlier_sizes, *self._sizes], "<u4").view(np.uint8))
+        return self.blocks()[0]
 
 
 class BlockReader:

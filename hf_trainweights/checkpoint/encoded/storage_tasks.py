@@ -1,0 +1,209 @@
+"""The work on the storages of a tree as tasks that several threads may do, in the order in which a file holds them.
+
+A task is a storage, or a second moment with the first moment that refers to it, or a part of a large storage: so what
+threads hold at once does not follow the largest tensor where its codec works in chunks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
+from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
+from hf_trainweights.checkpoint.encoded.key_paths import path_text
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
+from hf_trainweights.checkpoint.encoded.storage_encoder import (
+    anchor_reference,
+    chunks_of,
+    decoded_tensor,
+    encode_storage,
+)
+from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
+from hf_trainweights.checkpoint.encoded.structure import payload_crc32
+
+# Larger storages are encoded in parts of so many chunks, if their codec has chunks.
+_LARGE_BYTES = 16 << 20
+_CHUNKS = 4
+
+
+@dataclass(frozen=True)
+class Coded:
+    """A storage that a codec has encoded; its last pieces may be all that is left of it.
+
+    Args:
+        index: Which storage it is.
+        codec: The codec.
+        params: Its parameters.
+        bound: As in `EncodedTensor`.
+        pieces: Pieces of the payload with their checksums.
+        has_anchor: Whether it was stored against the anchor.
+    """
+
+    index: int
+    codec: Codec
+    params: dict[str, Json]
+    bound: float | None
+    pieces: list[tuple[Tensor, int]]
+    has_anchor: bool
+
+
+@dataclass
+class LargeStorage:
+    """A storage whose parts are encoded one after the other, and what is known of those that are done."""
+
+    index: int
+    codec: ChunkedCodec
+    chunks: Chunks
+    has_anchor: bool
+    sizes: list[int] = field(default_factory=list)
+    flags: list[bool] = field(default_factory=list)
+
+    def finish(self) -> Coded:
+        """Return what is left when all parts are done: the rest of the piece that they are, and all other pieces."""
+        rest = self.chunks.complete(BlockWriter(), self.flags, self.sizes)
+        pieces = [(piece, payload_crc32([piece])) for piece in (rest, *self.chunks.others)]
+        return Coded(self.index, self.codec, {}, None, pieces, self.has_anchor)
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some chunks of a large storage, encoded."""
+
+    storage: LargeStorage
+    blocks: Tensor
+    crc32: int
+    sizes: list[int]
+    flags: list[bool]
+    is_last: bool
+
+
+# What one takes up in bytes, and what it does.
+Task = tuple[int, Callable[[], list[Coded] | Part]]
+
+
+class StorageTasks:
+    """The tasks of one file.
+
+    Args:
+        storages: Its storages.
+        plan: How to encode them.
+        anchor: What they may be stored against.
+        second_moments: As for `write_file`.
+    """
+
+    def __init__(
+        self,
+        storages: Sequence[Storage],
+        plan: Plan,
+        anchor: Anchor | BaseWeights | None,
+        second_moments: Mapping[str, Tensor],
+    ):
+        self.storages = storages
+        self.plans = [_plan_of(storage, plan) for storage in storages]
+        owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
+        planned = {index: each.exp_avg_sq for index, each in enumerate(self.plans) if each.exp_avg_sq is not None}
+        self.moments = {index: owners.get(path) for index, path in planned.items()}
+        self._anchor = anchor
+        self._second_moments = second_moments
+
+    def __iter__(self) -> Iterator[Task]:
+        for unit in self._units():
+            size_bytes = sum(plain_bytes(self.storages[index]) for index in unit)
+            large = self._large_storage(*unit) if self._is_large(unit, size_bytes) else None
+            if large is None:
+                yield size_bytes, partial(self._encode, unit)
+                continue
+            parts = large.chunks.parts
+            for start in range(0, len(parts), _CHUNKS):
+                yield size_bytes * _CHUNKS // len(parts), partial(_encode_part, large, start)
+
+    def _units(self) -> Iterator[list[int]]:
+        """Yield every index once, from a second moment to its first user together."""
+        order = [*dict.fromkeys(each for index in range(len(self.storages)) for each in self._moment_first(index))]
+        places = {index: place for place, index in enumerate(order)}
+        last: dict[int, int] = {}  # the place of its first user by that of a second moment
+        for index in order:
+            moment = self.moments.get(index)
+            if moment is not None:
+                last.setdefault(places[moment], places[index])
+        start = stop = 0
+        for place in range(len(order)):
+            stop = max(stop, last.get(place, place))
+            if place == stop:
+                yield order[start : stop + 1]
+                start = stop = place + 1
+
+    def _moment_first(self, index: int) -> Iterator[int]:
+        moment = self.moments.get(index)
+        if moment is not None:
+            yield moment
+        yield index
+
+    def _is_large(self, unit: list[int], size_bytes: int) -> bool:
+        # A task that decodes an anchor as well does it in its own thread; the parts of a large storage wait for it.
+        factor = 1 if self.plans[unit[0]].anchor is None else 4
+        return len(unit) == 1 and size_bytes > factor * _LARGE_BYTES
+
+    def _large_storage(self, index: int) -> LargeStorage | None:
+        tensor, references = self._read(index)
+        found = chunks_of(tensor, self.storages[index], self.plans[index], references)
+        return found and LargeStorage(index, *found, has_anchor="anchor" in references)
+
+    def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return a storage's elements and what it may be stored against in other files."""
+        plan, tensor = self.plans[index], self.storages[index].read()
+        references = anchor_reference(self._anchor, plan.anchor, tensor)
+        if plan.role == "weight" and plan.name in self._second_moments:
+            references["exp_avg_sq"] = self._second_moments[plan.name].detach().cpu()
+        return tensor, references
+
+    def _encode(self, unit: list[int]) -> list[Coded]:
+        """Encode some storages, of which later ones may refer to what decoding an earlier one gives."""
+        coded: list[Coded] = []
+        decoded: dict[int, Tensor] = {}
+        moments = {index: moment for index in unit if (moment := self.moments.get(index)) is not None}
+        with torch.no_grad(), default_device_cpu():
+            for index in unit:
+                tensor, references = self._read(index)
+                moment = moments.get(index)
+                if moment in decoded:
+                    references["exp_avg_sq"] = decoded.pop(moment)
+                codec, encoded = encode_storage(tensor, self.storages[index], self.plans[index], references)
+                if index in moments.values():
+                    decoded[index] = decoded_tensor(codec, encoded, tensor, references)
+                coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
+        return coded
+
+
+def plain_bytes(storage: Storage) -> int:
+    """Return the size of a storage's elements in use."""
+    return math.prod(storage.shape) * storage.source.itemsize
+
+
+def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
+    for path in storage.paths:
+        if path in plan:
+            return plan[path]
+    return TensorPlan("other", path_text(storage.paths[0]), ())
+
+
+def _coded(index: int, codec: Codec, encoded: EncodedTensor, *, has_anchor: bool) -> Coded:
+    pieces = [(piece, payload_crc32([piece])) for piece in encoded.payloads]
+    return Coded(index, codec, encoded.params, encoded.bound, pieces, has_anchor)
+
+
+def _encode_part(storage: LargeStorage, start: int) -> Part:
+    parts = storage.chunks.parts
+    with torch.no_grad(), default_device_cpu():
+        writer, flags = storage.chunks.encode(parts[start : start + _CHUNKS])
+    blocks, sizes = writer.blocks()
+    return Part(storage, blocks, payload_crc32([blocks]), sizes, flags, start + _CHUNKS >= len(parts))

@@ -1,0 +1,63 @@
+"""Threads that encode and decode tensors beside each other; results come in the order of the work.
+
+Threads serve, and no processes, because the loops in C, zstd, digests and checksums do without Python's lock.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+import torch
+
+_T = TypeVar("_T")
+
+# What one thread takes in a few milliseconds; less is not worth another one.
+_BYTES_PER_WORKER = 4 << 20
+# Beyond them the thread that writes cannot keep up.
+_MOST_WORKERS = 8
+_AHEAD_BYTES = 64 << 20
+
+
+def worker_count(size_bytes: int) -> int:
+    """Return how many threads should encode or decode so many bytes.
+
+    Where the main thread asks, training waits for the result, and all cores of this rank serve. Any other thread works
+    beside training: on the CPU, torch's own threads keep their cores; where CUDA is in use, half of the cores serve.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    cores //= max(int(ranks), 1) if ranks.isdecimal() else 1
+    if threading.current_thread() is not threading.main_thread():
+        cores = cores // 2 if torch.cuda.is_initialized() else cores - torch.get_num_threads()
+    return max(min(cores, size_bytes // _BYTES_PER_WORKER, _MOST_WORKERS), 1)
+
+
+def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Generator[_T]:
+    """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
+
+    Workers are ahead of the caller by 64 MiB each, or by one task. The error of the first task that fails is raised in
+    its turn. Close the iterator: then no thread is left.
+    """
+    if workers < 2:
+        yield from (task() for _, task in tasks)
+        return
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
+    waiting: deque[tuple[int, Future[_T]]] = deque()
+    room = workers * _AHEAD_BYTES
+    try:
+        for size_bytes, task in tasks:
+            while waiting and (room < size_bytes or len(waiting) > 4 * workers):
+                oldest_bytes, oldest = waiting.popleft()
+                yield oldest.result()
+                room += oldest_bytes
+            waiting.append((size_bytes, pool.submit(task)))
+            room -= size_bytes
+        while waiting:
+            yield waiting.popleft()[1].result()
+    finally:
+        pool.shutdown(cancel_futures=True)
