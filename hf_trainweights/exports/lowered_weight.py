@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_trainweights.exports.targets.base import PlainWeight, Target
+from hf_trainweights.formats.column_scale import COLUMN_SCALE, ColumnScaled
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -24,19 +25,32 @@ class LoweredWeight:
 
     def __init__(self, module: nn.Module, name: str, keys: tuple[str, ...], weight: QuantizedTensor, target: Target):
         self._module, self._name, self._keys, self._target = module, name, keys, target
-        self._format, self._transposed = weight.format, weight.transposed
+        form = weight.format
+        self._format, self._transposed = form.inner if isinstance(form, ColumnScaled) else form, weight.transposed
+        self._stored_shape = tuple(weight.stored_shape)
         self.shape, self.dtype, self.device = weight.shape, weight.dtype, weight.device
 
     @property
     def plain(self) -> PlainWeight:
         """The weight as the plain tensors that its module holds."""
         buffers = {key: getattr(self._module, f"_{self._name}_{key}") for key in self._keys}
-        return PlainWeight(self._format, self.dtype, buffers)
+        column_scale = buffers.pop(COLUMN_SCALE, None)
+        return PlainWeight(self._format, self.dtype, self._stored_shape, buffers, column_scale)
 
     def dequantize(self) -> Tensor:
         """Return the float weight, of the shape that the module knows."""
-        weight = self._target.dequantize(self.plain)
+        plain = self.plain
+        weight = plain.scale_columns(self._target.dequantize(plain)).to(self.dtype)
         return weight.transpose(-1, -2) if self._transposed else weight
+
+    def look_up(self, indices: Tensor) -> Tensor:
+        """Return rows of a weight `[N, K]`.
+
+        Args:
+            indices: Integers of any shape.
+        """
+        plain = self.plain
+        return plain.scale_columns(self._target.look_up(plain, indices)).to(self.dtype)
 
     def __getattr__(self, name: str) -> Any:
         # Python and PyTorch look for hooks of their own by names such as __torch_script__.
@@ -62,7 +76,7 @@ class LoweredWeight:
                 return second._target.linear(second.plain, first, kwargs.get("bias", third))
             # With max_norm the lookup changes the weight.
             if func is F.embedding and kwargs.get("max_norm") is None:
-                return second._target.look_up(second.plain, first)
+                return second.look_up(first)
         return func(*map(_dequantized, args), **{name: _dequantized(value) for name, value in kwargs.items()})
 
     @property

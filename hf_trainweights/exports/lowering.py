@@ -13,10 +13,9 @@ from typing import NamedTuple
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.int8_tensors import as_int8
 from hf_trainweights.exports.lowered_weight import LoweredWeight
 from hf_trainweights.exports.targets.base import Target, Use
-from hf_trainweights.formats.column_scale import ColumnScaled
+from hf_trainweights.formats.column_scale import COLUMN_SCALE
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -78,8 +77,9 @@ def _places(model: nn.Module, target: Target) -> list[tuple[nn.Module, list[_Pla
             names.setdefault(weight, f"{module_name}.{name}".removeprefix("."))
     tensors = {}
     for weight, name in names.items():
-        _check(name, as_int8(weight), target)
-        tensors[weight] = target.buffers(as_int8(weight), uses[weight])
+        _check(name, weight)
+        columns = {name: tensor for name, tensor in weight.tensors.items() if name == COLUMN_SCALE}
+        tensors[weight] = target.buffers(weight, uses[weight]) | columns
     found = ((module, _quantized_weights(module)) for module in model.modules())
     return [(module, [_Place(name, w, tensors[w]) for name, w in weights]) for module, weights in found if weights]
 
@@ -97,14 +97,13 @@ def _use_of(module: nn.Module, name: str, weight: QuantizedTensor) -> Use:
     return Use.TABLE if isinstance(module, nn.Embedding) else Use.OTHER
 
 
-def _check(name: str, weight: QuantizedTensor, target: Target) -> None:
-    is_scaled = isinstance(weight.format, ColumnScaled) and not target.holds_column_scales
-    if weight.format.name not in target.format_names or is_scaled:
+def _check(name: str, weight: QuantizedTensor) -> None:
+    if weight.format.unpack({name: tensor.to("meta") for name, tensor in weight.tensors.items()}) is None:
         raise UnsupportedError(
             name,
-            f"a format that {target.name} can hold: {', '.join(target.format_names)}",
+            "a format that tells by which plain ops it is unpacked (Format.unpack)",
             str(weight.format),
-            "Quantize the model again in one of these, or leave this weight in float (modules_to_not_convert).",
+            "Quantize the model again in another, or leave this weight in float (modules_to_not_convert).",
         )
 
 
@@ -116,7 +115,7 @@ def _lowered_module(module: nn.Module, places: list[_Place], target: Target) -> 
             del module._parameters[name]
             for key, tensor in tensors.items():
                 module.register_buffer(f"_{name}_{key}", tensor)
-            vars(module)[name] = LoweredWeight(module, name, tuple(tensors), as_int8(weight), target)
+            vars(module)[name] = LoweredWeight(module, name, tuple(tensors), weight, target)
         # TorchScript would take them for tensors, as nn.Linear declares its weight.
         vars(module)["__jit_ignored_attributes__"] = [place.name for place in places]
         # By it a module refuses TorchScript as long as its weights are quantized.

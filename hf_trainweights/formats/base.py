@@ -17,6 +17,7 @@ from torch import Tensor
 from hf_trainweights.errors import CorruptFileError, QuantizationError
 from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude, take
 from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -267,11 +268,11 @@ class Format(ABC):
         specs = self.tensor_specs(shape, scale_dtype)
         return sum(torch.Size(size).numel() * dtype.itemsize for size, dtype in specs.values())
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the codes of a weight `[*, N, K]`, unpacked; None for a format whose values are codes times scales.
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked | None:
+        """Return a weight taken apart by plain ops, for exports and reports; None for a format that does not tell.
 
         Args:
-            tensors: Its stored tensors.
+            tensors: Its stored tensors; int32 and float8 ones may be given as bytes, `[*, n]` as `[*, n * itemsize]`.
         """
         del tensors
         return None

@@ -22,7 +22,9 @@ from hf_trainweights.formats.arithmetic import float32_blocks, largest_magnitude
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.group_scales import (
+    FACTORS,
     SCALE_BITS,
+    codes_of_bits,
     decode_group_scales,
     encode_group_scales,
     pack_bits,
@@ -30,7 +32,8 @@ from hf_trainweights.formats.group_scales import (
     unpack_bits,
 )
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
+from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4
+from hf_trainweights.formats.unpacked import Unpacked, look_up, nibbles_of, octets_of
 
 GROUP_SIZE = 32
 GROUP_BITS = SCALE_BITS + 1
@@ -47,6 +50,11 @@ _LARGEST = 127
 _STEPS = (0, -1, 1, -2, 2)
 # Room for two steps up.
 _HEADROOM = 152 / 128
+
+# By an index.
+_VALUES = torch.tensor(CODEBOOK, dtype=torch.float32, device="cpu")
+# By a code of a group.
+_FACTORS = torch.tensor([*FACTORS, *(-factor for factor in FACTORS)], dtype=torch.float32, device="cpu")
 
 # By floor(2 * value) + 256: all borders between values are multiples of 1/2. Twice the value, and its index less 8.
 _HALVES = [(half + 0.5) / 2 for half in range(-256, 256)]
@@ -103,9 +111,11 @@ class Codebook4(Format):
         """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
         return _Columns(weight, importance)
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the indices into the codebook, 0 to 15, as int8."""
-        return unpack_int4(tensors["qdata"]) + 8
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return the indices into the codebook, 0 to 15, their values, and the signed factor of each group."""
+        indices = nibbles_of(octets_of(tensors["qdata"]))
+        factors = look_up(_FACTORS, codes_of_bits(tensors["group_scale"], GROUP_BITS, indices.size(-1) // GROUP_SIZE))
+        return Unpacked(indices, tensors["scale"], (min(CODEBOOK), max(CODEBOOK)), table=_VALUES, factors=factors)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return value times factor, which is exact, times the scale, rounded to float32 and then to `dtype`."""

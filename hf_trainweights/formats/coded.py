@@ -33,6 +33,7 @@ from hf_trainweights.formats.arithmetic import (
 )
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.unpacked import Unpacked
 
 _LOWEST_BITS, _HIGHEST_BITS = 2.0, 8.0
 
@@ -126,6 +127,10 @@ class Coded(Format):
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
         """Return what chooses codes column by column, those of the least error and length together."""
         return _Columns(self, weight, importance)
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return codes and scales as they lie."""
+        return Unpacked(tensors["qdata"], tensors["scale"], limits=(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""

@@ -24,6 +24,7 @@ from torch import Tensor
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.unpacked import Unpacked
 
 COLUMN_SCALE = "column_scale"
 
@@ -134,9 +135,9 @@ class ColumnScaled(Format):
         inner = self.inner.columns(_divide(weight, factors), importance * wide.square())
         return None if inner is None else _Columns(inner, factors)
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor | None:
-        """Return the inner format's."""
-        return self.inner.codes(tensors)
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked | None:
+        """Return the inner format's, whose columns are still to be multiplied by `column_scale`."""
+        return self.inner.unpack(tensors)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the inner format's float32 values times `column_scale`, rounded to float32 and then to `dtype`."""

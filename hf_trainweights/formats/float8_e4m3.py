@@ -26,11 +26,15 @@ from hf_trainweights.formats.arithmetic import (
     scale_codes,
 )
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.unpacked import Unpacked
 
 _LARGEST = 448
 # Sign, and the seven bits of exponent and mantissa, where float16 has them; and what they are worth less there.
 _SIGN_AND_CODE = 0xBF80 - (1 << 16)
 _FLOAT16_OF_CODE = 256
+
+# By byte.
+_VALUES = torch.arange(256, dtype=torch.uint8, device="cpu").view(torch.float8_e4m3fn).float()
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,11 @@ class Float8E4M3(Format):
         for block, values in float32_blocks(rows):
             # The rounded scale may be a little small, and not every release of torch casts what is beyond 448 to 448.
             out["qdata"][block].copy_(values.mul_(inverse[block]).clamp_(-_LARGEST, _LARGEST))
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return codes and scales as they lie; what bytes stand for is in a table, for readers without float8."""
+        qdata = tensors["qdata"]
+        return Unpacked(qdata, tensors["scale"], None, table=_VALUES if qdata.dtype == torch.uint8 else None)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`, each product rounded once."""

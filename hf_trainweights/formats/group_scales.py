@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from hf_trainweights.formats.unpacked import fields_of, look_up
+
 SCALE_BITS = 6
 _CODES = 1 << SCALE_BITS
 _LARGEST_CODE = _CODES - 1
@@ -24,6 +26,7 @@ _EIGHTHS = (128, 140, 152, 166, 181, 197, 215, 235)
 
 # By code, ascending.
 FACTORS = (0.0, *(_EIGHTHS[step % 8] / 128 * 2.0 ** (step // 8 - 8) for step in range(2, _CODES + 1)))
+_POWERS = torch.tensor([2.0**power for power in range(8)], device="cpu")
 _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(FACTORS))
 
 
@@ -106,3 +109,21 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
     words = F.pad(octets, (0, 8 - bits)).view(torch.int64)
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & ((1 << bits) - 1)
     return codes.flatten(-2)[..., :count]
+
+
+def codes_of_bits(packed: Tensor, bits: int, count: int) -> Tensor:
+    """Unpack codes as `unpack_bits` does, by ops that every exporter of PyTorch writes.
+
+    Args:
+        packed: Uint8, `[*, packed_bytes(count, bits)]`.
+        bits: Bits of a code, 1 to 7.
+        count: Codes of a row.
+
+    Returns:
+        New float32 `[*, count]`.
+    """
+    # A code lies in one byte or across two.
+    starts = torch.arange(0, count * bits, bits, device=packed.device)
+    octets = F.pad(packed.to(torch.float32), (0, 1))
+    pairs = octets.index_select(-1, starts >> 3) + 256 * octets.index_select(-1, (starts >> 3) + 1)
+    return fields_of(torch.floor(pairs / look_up(_POWERS, starts & 7)), 0, bits, width=16)

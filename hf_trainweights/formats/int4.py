@@ -30,6 +30,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
+from hf_trainweights.formats.unpacked import Unpacked, nibbles_of, octets_of
 
 GROUP_SIZES = (32, 64, 128)
 
@@ -95,6 +96,11 @@ class Int4(Format):
     def columns(self, weight: Tensor, importance: Tensor) -> ColumnCodes:
         """Return what chooses codes column by column, with the clippings of `quantize_rows`."""
         return _Columns(self.group_size, weight, importance)
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return codes, -8 to 7, and scales."""
+        codes = nibbles_of(octets_of(tensors["qdata"])) - 8
+        return Unpacked(codes, tensors["scale"], limits=(-8, 7))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return the unpacked codes times their scale."""

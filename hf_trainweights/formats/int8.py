@@ -20,6 +20,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import round_scale, round_to_int8, scale_codes
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.unpacked import Unpacked
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,10 @@ class Int8(Format):
         groups = rows.view(*amax.shape, -1)
         scale = out["scale"].copy_(round_scale(amax / 127, 128, rows.dtype))
         round_to_int8(groups, amax, scale, out["qdata"].view(groups.shape))
+
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return codes and scales as they lie."""
+        return Unpacked(tensors["qdata"], tensors["scale"], limits=(-128, 127))
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return `qdata * scale`."""

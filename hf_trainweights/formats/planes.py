@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import QuantizationError
+from hf_trainweights.formats.unpacked import fields_of
 
 COLUMNS = 32
 """Columns whose codes share their words."""
@@ -75,6 +76,25 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
             else:
                 parts[..., field, :] = part
     return codes.flatten().view(torch.uint8).view(*lead, count // bits * COLUMNS)
+
+
+def codes_of_planes(octets: Tensor, bits: int) -> Tensor:
+    """Unpack codes as `unpack_planes` does, by ops that every exporter of PyTorch writes.
+
+    Args:
+        octets: Uint8 `[*, K // 8 * bits]`.
+        bits: Bits of a code, 2 to 6.
+
+    Returns:
+        New float32 `[*, K]`, 0 to 2**bits - 1.
+    """
+    groups = octets.to(torch.float32).unflatten(-1, [octets.size(-1) // (4 * bits), 4 * bits])
+    planes = []
+    for plane, start, fields, _ in _planes(bits):
+        part = groups.narrow(-1, 4 * start, 4 * plane)
+        values = torch.cat([fields_of(part, plane * field, plane) for field in range(fields)], dim=-1)
+        planes.append(values * 2**start if start else values)
+    return torch.flatten(sum(planes[1:], planes[0]), -2)
 
 
 def _planes(bits: int) -> Iterator[tuple[int, int, int, int]]:

@@ -25,8 +25,9 @@ from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, scale
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.formats.planes import COLUMNS, pack_planes, unpack_planes
+from hf_trainweights.formats.planes import COLUMNS, codes_of_planes, pack_planes, unpack_planes
 from hf_trainweights.formats.uint_search import PARAMETERS, Grid, encode, row_scale, search
+from hf_trainweights.formats.unpacked import Unpacked, nibbles_of, octets_of
 
 GROUP_SIZES = (16, 32)
 
@@ -105,9 +106,13 @@ class UInt(Format):
         """Return what chooses codes column by column, with the row scales that `quantize_rows` gives the weight."""
         return _Columns(self, weight, importance)
 
-    def codes(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """Return the codes, 0 to 2**bits - 1, as uint8."""
-        return unpack_planes(tensors["qdata"], self.grid.bits)
+    def unpack(self, tensors: Mapping[str, Tensor]) -> Unpacked:
+        """Return codes, 0 to 2**bits - 1, zero points, and the scale of each group."""
+        grid, codes = self.grid, codes_of_planes(octets_of(tensors["qdata"]), self.grid.bits)
+        zeros, steps = (nibbles_of(tensors[name]) for name in ("zero_point", "group_scale"))
+        scale = (steps + 1) * tensors["scale"].to(torch.float32)
+        limits = (0, (2**grid.bits - 1) * grid.code_units)
+        return Unpacked(codes, scale, limits, unit=grid.code_units, zeros=zeros * grid.zero_units)
 
     def dequantize_rows(self, tensors: Mapping[str, Tensor], K: int, dtype: torch.dtype) -> Tensor:
         """Return what codes and zero points differ by, times the scale of the group."""

@@ -98,7 +98,7 @@ def code_histogram(weight: Tensor) -> Histogram | None:
 
     Returns:
         A bin for each integer, or 64 bins where there would be more; None for a weight whose format does not tell its
-        codes, and whose values are not codes times scales.
+        codes.
     """
     if not isinstance(weight, QuantizedTensor):
         return None
@@ -108,20 +108,10 @@ def code_histogram(weight: Tensor) -> Histogram | None:
 def _code_blocks(weight: QuantizedTensor) -> Iterator[Tensor]:
     for block in _blocks(_rows_last(weight, weight.transposed)):
         assert isinstance(block, QuantizedTensor)
-        tensors = block.tensors
-        stored = block.format.codes(tensors)
-        if stored is not None:
-            yield stored.float()
-            continue
-        # Beside other tensors than these, such as column scales, values are no codes times scales.
-        if block.format.tensor_names != ("qdata", "scale"):
+        unpacked = block.format.unpack(block.tensors)
+        if unpacked is None:
             return
-        K, scale = block.shape[-1], tensors["scale"].float()
-        if scale.dim() != 2 or not scale.shape[-1] or K % scale.shape[-1]:
-            return
-        codes = block.dequantize(torch.float32) / scale.repeat_interleave(K // scale.shape[-1], dim=-1)
-        # A scale of 0 belongs to a group of zeros.
-        yield codes.nan_to_num_(0.0)
+        yield unpacked.codes.float()
 
 
 def _histogram(blocks: Callable[[], Iterator[Tensor]], bins: int, *, whole: bool = False) -> Histogram | None:

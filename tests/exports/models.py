@@ -24,10 +24,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int4 g64": {"format": "int4", "group_size": 64},
     "float8": {"format": "float8_e4m3"},
     "coded": {"format": "coded", "bits": 3.5},
-}
-
-# Those that plain ATen ops compute besides.
-ATEN_FORMATS = FORMATS | {
+    "uint2": {"format": "uint2"},
     "uint3": {"format": "uint3"},
     "uint4 g32": {"format": "uint4", "group_size": 32},
     "uint6": {"format": "uint6"},
@@ -93,7 +90,7 @@ def quantized(model: nn.Module | str, config: str, dtype: torch.dtype = torch.fl
     """Return a quantized model, with its embeddings; a text names one of the architectures."""
     if isinstance(model, str):
         model = ARCHITECTURES[model].build(dtype)
-    quantize_(model, TrainWeightsConfig(**ATEN_FORMATS[config], include_embeddings=True))
+    quantize_(model, TrainWeightsConfig(**FORMATS[config], include_embeddings=True))
     return model
 
 

@@ -1,13 +1,13 @@
 """Each target computes with each model what the dequantized model computes, from the same codes, without a float copy.
 
-A model has all formats at once, its weights taking turns, so one export shows five; which weight begins differs by
+A model has all formats at once, its weights taking turns, so one export shows many; which weight begins differs by
 target and model.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,14 @@ FORMATS: tuple[dict[str, Any], ...] = (
     {"format": "float8_e4m3"},
     {"format": "int8", "group_size": 32},
     {"format": "int4", "group_size": 128},
+)
+GRAPH_FORMATS = (
+    *FORMATS,
+    *({"format": f"uint{bits}", "group_size": 32 if bits % 2 else 16} for bits in range(2, 7)),
+    {"format": "codebook4"},
+    {"format": "uint3", "group_size": 32, "column_scale": True},
+    {"format": "int4", "group_size": 32, "column_scale": True},
+    {"format": "coded", "column_scale": True},
 )
 # Scales repeated for shorter blocks take less than this; a graph's own constants are small.
 SPARE, SPARE_BYTES = 1.05, 2048
@@ -149,9 +157,12 @@ def unique(tensors: Any) -> list[Tensor]:
     return list({(tensor.data_ptr(), tensor.numel()): tensor for tensor in tensors}.values())
 
 
-def quantized_by_turns(make: Callable[[], nn.Module], first: int, embeddings: bool = True) -> nn.Module:
+def quantized_by_turns(
+    make: Callable[[], nn.Module], first: int, formats: Sequence[Mapping[str, Any]] = GRAPH_FORMATS
+) -> nn.Module:
     """Return a model whose weights take turns at the formats that fit them, from the given one on."""
-    model, turns = make(), itertools.islice(itertools.cycle(FORMATS), first, None)
+    model, turns = make(), itertools.islice(itertools.cycle(formats), first, None)
+    embeddings = formats is GRAPH_FORMATS
     overrides = {}
     for name, columns in quantizable(make(), embeddings).items():
         overrides[name] = next(each for each in turns if columns % each.get("group_size", 1) == 0)
@@ -225,7 +236,7 @@ def test_a_file_of_a_bfloat16_model_computes_what_it_computes(tmp_path: Path, na
 @pytest.mark.parametrize("name", ["vit", "whisper", *exhaustive("bert", "minilm")])
 def test_a_checkpoint_of_all_formats_is_read_to_the_same_model(tmp_path: Path, name: str, reader: StockReader) -> None:
     make = quality.load if name == "minilm" else ARCHITECTURES[name].build
-    model = quantized_by_turns(make, len(name), embeddings=False)
+    model = quantized_by_turns(make, len(name), FORMATS)
     inputs = text_inputs() if name == "minilm" else ARCHITECTURES[name].inputs(model)  # type: ignore[arg-type]
     export_compressed_tensors(model, tmp_path / "out")  # type: ignore[arg-type]
     found = reader.outputs(tmp_path / "out", inputs)

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES
 from covering import exhaustive
 from exports.elsewhere import read_elsewhere
-from exports.models import ATEN_FORMATS, Convolutional, dequantized_outputs, images, quantized
+from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
@@ -20,7 +20,7 @@ from hf_trainweights.exports import export_program
 pytestmark = pytest.mark.slow  # an export takes seconds
 
 
-@pytest.mark.parametrize("config", ATEN_FORMATS)
+@pytest.mark.parametrize("config", FORMATS)
 def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     shapes = {"image": {0: torch.export.Dim("batch", min=1, max=64)}}

@@ -11,7 +11,7 @@ import torch
 from architectures import ARCHITECTURES
 from covering import exhaustive
 from exports.elsewhere import read_elsewhere
-from exports.models import ATEN_FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
+from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
 
 from benchmarks import quality
@@ -39,12 +39,7 @@ def load(path: Path) -> torch.jit.ScriptModule:
 
 @pytest.mark.parametrize(
     ("config", "optimize"),
-    [
-        (config, optimize)
-        for config in ATEN_FORMATS
-        for optimize in (False, True)
-        if (config, optimize) != ("float8", True)
-    ],
+    [(config, optimize) for config in FORMATS for optimize in (False, True) if (config, optimize) != ("float8", True)],
 )
 def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, config: str, optimize: bool) -> None:
     model = quantized(Branching(), config)
@@ -58,7 +53,7 @@ def test_a_scripted_model_keeps_its_control_flow_and_methods(tmp_path: Path, con
         assert torch.equal(stored.view(torch.uint8), model.up.weight.qdata.view(torch.uint8))
 
 
-@pytest.mark.parametrize("config", ["int8", *exhaustive(*(name for name in ATEN_FORMATS if name != "int8"))])
+@pytest.mark.parametrize("config", ["int8", *exhaustive(*(name for name in FORMATS if name != "int8"))])
 def test_a_traced_module_is_read_without_this_package(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     export_torchscript(model, tmp_path / "model.pt", images(2))
@@ -125,7 +120,7 @@ def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("config", ATEN_FORMATS)
+@pytest.mark.parametrize("config", FORMATS)
 @pytest.mark.parametrize("architecture", ["bert", "llama", "llama_tied", "gpt2", "qwen3_moe", "vit", "whisper"])
 def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
     tmp_path: Path, architecture: str, config: str
@@ -142,7 +137,7 @@ def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
 
 
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
-@pytest.mark.parametrize("config", ["int4 g32", *exhaustive(*(name for name in ATEN_FORMATS if name != "int4 g32"))])
+@pytest.mark.parametrize("config", ["int4 g32", *exhaustive(*(name for name in FORMATS if name != "int4 g32"))])
 def test_a_traced_pretrained_model_embeds_as_it_does_itself(tmp_path: Path, config: str) -> None:
     model = quantized(quality.load(), config)
     ids = torch.arange(1000, 1048).view(3, 16)
@@ -231,7 +226,7 @@ def test_wrong_options_are_refused(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("config", ATEN_FORMATS)
+@pytest.mark.parametrize("config", FORMATS)
 @pytest.mark.parametrize("method", ["trace", "script"])
 def test_layers_of_every_format_compute_what_the_model_computes(
     tmp_path: Path, config: str, method: Literal["trace", "script"]

@@ -77,10 +77,10 @@ def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOption
         UnsupportedError: The target cannot hold a weight, no exporter can trace the model, or a package is missing.
     """
     require("onnxscript", "onnx")
-    retype = require("hf_trainweights.exports.onnx.int4_initializers", "onnx").retype
+    finish = require("hf_trainweights.exports.onnx.stored_tensors", "onnx").finish
     with lowered(model, target):
         graph = _traced(model, inputs, options)
-    retype(graph)
+    finish(graph)
     _forget_origins(graph)
     return graph
 

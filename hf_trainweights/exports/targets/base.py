@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -13,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.column_scale import COLUMN_SCALE
+from hf_trainweights.formats.unpacked import Unpacked, octets_of
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -29,39 +30,43 @@ class PlainWeight:
     """A quantized weight as plain tensors.
 
     Args:
-        format: Its format.
+        format: Its format, without column scales.
         dtype: The float dtype that it shows.
+        shape: As it is stored, `[*, N, K]`.
         buffers: What `Target.buffers` returned, or what stands for it while an exporter traces.
+        column_scale: `[*, 1, K]`, None for none.
     """
 
     format: Format
     dtype: torch.dtype
+    shape: tuple[int, ...]
     buffers: Mapping[str, Tensor]
+    column_scale: Tensor | None
 
-    @property
-    def columns(self) -> int:
-        """K, the number of columns of the weight."""
-        return self.format.shape_of(self.buffers["qdata"])[-1]
+    def scale_columns(self, values: Tensor) -> Tensor:
+        """Return values `[*, K]` times the column scales."""
+        if self.column_scale is None:
+            return values
+        factors = self.column_scale.to(values.dtype)
+        return values * (factors if len(self.shape) > 2 else factors.reshape(-1))
 
-    @property
-    def groups(self) -> int:
-        """G, the number of groups of a row."""
-        return self.buffers["scale"].shape[-1]
+    def unpack(self, buffers: Mapping[str, Tensor]) -> Unpacked:
+        """Return the weight taken apart by plain ops, from its buffers or those of some rows."""
+        unpacked = self.format.unpack(buffers)
+        assert unpacked is not None
+        return unpacked
 
 
-class Target(ABC):
-    """The plain tensors and ops of one kind of file.
+class Target:
+    """The plain tensors and ops of one kind of file; by default those that a format gives, see `Format.unpack`.
 
     Nothing but these is in the exported graph, so its reader needs no code of this package.
     """
 
     name: ClassVar[str]
-    format_names: ClassVar[tuple[str, ...]] = ("int8", "int4", "float8_e4m3")
-    holds_column_scales: ClassVar[bool] = False
 
-    @abstractmethod
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
-        """Return the tensors that stand for a weight in the file; `qdata` and `scale` are among them.
+        """Return the tensors that stand for a weight in the file, besides column scales.
 
         Args:
             weight: A weight as it lies in files.
@@ -70,33 +75,57 @@ class Target(ABC):
         Raises:
             UnsupportedError: The target cannot hold such a weight.
         """
+        del uses
+        words = {"qdata": octets_of(weight.qdata)} if weight.qdata.dtype == torch.int32 else {}
+        return {name: tensor for name, tensor in {**weight.tensors, **words}.items() if name != COLUMN_SCALE}
 
-    @abstractmethod
-    def dequantize(self, weight: PlainWeight) -> Tensor:
-        """Return the stored weight `[*, N, K]` in its dtype.
+    def stored(self, tensor: Tensor) -> Tensor:
+        """Return a tensor of the file as ops read it.
+
+        Args:
+            tensor: One of `buffers`.
+        """
+        return tensor
+
+    def unpack(self, weight: PlainWeight) -> Unpacked:
+        """Return a weight taken apart by plain ops.
 
         Args:
             weight: The weight.
         """
+        return weight.unpack({name: self.stored(tensor) for name, tensor in weight.buffers.items()})
 
-    @abstractmethod
+    def dequantize(self, weight: PlainWeight) -> Tensor:
+        """Return the stored weight `[*, N, K]` in float32, without its column scales.
+
+        Args:
+            weight: The weight.
+        """
+        return self.unpack(weight).weight()
+
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
-        """Return rows of a weight.
+        """Return rows of a weight in float32, without its column scales.
 
         Args:
             weight: A weight `[N, K]`.
             indices: Integers of any shape.
 
         Returns:
-            `[*indices.shape, K]` in the weight's dtype.
+            `[*indices.shape, K]`.
         """
+        shared = weight.format.shared_names
+        rows = {
+            name: self.stored(tensor) if name in shared else F.embedding(indices, self.stored(tensor))
+            for name, tensor in weight.buffers.items()
+        }
+        return weight.unpack(rows).weight()
 
     def linear(self, weight: PlainWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear(x, weight, bias)`.
+        """Return `F.linear(x, weight, bias)`, the weight with its column scales.
 
         Args:
             weight: A weight `[N, K]`.
             x: `[*, K]`.
             bias: `[N]`, or None.
         """
-        return F.linear(x, self.dequantize(weight), bias)
+        return F.linear(x, weight.scale_columns(self.dequantize(weight)).to(weight.dtype), bias)

@@ -38,6 +38,7 @@ def octets(tensor: onnx.TensorProto) -> bytes:
     return tensor.raw_data
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
 @pytest.mark.parametrize("config", FORMATS)
 def test_any_module_is_exported_with_names_and_free_dimensions_its_codes_and_no_float_copy(
@@ -132,7 +133,7 @@ def test_a_file_that_computes_something_else_is_not_written(tmp_path: Path, monk
     model = quantized(Convolutional(), "int8")
     (tmp_path / "model.onnx").write_bytes(b"what was there")
     target = writer._TARGETS["portable"]
-    monkeypatch.setattr(target, "dequantize", lambda self, weight: -weight.buffers["qdata"].to(torch.float32))
+    monkeypatch.setattr(target, "dequantize", lambda self, weight: -weight.buffers["codes"].to(torch.float32))
     with pytest.raises(UnsupportedError, match="which is too much"):
         export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2))
     assert (tmp_path / "model.onnx").read_bytes() == b"what was there"

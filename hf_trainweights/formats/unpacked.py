@@ -1,0 +1,115 @@
+"""A quantized weight taken apart by ops that every exporter of PyTorch writes: what `Format.unpack` returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Unpacked:
+    """A weight as numbers times scales, `(numbers - zeros) * factors * scale`, each group of a row with its own.
+
+    Args:
+        codes: As they are stored, one for each weight, `[*, N, K]`, any dtype.
+        scale: `[*, N, G]`, or `[*, N, 1]` for whole rows.
+        limits: The smallest and the largest number; None where numbers are not whole.
+        unit: What codes count.
+        table: Float32; the number that each code stands for. None where that is the code times `unit`.
+        zeros: `[*, N, G]`, any dtype; None for none. Numbers and zeros are at least 0 then.
+        factors: Float32 `[*, N, G]`, whose products with numbers are exact; None for none.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    limits: tuple[int, int] | None
+    unit: int = 1
+    table: Tensor | None = None
+    zeros: Tensor | None = None
+    factors: Tensor | None = None
+
+    @property
+    def is_codes_times_scale(self) -> bool:
+        """Whether the weight is its codes times `scale`."""
+        return self.unit == 1 and self.table is None and self.zeros is None and self.factors is None
+
+    @property
+    def group_scale(self) -> Tensor:
+        """`factors * scale` in float32, `[*, N, G]`."""
+        scale = self.scale.to(torch.float32)
+        return scale if self.factors is None else self.factors * scale
+
+    def numbers(self) -> Tensor:
+        """Return the numbers that codes stand for, float32 `[*, N, K]`."""
+        if self.table is not None:
+            return look_up(self.table, self.codes)
+        numbers = self.codes.to(torch.float32)
+        return numbers if self.unit == 1 else numbers * self.unit
+
+    def weight(self) -> Tensor:
+        """Return the weight in float32 `[*, N, K]`, each value rounded as `Format.dequantize_rows` does."""
+        numbers, scale = self.numbers(), self.scale.to(torch.float32).unsqueeze(-1)
+        groups = next(each for each in (self.factors, self.zeros, self.scale) if each is not None).size(-1)
+        values = numbers.unflatten(-1, [groups, numbers.size(-1) // groups])
+        if self.zeros is not None:
+            values = values - self.zeros.to(torch.float32).unsqueeze(-1)
+        if self.factors is not None:
+            values = values * self.factors.unsqueeze(-1)
+        return torch.flatten(values * scale, -2)
+
+
+def look_up(table: Tensor, codes: Tensor) -> Tensor:
+    """Return the entries of a table.
+
+    Args:
+        table: `[n]`.
+        codes: Whole numbers 0 to n - 1, any dtype and shape.
+    """
+    return F.embedding(codes.to(torch.int32), table.to(codes.device).unsqueeze(-1)).squeeze(-1)
+
+
+def octets_of(words: Tensor) -> Tensor:
+    """Return stored words as bytes.
+
+    Args:
+        words: Int32 `[*, n]`, or bytes already.
+
+    Returns:
+        Uint8 `[*, 4 * n]` of the same memory.
+    """
+    if words.dtype == torch.uint8:
+        return words
+    # Flat, because a contiguous tensor without columns cannot be viewed as bytes.
+    return words.flatten().view(torch.uint8).view(*words.shape[:-1], 4 * words.shape[-1])
+
+
+def fields_of(numbers: Tensor, start: int, bits: int, width: int = 8) -> Tensor:
+    """Return some bits of whole numbers, by arithmetic: of shifts, ONNX's exporter returns other dtypes.
+
+    Args:
+        numbers: Float32, whole, 0 to 2**width - 1.
+        start: The first bit.
+        bits: How many.
+        width: Bits of a number.
+
+    Returns:
+        New float32, of the same shape.
+    """
+    fields = torch.floor(numbers * 2.0**-start) if start else numbers
+    return fields if start + bits == width else fields - 2.0**bits * torch.floor(fields * 2.0**-bits)
+
+
+def nibbles_of(octets: Tensor) -> Tensor:
+    """Return the two numbers of each byte, the one in the low bits first.
+
+    Args:
+        octets: Uint8 `[*, n]`.
+
+    Returns:
+        New float32 `[*, 2 * n]`, 0 to 15.
+    """
+    numbers = octets.to(torch.float32)
+    return torch.flatten(torch.stack([fields_of(numbers, 0, 4), fields_of(numbers, 4, 4)], -1), -2)
