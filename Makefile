@@ -1,4 +1,4 @@
-.PHONY: check fix quick test exhaustive fuzz soak mutants docs bench
+.PHONY: check fix quick test exhaustive fuzz soak mutants docs bench release
 check:
 	ruff check .
 	ruff format --check .
@@ -42,3 +42,6 @@ bench:
 
 fuzz:
 	python -m tests.fuzz --seconds $(or $(SECONDS),600)
+
+release:
+	.ci/release
