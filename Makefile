@@ -34,6 +34,7 @@ bench:
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
+	python -m benchmarks.checkpoints.cores
 	python -m benchmarks.abilities
 	PYTHONPATH=tests python -m benchmarks.exports
 	python -m benchmarks.programs
