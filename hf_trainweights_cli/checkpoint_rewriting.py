@@ -131,7 +131,7 @@ def _copies(directories: Sequence[Path]) -> Iterator[list[Path]]:
 
     A rewritten file replaces its name, so the originals stay. Their anchors may lie in other checkpoints beside them.
     """
-    from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.files.atomic import link_or_copy, remove_tree
     from hf_trainweights.files.temporary import claim_directory
 
@@ -165,7 +165,7 @@ def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Man
 def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
     from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.whole.plain_weights import read_weights, weight_files
+    from hf_trainweights.checkpoint.whole.sources import read_weights, weight_files
     from hf_trainweights.models.loading.saved_models import saved_parameter_names
 
     files = [] if (directory / MANIFEST_NAME).exists() else weight_files(directory)
@@ -186,7 +186,7 @@ def warnings_in_one_line() -> Iterator[None]:
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
     from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
-    from hf_trainweights.checkpoint.trainer.compression import size_bytes
+    from hf_trainweights.checkpoint.run.verification import size_bytes
 
     bytes_before, before = size_bytes(directory), _manifest_of(directory)
     with warnings_in_one_line():

@@ -80,15 +80,17 @@ def _plain_bytes(manifest: Manifest) -> dict[str, int]:
 
 def verification_row(directory: Path) -> dict[str, Any]:
     """Return whether a checkpoint is intact, damaged or, without a manifest, unverified."""
-    from hf_trainweights.checkpoint.dcp.contents import dcp_directories, sharded_problem
+    from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+    from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
+    from hf_trainweights.checkpoint.directory.layout import layout_of
     from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.run.discovery import check_checkpoint, checkpoint_directories
+    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
     path = directory.resolve()
     sharded = dcp_directories(path)
     if not (path / MANIFEST_NAME).exists() and (sharded or path in checkpoint_directories(path.parent)):
-        problem = sharded_problem(path) if sharded == [path] else check_checkpoint(path).problem
+        problem = layout_of(path).problem() if sharded == [path] else check_checkpoint(path).problem
         state, problems, foreign = "unverified", {"": problem} if problem else {}, []
     else:
         report = verify_checkpoint(path)

@@ -27,7 +27,7 @@ def checkpoints(path: Path) -> list[Path]:
     """
     from hf_trainweights.checkpoint.dcp.contents import dcp_directories
     from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.errors import ConfigError
 
     is_run = not (path / MANIFEST_NAME).exists()

@@ -49,7 +49,7 @@ CHECKPOINT_ROOMS = (
     "run",  # what all checkpoints of a run share
     "whole",  # a checkpoint in whole files
     "sharded",  # a checkpoint of several ranks
-    "rewriting",  # either of them, small or plain
+    "directory",  # either of them: found, cleaned, made small or plain
     "loop",  # a loop of one's own
     "trainer",  # a Trainer
     "versions",  # finished models

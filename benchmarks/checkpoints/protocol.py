@@ -25,10 +25,10 @@ from safetensors.torch import save_file as save_safetensors
 
 from benchmarks.checkpoints.runs import MINILM, NAMES_FILE, RUNS, SAVES, STEPS_AFTER, Course, train
 from hf_trainweights import TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory
 from hf_trainweights.checkpoint.manifest.manifest import Manifest
-from hf_trainweights.checkpoint.rewriting import compress_directory
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
 
 PLAIN_WEIGHTS_NAME = "model.safetensors"
 MODES = ("lossless", "near-lossless", "compact")

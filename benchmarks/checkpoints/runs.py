@@ -36,7 +36,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar, set_verbosity_error
 
-from hf_trainweights.checkpoint.planning.optimizer_layout import optimizer_parameter_names
+from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights_cli.demo.corpus import read_corpus
 from hf_trainweights_cli.demo.training import train_tokenizer
 

@@ -27,10 +27,9 @@ from benchmarks.checkpoints.runs import RUNS
 from benchmarks.memory import Peak
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
-from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.checkpoint.whole.writer import save_tree, save_weights
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 
 REPEATS = 3
 # Row of the report: the options of compress_directory, and whether there is an anchor.
@@ -88,7 +87,7 @@ class Save:
         state = load_safetensors(path / PLAIN_WEIGHTS_NAME)
         optimizer = torch.load(path / OPTIMIZER_NAME, weights_only=True)
         names = experiment.parameter_names()
-        job = SaveJob(path, path, Policy(**options), ANCHOR_EVERY_SAVES, _open)
+        job = _Job(path, Policy(**options), ANCHOR_EVERY_SAVES)
         return cls(path, size_bytes(path), job, Weights(state, optimizer=optimizer, optimizer_names=names))
 
     def encode(self) -> None:
@@ -117,9 +116,11 @@ def _measure_ours(experiment: Experiment, options: dict[str, Any], has_anchor: b
     return _row(save.plain_bytes, stored_bytes, encode_seconds, decode_seconds)
 
 
-def _open(path: Path) -> BinaryIO:
-    """Open a file that is not forced to disk, as for torch.save."""
-    return path.open("wb")
+class _Job(SaveJob):
+    """Opens files that are not forced to disk, as for torch.save."""
+
+    def open_file(self, name: str) -> BinaryIO:
+        return (self.directory / name).open("wb")
 
 
 def _prepare(experiment: Experiment, options: dict[str, Any], has_anchor: bool) -> Path:

@@ -7,14 +7,18 @@ from hf_trainweights.lazy import lazy as _lazy
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.codecs import register_codec
     from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
+    from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
+    from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+    from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
     from hf_trainweights.checkpoint.encoded.base_files import register_base
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-    from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
-    from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
+    from hf_trainweights.checkpoint.loop.training_state import (
+        build_checkpoint,
+        load_checkpoint,
+        restore_checkpoint,
+        save_checkpoint,
+    )
     from hf_trainweights.checkpoint.planning.policy import Policy
-    from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-    from hf_trainweights.checkpoint.run.discovery import find_checkpoints, latest
-    from hf_trainweights.checkpoint.run.garbage import collect_garbage
     from hf_trainweights.checkpoint.run.verification import verify_checkpoint
     from hf_trainweights.checkpoint.versions import VersionedModelSaver
 
@@ -48,16 +52,16 @@ __getattr__ = _lazy(
         "Policy": "planning.policy",
         "VersionedModelSaver": "versions",
         "build_checkpoint": "loop.training_state",
-        "collect_garbage": "run.garbage",
-        "compress_directory": "rewriting",
-        "find_checkpoints": "run.discovery",
-        "latest": "run.discovery",
-        "load_checkpoint": "loop.training_files",
+        "collect_garbage": "directory.garbage",
+        "compress_directory": "directory.rewriting",
+        "find_checkpoints": "directory.discovery",
+        "latest": "directory.discovery",
+        "load_checkpoint": "loop.training_state",
         "register_base": "encoded.base_files",
         "register_codec": "codecs",
         "restore_checkpoint": "loop.training_state",
-        "restore_directory": "rewriting",
-        "save_checkpoint": "loop.training_files",
+        "restore_directory": "directory.rewriting",
+        "save_checkpoint": "loop.training_state",
         "verify_checkpoint": "run.verification",
     },
 )

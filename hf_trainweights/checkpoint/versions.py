@@ -26,8 +26,7 @@ from hf_trainweights.checkpoint.loop.module_state import (
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import require_intact
-from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.checkpoint.whole.writer import save_new_directory
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents
-from hf_trainweights.checkpoint.dcp.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, optimizer_tensors
 from hf_trainweights.inspection.stored_tensors import StoredTensor, read_tensors
 
 _NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}

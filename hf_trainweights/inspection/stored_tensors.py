@@ -10,13 +10,12 @@ from typing import Any
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories
-from hf_trainweights.checkpoint.dcp.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, dcp_directories, optimizer_tensors
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.completeness import weights_problem
+from hf_trainweights.checkpoint.run.verification import weights_problem
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file

@@ -11,7 +11,7 @@ from typing import TypeGuard
 
 from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.manifest.rounding import shown_mode
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
 from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.files.regular_files import open_regular_file

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.inspection.listing import configured_format, fold_weights
 from hf_trainweights.inspection.sharded_tensors import read_part

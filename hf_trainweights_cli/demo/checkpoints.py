@@ -11,7 +11,7 @@ from pathlib import Path
 from torch import Tensor
 
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.report.runs import SavedCheckpoint, read_run
 
 MODE = "near-lossless"

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.loop.rng_state import rng_state
+from hf_trainweights.checkpoint.loop.progress import rng_state
 
 OPTIMIZERS = {
     "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),

@@ -11,10 +11,10 @@ from bases import put_into_cache, trainer_checkpoint, weights
 from huggingface_hub import constants
 from simulated_disk import replay
 
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.run.discovery import latest
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.whole.plain_weights import read_weights, weight_files
+from hf_trainweights.checkpoint.whole.sources import read_weights, weight_files
 
 
 @pytest.fixture

@@ -14,16 +14,16 @@ from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
 
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.garbage import remove_checkpoint
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint, save_training_state
+from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_checkpoint, save_training_state
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.run.converted_weights import mark_run
-from hf_trainweights.checkpoint.run.discovery import latest
-from hf_trainweights.checkpoint.run.garbage import remove_checkpoint
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.whole.weights_aside import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
 from hf_trainweights.files.temporary import claim_directory

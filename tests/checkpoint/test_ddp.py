@@ -25,7 +25,8 @@ from trees import fingerprint
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import CheckpointManager, verify_checkpoint
 from hf_trainweights.checkpoint.loop import manager as manager_module
-from hf_trainweights.checkpoint.loop.rng_state import rng_state
+from hf_trainweights.checkpoint.loop.progress import rng_state
+from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.trainer import compression
 from hf_trainweights.errors import ConfigError
 
@@ -63,13 +64,13 @@ def train(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the group is there already
     written: list[str] = []
-    original = compression.compress_directory
+    original = compression.compress
 
-    def watched(path: Path, **choices: Any) -> Any:
-        written.append(path.name)
-        return original(path, **choices)
+    def watched(job: SaveJob, choices: Choices) -> Any:
+        written.append(job.path.name)
+        return original(job, choices)
 
-    compression.compress_directory = watched
+    compression.compress = watched
     callbacks = (OwnSeed(rank), callback())
     trainer, losses = trainer_of(out, *callbacks, model=with_dropout(), save_steps=3, **options)
     trainer.train(resume_from_checkpoint=resume)

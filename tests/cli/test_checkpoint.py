@@ -18,11 +18,10 @@ from trees import trained
 from typer.testing import CliRunner
 
 from hf_trainweights import checkpoint
-from hf_trainweights.checkpoint.loop.training_files import save_checkpoint
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory
+from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.rewriting import compress_directory
-from hf_trainweights.checkpoint.run.discovery import latest
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.temporary import claim_file
 from hf_trainweights_cli.checkpoint import app

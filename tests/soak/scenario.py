@@ -10,10 +10,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.converted_weights import MARK_NAME
-from hf_trainweights.checkpoint.run.discovery import check_checkpoint, checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 

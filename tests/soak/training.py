@@ -17,10 +17,11 @@ from torch.utils.data import DataLoader
 from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint
-from hf_trainweights.checkpoint.run.discovery import checkpoint_step, latest
+from hf_trainweights.checkpoint.loop.training_state import load_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step
 from hf_trainweights.models.host.checkpoints import converted_names
 
 STEPS = 8

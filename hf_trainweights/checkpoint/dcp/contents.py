@@ -19,6 +19,7 @@ from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.sha256 import file_sha256
@@ -36,21 +37,6 @@ def dcp_directories(path: Path) -> list[Path]:
     if not path.is_dir():
         return []
     return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
-
-
-def register_checkpoint(path: Path) -> None:
-    """Look for anchors in a checkpoint, in files or sharded, wherever it was when it was written."""
-    for directory in (path, *dcp_directories(path)):
-        register_anchor_directory(directory)
-
-
-def sharded_problem(directory: Path) -> str | None:
-    """Say why a DCP directory cannot be loaded, as far as `require_complete` tells, or return None."""
-    try:
-        ShardedContents(directory).require_complete()
-    except (CorruptFileError, OSError) as error:
-        return f"{directory.name}: {error}"
-    return None
 
 
 class ShardedContents:
@@ -187,3 +173,54 @@ def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
     if not fill_whole(entry.size, entry.chunks):
         found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
         raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)
+
+
+_MODEL_KEY = "model"
+
+
+def model_weights(contents: ShardedContents) -> dict[str, str]:
+    """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
+
+    Empty if there are none, or several models and none is called `model`.
+    """
+    by_model = _models(contents)
+    named = [names for prefix, names in by_model.items() if prefix.rpartition(".")[2] == _MODEL_KEY]
+    candidates = named or list(by_model.values())
+    return candidates[0] if len(candidates) == 1 else {}
+
+
+def all_weights(contents: ShardedContents) -> dict[str, str]:
+    """Return what is no state of an optimizer, as `model_weights` does; by DCP's names where there is no one model."""
+    names = [name for several in _models(contents).values() for name in several.values()]
+    of_model = model_weights(contents)
+    return of_model if len(of_model) == len(names) else {name: name for name in names}
+
+
+def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
+    """Return the states of optimizers: `state.<parameter>.<key>` to DCP's names."""
+    states = optimizer_states(contents.metadata.state_dict_metadata)
+    return {f"state.{state.parameter}.{state.key}": name for name, state in states.items() if name in contents.tensors}
+
+
+def _models(contents: ShardedContents) -> Mapping[str, dict[str, str]]:
+    states = optimizer_states(contents.metadata.state_dict_metadata)
+    names = [name for name in contents.tensors if name not in states]
+    return models(names, {name: contents.path_of(name) for name in names})
+
+
+def unlisted_files(directory: Path) -> list[Path]:
+    """List the files of items that a DCP directory does not consist of, and the anchors that it does not need, sorted.
+
+    None where it holds no whole checkpoint, since what is missing may be put back.
+    """
+    try:
+        contents = ShardedContents(directory)
+        contents.require_complete()
+        manifest = encoded_manifest(directory)
+    except (CorruptFileError, OSError):
+        return []
+    listed = {place.file for place in contents.places.values()}
+    files = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
+    # Without a manifest only the items themselves know their anchors.
+    anchors = directory.glob(anchor_file_name("*")) if manifest is not None else ()
+    return sorted([*files, *(path for path in anchors if manifest is not None and path.name not in manifest.files)])

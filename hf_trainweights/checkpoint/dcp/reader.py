@@ -21,7 +21,6 @@ from hf_trainweights.checkpoint.dcp.description import metadata_of
 from hf_trainweights.checkpoint.dcp.items import item_crc32
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
-from hf_trainweights.checkpoint.dcp.unreadable import UnreadableMetadata
 from hf_trainweights.checkpoint.encoded.anchor_files import (
     MissingAnchorError,
     anchor_file_name,
@@ -226,3 +225,23 @@ def _saved_again(value: object) -> io.BytesIO:
     torch.save(value, buffer)
     buffer.seek(0)
     return buffer
+
+
+class UnreadableMetadata:
+    """Raises an error when anything is asked of it.
+
+    DCP's `load` catches every error of `read_metadata` and raises an AssertionError with its text instead. Errors of
+    the calls that follow reach all ranks as they are.
+
+    Args:
+        error: The error.
+    """
+
+    def __init__(self, error: Exception):
+        self._error = error
+
+    def __getattr__(self, name: str) -> object:
+        # What __init__ sets is found before this is called; Python's own protocols ask for names of this kind.
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise self._error

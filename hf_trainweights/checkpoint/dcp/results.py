@@ -75,7 +75,7 @@ class Written:
 
     Args:
         item: The item.
-        start: Its first byte in the file, or in the payload that the file will hold.
+        start: Its first byte in the file.
         size_bytes: Its length.
         crc32: CRC-32 of its bytes.
         report: What the encoder reported; None for an object.
@@ -93,9 +93,9 @@ class Written:
     delta_rms: float | None = None
     is_repeated: bool = False
 
-    def stored(self, file: StoredFile, payload_start: int = 0) -> StoredItem:
-        """Return the result for DCP, once the file is complete and its payload begins at byte `payload_start`."""
-        place = Place(file.name, self.start + payload_start, self.start + payload_start + self.size_bytes, self.crc32)
+    def stored(self, file: StoredFile) -> StoredItem:
+        """Return the result for DCP, once the file is complete."""
+        place = Place(file.name, self.start, self.start + self.size_bytes, self.crc32)
         row = self._row(place)
         return StoredItem(self.item.index, self.size_bytes, place, row, file, self.delta_rms, self.is_repeated)
 

@@ -14,17 +14,22 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.loop.optimizer_state import optimizer_step_hook, scaler_update_hook
 from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes, state_of_rank
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_training_state
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
+from hf_trainweights.checkpoint.loop.training_state import (
+    build_checkpoint,
+    load_checkpoint,
+    restore_checkpoint,
+    save_training_state,
+)
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.base import RunBase
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, checkpoint_step, latest
-from hf_trainweights.checkpoint.run.garbage import collect_garbage, remove_checkpoint
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import make_directories
 

@@ -1,14 +1,14 @@
-"""The state of training as a dict: collected from a loop's objects, and put back into them.
+"""The state of training as a dict: collected from a loop's objects, saved, loaded, and put back into them.
 
-| key | value |
-|---|---|
-| `model` | the module's state, see module_state.py |
-| `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives |
-| `rng` | states of the random number generators |
-| `epoch`, `step`, `extra` | progress, and what the caller adds |
-| `names` | which names are buffers, and the names of the optimizer's parameters |
+| key | value | file |
+|---|---|---|
+| `model` | the module's state, see module_state.py | `pytorch_model.bin` |
+| `optimizer`, `scheduler`, `scaler` | what their `state_dict()` gives | `optimizer.pt`, `scheduler.pt`, `scaler.pt` |
+| `rng` | states of the random number generators | `rng_state.pth` |
+| `epoch`, `step`, `extra` | progress, and what the caller adds | `trainweights_state.pt` |
+| `names` | which names are buffers, and the names of the optimizer's parameters | the same |
 
-A key is left out where there is no value. training_files.py says which file holds what.
+A key is left out where there is no value.
 """
 
 from __future__ import annotations
@@ -16,14 +16,26 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import nn
 
+from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.module_state import load_module_state, module_state
 from hf_trainweights.checkpoint.loop.optimizer_state import load_optimizer_state
-from hf_trainweights.checkpoint.loop.rng_state import rng_state, set_rng_state
-from hf_trainweights.checkpoint.planning.optimizer_layout import optimizer_parameter_names
+from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.planning.modes import ModeName
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
+from hf_trainweights.checkpoint.run.job import BaseChoice
+from hf_trainweights.checkpoint.run.verification import STATE_NAME, require_intact
+from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory
+from hf_trainweights.errors import ConfigError, CorruptFileError
 
 
 def build_checkpoint(
@@ -126,3 +138,145 @@ def restore_checkpoint(
     if rng and "rng" in checkpoint:
         set_rng_state(checkpoint["rng"])
     return checkpoint.get("epoch"), checkpoint.get("step")
+
+
+_FILES = {
+    "model": WEIGHTS_NAME,
+    "optimizer": OPTIMIZER_NAME,
+    "scheduler": "scheduler.pt",
+    "scaler": "scaler.pt",
+    "rng": "rng_state.pth",
+}
+_SMALL_PARTS = ("epoch", "step", "extra", "names")
+
+
+def save_checkpoint(
+    checkpoint: Mapping[str, Any],
+    path: str | Path,
+    *,
+    mode: ModeName = "lossless",
+    rules: Mapping[str, Any] | None = None,
+    quantize_i8: bool | None = None,
+) -> None:
+    """Save a checkpoint directory; it appears whole or not at all, and needs no other directory.
+
+    Args:
+        checkpoint: What `build_checkpoint` or `load_checkpoint` returned.
+        path: A missing or an existing empty directory.
+        mode: A mode of `Policy`: "lossless", "near-lossless" or "compact".
+        rules: Rules of `Policy`, for what should be stored otherwise.
+        quantize_i8: True stores weights as int8 groups and everything else exactly; your rules go first.
+
+    Raises:
+        ConfigError: An option is wrong, `quantize_i8` meets a lossy mode, or the checkpoint has an unknown key.
+        UnstorableError: A value cannot be stored; the error names file and key.
+        SaveError: `path` holds something, or the disk is full or refuses; nothing is left behind.
+
+    Examples:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from hf_trainweights.checkpoint import build_checkpoint
+        >>> path = tempfile.mkdtemp()
+        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), step=7), path)
+        >>> load_checkpoint(path)["step"]
+        7
+    """
+    if quantize_i8 and mode != "lossless":
+        next_step = "Leave one of them out, or write rules={'weight': 'int8'} to mix them."
+        raise ConfigError("mode", "lossless together with quantize_i8", repr(mode), next_step)
+    int8_rule = {"weight": "int8"} if quantize_i8 else {}
+    save_training_state(checkpoint, Path(path), Policy(mode, {**(rules or {}), **int8_rule}))
+
+
+def save_training_state(
+    checkpoint: Mapping[str, Any],
+    path: Path,
+    policy: Policy,
+    *,
+    anchor_every: int | None = None,
+    base: BaseChoice | None = None,
+    metrics: Mapping[str, Any] | None = None,
+) -> Manifest:
+    """Save what `build_checkpoint` collected in a missing or empty directory, by itself or as one of a run.
+
+    `anchor_every` is how many checkpoints of the run in the same directory one anchor serves at most; by default it
+    needs no other. ConfigError: no model, an unknown key, a rule that names nothing, metrics that are no JSON, or a
+    base without weights. UnstorableError names file and key. SaveError: nothing is left behind.
+    """
+    unknown = sorted(set(checkpoint) - set(_FILES) - set(_SMALL_PARTS))
+    if unknown or "model" not in checkpoint:
+        expected = f"a model and any of {', '.join([*_FILES, *_SMALL_PARTS])}"
+        found = f"the keys {', '.join(map(str, checkpoint))}"
+        raise ConfigError("checkpoint", expected, found, "Put what is your own under `extra`.")
+    names = checkpoint.get("names", {})
+    optimizer = checkpoint.get("optimizer", {})
+    weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
+    policy.require_used([*map(str, checkpoint["model"]), *names.get("optimizer", {}).values()])
+    small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
+    small["parts"] = [part for part in _FILES if part in checkpoint]
+    trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}
+    for part in small["parts"]:
+        if part != "model":
+            trees[_FILES[part]] = (checkpoint[part], {})
+    if "optimizer" in checkpoint:
+        plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None)
+        trees[OPTIMIZER_NAME] = (optimizer, plan)
+    return save_new_directory(
+        path,
+        policy,
+        weights,
+        trees,
+        anchor_every=anchor_every,
+        base=base,
+        step=checkpoint.get("step"),
+        epoch=checkpoint.get("epoch"),
+        metrics=dict(metrics or {}),
+        metadata={"policy": policy.to_dict()},
+    )
+
+
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint directory that `save_checkpoint` or `CheckpointManager` wrote.
+
+    Args:
+        path: The directory; it may have been moved.
+
+    Returns:
+        The dict that was saved, its tensors on the CPU: bit for bit, but for what the mode rounds.
+
+    Raises:
+        CorruptFileError: Something in it is damaged or missing, or it was not written by `save_checkpoint`.
+        OSError: It cannot be read.
+
+    Examples:
+        >>> import tempfile
+        >>> from torch import nn
+        >>> from hf_trainweights.checkpoint import build_checkpoint
+        >>> path = tempfile.mkdtemp()
+        >>> save_checkpoint(build_checkpoint(nn.Linear(2, 1), extra={"note": [1, 2.5]}), path)
+        >>> load_checkpoint(path)["extra"]
+        {'note': [1, 2.5]}
+    """
+    path = Path(path)
+    if not (path / STATE_NAME).is_file():
+        next_step = "Resume a Trainer's checkpoint with Trainer.train(resume_from_checkpoint=...)."
+        raise CorruptFileError(str(path), f"a directory with {STATE_NAME}", "none", next_step)
+    if (path / MANIFEST_NAME).exists():
+        require_intact(path)
+    register_anchor_directory(path)
+    checkpoint = load_file(path / STATE_NAME)
+    parts = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
+    if (
+        not isinstance(parts, list)
+        or "model" not in parts
+        or not all(isinstance(part, str) and part in _FILES for part in parts)
+    ):
+        next_step = "Use another checkpoint: this one was not written by save_checkpoint."
+        raise CorruptFileError(str(path / STATE_NAME), "the parts of a checkpoint", repr(parts)[:200], next_step)
+    for part in parts:
+        try:
+            checkpoint[part] = load_file(path / _FILES[part])
+        except FileNotFoundError as error:
+            next_step = "Use another checkpoint, or restore this one from a copy."
+            raise CorruptFileError(str(path), f"the file {_FILES[part]}", "none", next_step) from error
+    return checkpoint

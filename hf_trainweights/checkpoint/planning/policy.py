@@ -30,7 +30,6 @@ from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.planning.delta_plan import DeltaPlan, LossyDelta
 from hf_trainweights.checkpoint.planning.modes import (
     MODES,
     MOMENTS,
@@ -40,7 +39,7 @@ from hf_trainweights.checkpoint.planning.modes import (
     lossy_mode_of,
     state_codecs,
 )
-from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.planning.roles import is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.planning.rules import ANY_NAME, Rule, parse_rule
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import most_exact, name_and_modules, require_used, select
@@ -114,7 +113,7 @@ class Policy:
             for name, tensor, role, choice in self._choices(weights, buffers)
         }
 
-    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> DeltaPlan:
+    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
         """Plan a weights file that stands alone, becomes an anchor and is rounded where the mode is lossy.
 
         A lossy mode rounds float32 only: weights of half precision are small as they are.
@@ -126,18 +125,16 @@ class Policy:
         Returns:
             The plan, which lacks the steps of the lossy modes: how far a weight moves between saves.
         """
-        exact: dict[KeyPath, TensorPlan] = {}
-        lossy: dict[KeyPath, LossyDelta] = {}
+        plan: dict[KeyPath, TensorPlan] = {}
         for name, tensor, role, choice in self._choices(weights, buffers):
             mode = lossy_mode_of(choice, role, tensor) if tensor.dtype == torch.float32 else None
-            exact[name,] = TensorPlan(role, name, (Planes(),) if mode else allowed_codecs(choice, tensor))
             if mode:
-                lossy[name,] = LossyDelta(mode.steps_per_rms, or_exact=True)
-        return DeltaPlan(exact, lossy)
+                plan[name,] = TensorPlan(role, name, (Planes(),), steps_per_rms=mode.steps_per_rms, or_exact=True)
+            else:
+                plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
+        return plan
 
-    def plan_delta(
-        self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()
-    ) -> DeltaPlan:
+    def plan_delta(self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()) -> Plan:
         """Plan a weights file that is stored against an anchor.
 
         Args:
@@ -148,16 +145,41 @@ class Policy:
         Returns:
             The plan, which lacks the steps of the lossy modes.
         """
-        exact: dict[KeyPath, TensorPlan] = {}
-        lossy: dict[KeyPath, LossyDelta] = {}
+        plan: dict[KeyPath, TensorPlan] = {}
         for name, tensor, role, choice in self._choices(weights, buffers):
             if name not in anchor:
-                exact[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
+                plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
                 continue
-            exact[name,] = TensorPlan(role, name, exact_delta_codecs(choice, tensor), anchor=name)
-            if mode := lossy_mode_of(choice, role, tensor):
-                lossy[name,] = LossyDelta(mode.steps_per_rms, or_exact=tensor.dtype != torch.float32)
-        return DeltaPlan(exact, lossy)
+            mode = lossy_mode_of(choice, role, tensor)
+            lossy = {"steps_per_rms": mode.steps_per_rms, "or_exact": tensor.dtype != torch.float32} if mode else {}
+            plan[name,] = TensorPlan(role, name, exact_delta_codecs(choice, tensor), anchor=name, **lossy)
+        return plan
+
+    def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None) -> Plan:
+        """Plan a tree by what it looks like: an optimizer's state, a module's, or a dict of those; the rest is exact.
+
+        Args:
+            tree: What the file holds.
+            names: Names of an optimizer's parameters, as in `plan_optimizer`.
+
+        Returns:
+            A plan for `encode_file(tree, plan)`.
+
+        Raises:
+            ConfigError: A rule selects optimizer states by name, and there are no names.
+        """
+        if not isinstance(tree, dict):
+            return {}
+        if tree.keys() >= {"state", "param_groups"}:
+            return self.plan_optimizer(tree, names=names or None)
+        if tree and all(isinstance(value, Tensor) for value in tree.values()):
+            return self.plan_weights(tree)
+        plan: dict[Any, TensorPlan] = {}
+        for key, value in tree.items():
+            for path, each in self.plan_tree(value).items():
+                moment = (key, *each.exp_avg_sq) if each.exp_avg_sq else None
+                plan[(key, *path)] = dataclasses.replace(each, exp_avg_sq=moment)
+        return plan
 
     def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:
         """Plan the file of `optimizer.state_dict()`; of other layouts every tensor is exact.

@@ -9,10 +9,11 @@ surviving checkpoint is enough to continue it.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,15 @@ from typing import Any
 from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.reader import read_structure
-from hf_trainweights.checkpoint.manifest.fields import require_anchor
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, checkpoint_step
+from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
+from hf_trainweights.checkpoint.manifest.manifest import read_manifest, require_anchor
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, steps_since_last_save
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import link_or_copy
+from hf_trainweights.files.torch_zip import TORCH_SUFFIXES, open_pickle
+
+_CHUNK_BYTES = 1 << 20
 
 # How many files reading weights takes at most. In a language model from scratch a save 150 steps after its anchor takes
 # 4.7 bits a weight, one 50 steps after it 3.2; each link costs a reader the time to decode the weights once more.
@@ -45,7 +48,7 @@ class AnchorRecord:
         sha256: Digest of the anchor file.
         saves: How many checkpoints it has served, including the one that it is itself.
         first_bits: Stored bits per weight of the first delta against it; None before that.
-        last_bits: The same of the newest delta, corrected to the step of the first (see `fineness`).
+        last_bits: The same of the newest delta, corrected to the step of the first (see `AnchorCandidate.fineness`).
         delta_rms: By parameter name the rms of the first delta, from which the lossy codecs take their steps; empty
             as long as all codecs are lossless.
         interval_steps: Training steps from the save before that delta to it; None where unknown.
@@ -58,35 +61,9 @@ class AnchorRecord:
     delta_rms: Mapping[str, float] = field(default_factory=dict)
     interval_steps: int | None = None
 
-    def is_spent(self, anchor_every: int) -> bool:
-        """Tell whether the next checkpoint should begin a new anchor: after so many, or when this one has aged."""
-        return self.saves >= anchor_every or self.has_aged(_REFRESH_BITS)
-
     def has_aged(self, bits: float) -> bool:
         """Tell whether deltas have become that many bits per weight more expensive than the first."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
-
-    def fineness(self, interval_steps: int | None) -> float:
-        """Return how much finer than the first delta's the steps of the next one must be, from 0 to 1.
-
-        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
-        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
-        """
-        if interval_steps is None or self.interval_steps is None:
-            return 1.0
-        return min(math.sqrt(interval_steps / self.interval_steps), 1.0)
-
-    def step_rms(self, interval_steps: int | None) -> dict[str, float]:
-        """Return by name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
-        return {name: rms * self.fineness(interval_steps) for name, rms in self.delta_rms.items()}
-
-    def after_delta(self, bits_per_weight: float, fineness: float, *, is_exact: bool) -> AnchorRecord:
-        """Return the record once another checkpoint is stored against the anchor, in steps so fine."""
-        if is_exact and self.delta_rms:  # the best checkpoint of a rounded run: its bits say nothing of the next one's
-            return replace(self, saves=self.saves + 1)
-        bits = bits_per_weight + math.log2(fineness)
-        first_bits = bits if self.first_bits is None else self.first_bits
-        return replace(self, saves=self.saves + 1, first_bits=first_bits, last_bits=bits)
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
@@ -103,43 +80,74 @@ class AnchorRecord:
             raise CorruptFileError("anchor", "its state", repr(value)[:200], next_step) from error
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class AnchorCandidate:
-    """An anchor on disk that the next checkpoint may use.
+    """What a checkpoint of the run says about the anchor that the next one may use.
+
+    Args:
+        record: What its manifest records.
+        interval_steps: Training steps from that checkpoint to the next one; None where unknown.
+    """
+
+    record: AnchorRecord
+    interval_steps: int | None = None
+
+    def is_spent(self, anchor_every: int) -> bool:
+        """Tell whether the next checkpoint should begin a new anchor: after so many, or when this one has aged."""
+        return self.record.saves >= anchor_every or self.record.has_aged(_REFRESH_BITS)
+
+    @property
+    def fineness(self) -> float:
+        """How much finer than the first delta's the steps of the next one must be, from 0 to 1.
+
+        Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
+        the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
+        """
+        if self.interval_steps is None or self.record.interval_steps is None:
+            return 1.0
+        return min(math.sqrt(self.interval_steps / self.record.interval_steps), 1.0)
+
+    @property
+    def step_rms(self) -> dict[str, float]:
+        """By name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
+        return {name: rms * self.fineness for name, rms in self.record.delta_rms.items()}
+
+    def after_delta(self, bits_per_weight: float, measured_rms: Mapping[str, float], *, is_exact: bool) -> AnchorRecord:
+        """Return the record once the next checkpoint is stored against the anchor, which may have measured drift."""
+        record = replace(self.record, saves=self.record.saves + 1)
+        if (
+            is_exact and record.delta_rms
+        ):  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+            return record
+        if any(measured_rms.values()):  # the anchor itself, made small once more, says nothing about drift
+            record = replace(record, delta_rms={**record.delta_rms, **measured_rms})
+        if not (is_exact or self.record.delta_rms):
+            record = replace(record, interval_steps=self.interval_steps)
+        bits = bits_per_weight + math.log2(self.fineness)
+        return replace(record, first_bits=bits if record.first_bits is None else record.first_bits, last_bits=bits)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightsAnchor(AnchorCandidate):
+    """An anchor on disk, or a base, that the next checkpoint in whole files may use.
 
     Args:
         path: The file, under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
             that may keep its files.
-        record: What that checkpoint's manifest says about it.
-        interval_steps: Training steps from the save before the next checkpoint to that; None where unknown.
         base: The weights outside the run that it is; None for a file of the run.
         keep_base: Whether the next checkpoint keeps them.
     """
 
     path: Path
-    record: AnchorRecord
-    interval_steps: int | None = None
     base: Base | None = None
     keep_base: bool = False
 
     def is_spent(self, anchor_every: int) -> bool:
         """Tell whether the next checkpoint should begin a new anchor; a base serves any number of them."""
-        if self.base is None:
-            return self.record.is_spent(anchor_every)
-        return self.record.has_aged(_BASE_REFRESH_BITS)
-
-    @property
-    def fineness(self) -> float:
-        """How much finer than the first delta's the steps of the next one must be, from 0 to 1."""
-        return self.record.fineness(self.interval_steps)
-
-    @property
-    def step_rms(self) -> dict[str, float]:
-        """By parameter name the rms from which the lossy codecs take the next delta's steps; empty before the first."""
-        return self.record.step_rms(self.interval_steps)
+        return super().is_spent(anchor_every) if self.base is None else self.record.has_aged(_BASE_REFRESH_BITS)
 
 
-def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | None:
+def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None:
     """Return the anchor, or base, of the newest other checkpoint of a run whose manifest reads and that has one.
 
     `weights_name` is that of the weights file in each, which may be the anchor itself. Digests are checked when it is
@@ -155,50 +163,40 @@ def find_anchor_candidate(path: Path, weights_name: str) -> AnchorCandidate | No
         if record is None:
             continue
         if manifest.base is not None and manifest.base.sha256 == record.sha256:
-            return AnchorCandidate(directory, record, steps_since_last_save(path), manifest.base, manifest.keeps_base)
+            base = {"base": manifest.base, "keep_base": manifest.keeps_base}
+            return WeightsAnchor(path=directory, record=record, interval_steps=steps_since_last_save(path), **base)
         weights = manifest.files.get(weights_name)
         is_anchor_itself = weights is not None and weights.sha256 == record.sha256
         anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
         if anchor.is_file() and not anchor.is_symlink():
-            return AnchorCandidate(anchor, record, steps_since_last_save(path))
+            return WeightsAnchor(path=anchor, record=record, interval_steps=steps_since_last_save(path))
     return None
 
 
-def steps_since_last_save(path: Path) -> int | None:
-    """Return the training steps since the save before a checkpoint; None without an earlier one in its run."""
-    try:
-        step = checkpoint_step(path)
-    except ValueError:
-        return None
-    # Later ones are of a run that was resumed from before them.
-    newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
-    return next((step - saved for saved in newest_first if saved < step), None)
-
-
-def link_anchor(candidate: AnchorCandidate, directory: Path) -> Anchor | None:
+def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
     """Link an anchor and all files that reading it takes into a checkpoint directory, and open it there, verified.
 
     None, with a warning, if a file is damaged or gone. Then there are no new links either.
     """
     made: list[Path] = []
-    source, sha256 = candidate.path, candidate.record.sha256
-    first = directory / anchor_file_name(sha256)
+    first, run = directory / anchor_file_name(sha256), source.parent.parent
     try:
         for _ in range(MOST_ANCHORS):
             link = directory / anchor_file_name(sha256)
             if not link.exists():
-                made.append(link)
-                link_or_copy(source, link)
+                with contextlib.suppress(FileExistsError):  # another rank was faster
+                    link_or_copy(source, link)
+                    made.append(link)
                 if link.stat().st_nlink == 1:
-                    _say_that_anchors_are_copied(candidate.path.parent.parent)
+                    _say_that_anchors_are_copied(run.parent if run.name.startswith("checkpoint-") else run)
             verify_anchor(link)
             sha256 = read_structure(link).get("anchor", {}).get("sha256")
             if sha256 is None:
                 break
-            source = candidate.path.with_name(anchor_file_name(sha256))
+            source = source.with_name(anchor_file_name(sha256))
         return Anchor(first)
     except (CorruptFileError, FileNotFoundError) as error:
-        warnings.warn(f"The next checkpoint is stored without reference: {error}", stacklevel=2)
+        warnings.warn(f"Weights are stored without reference: {error}", stacklevel=2)
         unlink_anchor(made)
         return None
 
@@ -214,3 +212,48 @@ def unlink_anchor(links: Iterable[Path]) -> None:
     for link in links:
         if link.exists():
             disk.file_system.unlink(link)
+
+
+def unused_anchors(directory: Path) -> list[Path]:
+    """List anchors that neither the manifest lists nor reading an encoded file beside them takes.
+
+    Nothing is listed if a file cannot be read: it may still need any of the anchors.
+    """
+    anchors = set(directory.glob(anchor_file_name("*")))
+    if not anchors:
+        return []
+    try:
+        needed = {directory / name for name in _listed_files(directory)}
+        readers = set(directory.iterdir()) - anchors
+        while readers:  # an anchor may be a difference to another one
+            names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
+            readers = anchors.intersection(directory / name for name in names) - needed
+            needed |= readers
+    except (CorruptFileError, OSError):
+        return []
+    return sorted(anchors - needed)
+
+
+def _listed_files(directory: Path) -> Collection[str]:
+    """Return the names of the files that a manifest lists; none without a manifest."""
+    try:
+        return read_manifest(directory).files
+    except FileNotFoundError:
+        return ()
+
+
+def _anchor_digests(path: Path) -> Collection[str]:
+    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
+
+    CorruptFileError: it is too damaged to tell.
+    """
+    if path.suffix in TORCH_SUFFIXES:
+        with open_pickle(path) as pickle:
+            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
+                pass
+    if not path.is_file() or not is_encoded(path):
+        return ()
+    anchor = read_structure(path).get("anchor")
+    if anchor is None:
+        return ()
+    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)

@@ -18,7 +18,7 @@ from hf_trainweights.checkpoint.encoded.base_files import (
     snapshot_path,
 )
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.run.save_job import BaseChoice
+from hf_trainweights.checkpoint.run.job import BaseChoice
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.models.host.origin import model_origin
 
@@ -79,11 +79,6 @@ class RunBase:
             path = snapshot if snapshot is not None and snapshot.is_dir() else _snapshot_of(name, module)
         require_weights(path)
         self.path = path.absolute()
-
-    @property
-    def options(self) -> dict[str, Any]:
-        """The base as arguments of `compress_directory`."""
-        return {} if self.path is None else {"anchor": self.path, "keep_base": self.keep}
 
     @property
     def choice(self) -> BaseChoice | None:

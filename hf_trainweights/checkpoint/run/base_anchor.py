@@ -1,6 +1,6 @@
 """Weights outside a run as the anchor of its checkpoints: the model that a fine-tune starts from.
 
-The star of anchor_choice.py has the base in its middle then, from the first checkpoint on. There is no full checkpoint
+The star of anchors.py has the base in its middle then, from the first checkpoint on. There is no full checkpoint
 to begin with, and none to begin anew with after some saves: a difference to the base stays far smaller than weights in
 full. So a base serves until its deltas have become two bits per weight more expensive than the first was. Beginning a
 new star then costs less within eight saves: one full checkpoint has 10 to 24 bits more than a delta.
@@ -20,10 +20,10 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_files import identify_base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, steps_since_last_save
-from hf_trainweights.checkpoint.run.completeness import TRAINER_STATE_NAME
-from hf_trainweights.checkpoint.run.discovery import checkpoint_step
-from hf_trainweights.checkpoint.run.save_job import SaveJob
+from hf_trainweights.checkpoint.run.anchors import AnchorRecord, WeightsAnchor
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step, steps_since_last_save
+from hf_trainweights.checkpoint.run.job import SaveJob
+from hf_trainweights.checkpoint.run.verification import TRAINER_STATE_NAME
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy, replace_file
 from hf_trainweights.files.regular_files import open_regular_file
@@ -34,7 +34,7 @@ from hf_trainweights.files.sha256 import read_chunks
 _LARGEST_DRIFT = 0.5
 
 
-def base_candidate(job: SaveJob) -> AnchorCandidate | None:
+def base_candidate(job: SaveJob) -> WeightsAnchor | None:
     """Return the base that a save was given as a candidate that has not served yet; None without a base.
 
     ConfigError: there are no plain weights where the base should be.
@@ -43,10 +43,12 @@ def base_candidate(job: SaveJob) -> AnchorCandidate | None:
         return None
     base = identify_base(job.base.path)
     interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, _step_of(job.path))
-    return AnchorCandidate(job.directory, AnchorRecord(base.sha256, saves=0), interval_steps, base, job.base.keep)
+    record = AnchorRecord(base.sha256, saves=0)
+    kept = {"base": base, "keep_base": job.base.keep}
+    return WeightsAnchor(path=job.directory, record=record, interval_steps=interval_steps, **kept)
 
 
-def open_base(candidate: AnchorCandidate, weights: Mapping[str, Any]) -> BaseWeights | None:
+def open_base(candidate: WeightsAnchor, weights: Mapping[str, Any]) -> BaseWeights | None:
     """Open the base of a candidate under the names of a checkpoint's flat state dict.
 
     None, with a warning, if it is gone, has changed or shares no weight with the checkpoint.
@@ -84,8 +86,8 @@ def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
 
 
 def with_measured_drift(
-    candidate: AnchorCandidate, path: Path, weights: Mapping[str, Any], distance_rms: Mapping[str, float]
-) -> AnchorCandidate:
+    candidate: WeightsAnchor, path: Path, weights: Mapping[str, Any], distance_rms: Mapping[str, float]
+) -> WeightsAnchor:
     """Record how far weights move between two saves, given by name the rms of their distance to the base.
 
     The steps of the lossy modes may not be coarser for a run that is old already: they are taken from the share of the

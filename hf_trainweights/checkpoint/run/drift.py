@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
-from hf_trainweights.checkpoint.planning.optimizer_layout import is_number, is_optimizer_state
+from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
 
 # Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
 _MOST_STEPS = 100
@@ -26,17 +26,20 @@ def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) 
     """
     measured = {}
     for name, tensor in weights.items():
-        if not isinstance(tensor, Tensor) or tensor.numel() < SIZE_FLOOR:
-            continue
-        if tensor.dtype not in LOSSY_DTYPES or name not in anchor:
-            continue
-        reference = anchor.tensor(name)
-        if reference.shape != tensor.shape:
-            continue
-        rms = rms_difference(tensor.cpu(), reference)
-        if math.isfinite(rms):
-            measured[name] = rms
+        if isinstance(tensor, Tensor) and tensor.numel() >= SIZE_FLOOR and tensor.dtype in LOSSY_DTYPES:
+            rms = delta_rms(tensor.cpu(), name, anchor)
+            if rms is not None:
+                measured[name] = rms
     return measured
+
+
+def delta_rms(tensor: Tensor, name: str, anchor: Anchor | BaseWeights) -> float | None:
+    """Return the rms of the difference of a weight or shard to the anchor's; None where it is none, or no number."""
+    reference = anchor.tensor(name) if name in anchor else None
+    if reference is None or reference.shape != tensor.shape:
+        return None
+    rms = rms_difference(tensor, reference)
+    return rms if math.isfinite(rms) else None
 
 
 def expected_drift_rms(

@@ -23,7 +23,8 @@ from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, next_anchor
+from hf_trainweights.checkpoint.run.anchors import AnchorRecord
+from hf_trainweights.checkpoint.sharded.anchors import NO_DIGEST, ShardedAnchor
 from hf_trainweights.files.atomic import remove_files, replace_file
 
 _ITEM_FILE = re.compile(rf"__\d+_(\d+){re.escape(ITEM_SUFFIX)}")
@@ -92,6 +93,7 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
 
 
 def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
+    """Return what the checkpoint says about the anchors of the next one."""
     files: dict[str, StoredFile] = {item.file.name: item.file for item in items}
     names: dict[str, list[str]] = {name: [] for name in files}
     bits = elements = 0
@@ -106,6 +108,9 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
         if item.row["role"] == "weight":
             bits += 8 * item.row["bytes_out"]
             elements += 0 if item.is_repeated else math.prod(parse_shard(name, item.row["shard"])[1])
-    full = {file.sha256: names[file.name] for file in files.values() if file.is_anchor}
+    full = {file.sha256: tuple(names[file.name]) for file in files.values() if file.is_anchor}
     used = {sha256 for file in files.values() for sha256 in file.anchors}
-    return next_anchor(previous, full, sorted(used), measured, bits / max(elements, 1), is_exact=is_exact)
+    if previous is None or not used:
+        return ShardedAnchor(record=AnchorRecord(NO_DIGEST), files=full)
+    record = previous.after_delta(bits / max(elements, 1), measured, is_exact=is_exact)
+    return ShardedAnchor(record=record, files={sha256: previous.files[sha256] for sha256 in sorted(used)} | full)

@@ -19,8 +19,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories
-from hf_trainweights.checkpoint.dcp.parts import model_weights
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME

@@ -1,9 +1,10 @@
-"""The items of one rank: where their data come from, as plain contiguous tensors of the CPU, and what is tied."""
+"""The items of one rank: their data as plain contiguous tensors of the CPU, what is tied, and the states of Adam."""
 
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,17 @@ from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.dcp.shards import shard_name, shard_of
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.planning.modes import MOMENTS, SIZE_FLOOR
+from hf_trainweights.checkpoint.planning.rules import OPTIMIZER_ROLES
+from hf_trainweights.checkpoint.run.drift import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
-from hf_trainweights.checkpoint.sharded.planning import Order
 
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64
+
+# What the estimate of drift takes from the group of a parameter.
+_FIELDS = ("lr", "betas")
 
 Resolve = Callable[[WriteItem], Any]
 
@@ -31,14 +37,14 @@ class RankOrders:
     Args:
         weights_name: Name of the file for weights.
         others_name: Name of the file for everything else.
-        orders: How each tensor is stored, by its name in the flattened state dict.
+        plans: How each tensor is stored, by its name in the flattened state dict.
         anchor: What the weights are stored against; None for a full checkpoint.
         drift_rms: By shard how far it moves between saves, if an earlier checkpoint tells.
     """
 
     weights_name: str
     others_name: str
-    orders: Mapping[str, Order] = field(default_factory=dict)
+    plans: Mapping[str, TensorPlan] = field(default_factory=dict)
     anchor: ShardedAnchor | None = None
     drift_rms: Mapping[str, float] = field(default_factory=dict)
 
@@ -61,19 +67,19 @@ class RankItems:
     orders: RankOrders
     at_hand: Sequence[WriteItem] = ()
 
-    def order(self, item: WriteItem) -> Order | None:
+    def plan(self, item: WriteItem) -> TensorPlan | None:
         """Return how an item is stored; None for an object."""
-        return self.orders.orders.get(item.index.fqn)
+        return self.orders.plans.get(item.index.fqn)
 
     @property
     def weights(self) -> list[WriteItem]:
         """The weights and buffers."""
-        return [item for item in self.items if (order := self.order(item)) is not None and order.state is None]
+        return [item for item in self.items if is_weight(self.plan(item))]
 
     @property
     def others(self) -> list[WriteItem]:
         """States of optimizers, and objects."""
-        return [item for item in self.items if (order := self.order(item)) is None or order.state is not None]
+        return [item for item in self.items if not is_weight(self.plan(item))]
 
     def tensor(self, item: WriteItem) -> Tensor:
         """Return an item's tensor, plain and contiguous on the CPU; the live one where it is that already."""
@@ -107,6 +113,87 @@ class RankItems:
     def _live(self, item: WriteItem) -> Tensor:
         tensor = self.resolve(item).detach()
         return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+class AdamStates:
+    """The states of Adam among the items of a rank, found once for all of its weights.
+
+    Args:
+        rank: The items.
+    """
+
+    def __init__(self, rank: RankItems):
+        self._rank = rank
+        self._moments: dict[Any, dict[str, WriteItem]] = defaultdict(dict)  # by parameter and offset
+        self._steps: dict[str, WriteItem] = {}
+        self._optimizers: dict[str, str] = {}
+        for item in rank.at_hand:
+            plan = rank.plan(item)
+            if plan is None or plan.role not in OPTIMIZER_ROLES:
+                continue
+            optimizer, _, key = item.index.fqn.rpartition(f"state.{plan.name}.")
+            if key == "step":
+                self._steps[plan.name] = item
+            elif key in MOMENTS:
+                self._moments[plan.name, item.index.offset][key] = item
+                self._optimizers[plan.name] = optimizer
+        self._of_groups = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
+        self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}  # by optimizer and parameter
+
+    def drift_rms(self, item: WriteItem) -> float | None:
+        """Estimate how far a shard of a weight moves between two saves; None where its state or group is not here."""
+        name, state = self._state(item)
+        group = self._group(name) if state else {}
+        if not group.keys() >= set(_FIELDS):
+            return None
+        tree = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
+        return expected_drift_rms(tree, {name: name}).get(name)
+
+    def second_moment(self, item: WriteItem) -> dict[str, Tensor]:
+        """Return the `exp_avg_sq` of a shard of a weight, by the weight's name; nothing where its state is not here."""
+        name, state = self._state(item)
+        return second_moments({"state": {name: state}, "param_groups": []}, {name: name})
+
+    def _state(self, item: WriteItem) -> tuple[str, dict[str, Tensor]]:
+        name = self._rank.orders.plans[item.index.fqn].name
+        items = dict(self._moments.get((name, item.index.offset), {}))
+        if items and name in self._steps:
+            items["step"] = self._steps[name]
+        return name, {key: self._rank.tensor(each) for key, each in items.items()}
+
+    def _group(self, parameter: str) -> Mapping[str, Any]:
+        """Return learning rate and betas of a parameter's group, as far as the rank has them."""
+        optimizer = self._optimizers[parameter]
+        prefix = f"{optimizer}param_groups"
+        if prefix not in self._groups:
+            self._groups[prefix] = dict(self._read_groups(prefix))
+        return self._groups[prefix].get(parameter) or self._fields(f"{prefix}.{parameter}")
+
+    def _read_groups(self, prefix: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Yield parameters and groups, which DCP keeps as one list at `param_groups`, or at `param_groups.0` ..."""
+        if prefix in self._of_groups:
+            for group in self._load(prefix):
+                if isinstance(group, Mapping):
+                    yield from ((str(name), group) for name in group.get("params", ()))
+        number = 0
+        while f"{prefix}.{number}.params" in self._of_groups:
+            group = self._fields(f"{prefix}.{number}")
+            yield from ((str(name), group) for name in self._load(f"{prefix}.{number}.params"))
+            number += 1
+
+    def _fields(self, group: str) -> dict[str, Any]:
+        return {field: self._load(f"{group}.{field}") for field in _FIELDS if f"{group}.{field}" in self._of_groups}
+
+    def _load(self, name: str) -> Any:
+        item = self._of_groups[name]
+        if item.tensor_data is not None:
+            return self._rank.tensor(item)
+        return torch.load(io.BytesIO(self._rank.data(item)), weights_only=True)
+
+
+def is_weight(plan: TensorPlan | None) -> bool:
+    """Return whether a plan is of a weight or buffer, not of an optimizer's state or (None) an object."""
+    return plan is not None and plan.role not in OPTIMIZER_ROLES
 
 
 def name_of(item: WriteItem) -> str:

@@ -1,15 +1,20 @@
-"""A DCP directory that is rewritten where it lies: its items are read from the old files and encoded into new ones.
+"""Sharded checkpoints that are made small, or plain again, where they lie: a DCP directory, or a Trainer's checkpoint.
 
-Each rank encodes the files that it wrote itself. New files have names that no old one has. When all of them are on the
-disk, the coordinator replaces the manifest and then `.metadata`, in one step each, and removes the old files. So
-whenever a rank dies, `.metadata` lists whole files: all old, or all new.
+In a Trainer's checkpoint the DCP directories are rewritten one after the other, and a manifest of the whole checkpoint
+goes first and comes back last, as for a checkpoint in files.
+
+In a directory items are read from the old files and encoded into new ones, by each rank those of the files that it
+wrote itself. New files have names that no old one has. When all of them are on the disk, the coordinator replaces the
+manifest and then `.metadata`, in one step each, and removes the old files. So whenever a rank dies, `.metadata` lists
+whole files: all old, or all new.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,61 +28,192 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, read_place
-from hf_trainweights.checkpoint.dcp.parts import all_weights, optimizer_tensors
+from hf_trainweights.checkpoint.dcp.contents import (
+    ShardedContents,
+    all_weights,
+    encoded_manifest,
+    optimizer_tensors,
+    read_place,
+    unlisted_files,
+)
 from hf_trainweights.checkpoint.dcp.reader import load_item
 from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.manifest.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    read_manifest,
+    write_manifest,
+)
+from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
+from hf_trainweights.checkpoint.run.job import Choices, SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.verification import require_intact, size_bytes
+from hf_trainweights.checkpoint.sharded.conversion import write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.files.cleanup import remove_abandoned
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.temporary import lock_directory
 
 _WRITTEN_BY = re.compile(r"__(\d+)_")
 
 
-@dataclass(frozen=True)
-class Rewriting:
-    """How a DCP directory is to be encoded.
+class ShardedLayout:
+    """A checkpoint that ranks wrote together: a DCP directory, or a Trainer's checkpoint with some.
 
     Args:
-        directory: The directory.
-        policy: Which codec for which tensor.
-        anchor: An earlier checkpoint's directory of the same kind.
-        buffers: Names in the model that are buffers; None if the directory itself tells.
-        anchor_every: The most checkpoints that one anchor serves.
-        step: Training steps done.
-        metadata: JSON for its manifest.
+        path: The checkpoint.
+        parts: Its DCP directories; `path` itself, or some below.
     """
 
-    directory: Path
-    policy: Policy
-    anchor: Path | None
-    buffers: Collection[str] | None
-    anchor_every: int
-    step: int | None
-    metadata: Mapping[str, Any]
+    def __init__(self, path: Path, parts: Sequence[Path]):
+        self.path = path
+        self.directories = [*dict.fromkeys([path, *parts])]
+        self._parts = parts
 
-    def run(self, ranks: Ranks) -> None:
-        """Encode the directory, whose files are whole after any error; the coordinator of several ranks calls it."""
-        contents = ShardedContents(self.directory)
-        contents.require_complete()
-        writer = self._writer(contents)
-        results = ranks.share(_shares(writer, contents, ranks.size))
-        writer.finish(replace(contents.metadata), results)
+    def missing_problem(self) -> str | None:
+        """Return None: there are weights, or an optimizer's state."""
+        return None
 
-    def _writer(self, contents: ShardedContents) -> TrainWeightsWriter:
-        names = [*all_weights(contents), *(name.split(".", 1)[1] for name in optimizer_tensors(contents))]
-        return TrainWeightsWriter(
-            self.directory,
-            self.policy.mode,
-            used_rules(self.policy, [*names, *(name.rpartition(".")[0] for name in names)]),
-            anchor=self.anchor,
-            buffers=self.buffers,
-            anchor_every=self.anchor_every,
-            step=self.step,
-            metadata=self.metadata,
-        )
+    def problem(self) -> str | None:
+        """Say why the directories cannot be loaded, as far as `require_complete` tells, or return None."""
+        for part in self._parts:
+            try:
+                ShardedContents(part).require_complete()
+            except (CorruptFileError, OSError) as error:
+                return f"{part.name}: {error}"
+        return None
+
+    def unlisted(self, directory: Path) -> list[Path]:
+        """List what an interrupted save or rewriting has left in one of the directories."""
+        return unlisted_files(directory) if directory in self._parts else unused_anchors(directory)
+
+    def rewriting_bytes(self) -> int:
+        """Return the free space that rewriting takes: old files of a directory stay until all new ones are there."""
+        return max(map(size_bytes, self._parts))
+
+    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
+        """Make the files small; what was rounded before stays as it is. Of several ranks the coordinator calls this.
+
+        Each rank encodes the files that it wrote.
+        """
+        if job.base is not None:
+            next_step = "Leave `anchor` out: its first checkpoint is stored in full."
+            raise UnsupportedError(
+                str(self.path), "a checkpoint in whole files with `anchor`", "a sharded one", next_step
+            )
+        recorded = {"policy": job.policy.to_dict(), "keep_weights": False}
+        previous = self._verified()
+        if previous is not None and recorded.items() <= previous.metadata.items():
+            return previous
+        with self._held():
+            contents = [ShardedContents(part) for part in self._parts]
+            for each in contents:
+                each.require_complete()
+            fields = manifest_fields(self.path, previous, choices.metrics, recorded)
+            for each, writer in self._writers(job, contents, choices.buffers, fields.get("step"), recorded):
+                results = job.ranks.share(_shares(writer, each, job.ranks.size))
+                writer.finish(replace(each.metadata), results)
+            return self._finish(previous, job.policy.mode, fields)
+
+    def restore(self) -> Manifest:
+        """Turn the files into plain DCP files; after an error each is small or plain."""
+        previous = self._verified()
+        with self._held():
+            lost: dict[str, dict[str, float]] = {}
+            for part in self._parts:
+                contents = ShardedContents(part)
+                own = total_rounding(replace(contents.manifest, rounded_before={})) if contents.manifest else {}
+                rounding = add_rounding(self._lost_before(part, previous), own)
+                for name in write_plain_in_place(contents):
+                    if rounding:
+                        lost[(part / name).relative_to(self.path).as_posix()] = rounding
+            fields = manifest_fields(self.path, previous)
+            return write_complete_manifest(self.path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+
+    def _verified(self) -> Manifest | None:
+        if not (self.path / MANIFEST_NAME).exists():
+            return None
+        if self.path in self._parts and encoded_manifest(self.path) is None:
+            return None  # a process died before its .metadata followed, or it is plain
+        return require_intact(self.path)
+
+    @contextlib.contextmanager
+    def _held(self) -> Iterator[None]:
+        with contextlib.ExitStack() as stack:
+            if self.path not in self._parts:
+                stack.enter_context(rewriting(self.path))
+            stack.enter_context(save_errors(self.path, "Every file there is whole, old or new."))
+            for part in self._parts:
+                stack.enter_context(lock_directory(part, wait=True))
+                remove_abandoned(part)
+            yield
+
+    def _writers(
+        self,
+        job: SaveJob,
+        contents: Sequence[ShardedContents],
+        buffers: Collection[str] | None,
+        step: int | None,
+        metadata: Mapping[str, Any],
+    ) -> Iterator[tuple[ShardedContents, TrainWeightsWriter]]:
+        """Yield the directories that are to be encoded; again, one that was rounded would have its error hidden."""
+        weights = [name for each in contents for name in all_weights(each)]
+        states = [name.split(".", 1)[1].rpartition(".")[0] for each in contents for name in optimizer_tensors(each)]
+        job.policy.require_used([*weights, *states])
+        if buffers is None and set(states) & set(weights):
+            buffers = sorted(set(weights) - set(states))
+        options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
+        for each in contents:
+            if each.manifest is not None and total_rounding(each.manifest):
+                continue
+            names = [*all_weights(each), *(name.split(".", 1)[1] for name in optimizer_tensors(each))]
+            rules = used_rules(job.policy, [*names, *(name.rpartition(".")[0] for name in names)])
+            options |= {"anchor": self._anchor(each.directory), "step": step, "metadata": metadata}
+            yield each, TrainWeightsWriter(each.directory, job.policy.mode, rules, **options)
+
+    def _anchor(self, part: Path) -> Path | None:
+        """Return the newest directory of the same kind that has anchors, in another checkpoint of the run."""
+        for other in checkpoint_directories(self.path.parent):
+            candidate = other / part.relative_to(self.path)
+            if other == self.path or not (candidate / MANIFEST_NAME).exists():
+                continue
+            with contextlib.suppress(CorruptFileError, OSError):
+                anchor = read_manifest(candidate).sharded.get("anchor")
+                if anchor and anchor.get("files"):
+                    return candidate
+        return None
+
+    def _finish(self, previous: Manifest | None, mode: str, fields: Mapping[str, Any]) -> Manifest:
+        """Write the manifest of the whole checkpoint, and into those of its directories what they had lost before."""
+        entries: dict[str, FileEntry] = {}
+        lost: dict[str, Mapping[str, float]] = {}
+        for part in self._parts:
+            manifest = read_manifest(part)
+            before = self._lost_before(part, previous)
+            if before:
+                items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]
+                manifest = replace(manifest, rounded_before=dict.fromkeys(items, before))
+                write_manifest(part, manifest)
+            if part == self.path:
+                return manifest
+            prefix = part.relative_to(self.path).as_posix()
+            entries |= {f"{prefix}/{name}": entry for name, entry in manifest.files.items()}
+            lost |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
+        return write_complete_manifest(self.path, None, Manifest(entries, mode, rounded_before=lost, **fields))
+
+    def _lost_before(self, part: Path, previous: Manifest | None) -> dict[str, float]:
+        """Return what values in a directory had lost before they were last encoded, the largest of all its files."""
+        prefix = "" if part == self.path else f"{part.relative_to(self.path).as_posix()}/"
+        largest: dict[str, float] = {}
+        for name, lost in (previous.rounded_before if previous else {}).items():
+            for role, error in lost.items() if name.startswith(prefix) else ():
+                largest[role] = max(error, largest.get(role, 0.0))
+        return largest
 
 
 def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:

@@ -1,32 +1,118 @@
-"""`TrainWeightsWriter`: saves small checkpoints through torch.distributed.checkpoint."""
+"""`TrainWeightsWriter`: saves small checkpoints through torch.distributed.checkpoint.
+
+The plan of a save is made once for all shards and sent to every rank. A tensor is planned by its whole size, so the
+same tensors are exact as in a checkpoint of one process, however small their shards are. The steps of the lossy modes
+are measured shard by shard.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import os
 import uuid
-from collections.abc import Collection, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
+from hf_trainweights.checkpoint.encoded.key_paths import Key
+from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
-from hf_trainweights.checkpoint.sharded.others_file import write_others
-from hf_trainweights.checkpoint.sharded.planning import Order, moments_together, plan_tensors
-from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, name_of
-from hf_trainweights.checkpoint.sharded.weights_file import write_weights
+from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, name_of
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.atomic import make_directories
 from hf_trainweights.files.save_errors import save_errors
+
+# Tells the policy that the group may be Adam's; whether a state is, it tells from the names of its tensors.
+_BETAS = (0.9, 0.999)
+
+
+def plan_tensors(
+    items: Iterable[WriteItem], paths: Paths, policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
+) -> dict[str, TensorPlan]:
+    """Plan all tensors of a save, by their names in the flattened state dict; `items` are those of all ranks.
+
+    `paths` are the keys from which DCP's planner made each name. ConfigError: a rule names no tensor.
+    """
+    items = list(items)
+    tensors = {each.index.fqn: _meta(each) for each in items if each.tensor_data is not None}
+    states = optimizer_states(each.index.fqn for each in items)
+    by_model = models((name for name in tensors if name not in states), paths)
+    parameters = {state.parameter for state in states.values()}
+    policy.require_used([*(name for names in by_model.values() for name in names), *parameters])
+    planned: dict[str, TensorPlan] = {}
+    for names in by_model.values():
+        planned |= _plan_model(names, tensors, parameters, policy, buffers, is_delta)
+    return planned | _plan_states({name: each for name, each in states.items() if name in tensors}, tensors, policy)
+
+
+def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> list[SavePlan]:
+    """Give each first moment that is stored in terms of the second to the rank that stores that one.
+
+    Of states that several ranks hold, DCP may give the two to different ones.
+    """
+    ranks = {(item.index.fqn, item.index.offset): rank for rank, plan in enumerate(plans) for item in plan.items}
+    lists: list[list[WriteItem]] = [[] for _ in plans]
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            how = tensor_plans.get(item.index.fqn)
+            needs_second = how is not None and how.exp_avg_sq is not None
+            second = (f"{item.index.fqn}_sq", item.index.offset)
+            lists[ranks.get(second, rank) if needs_second else rank].append(item)
+    return [replace(plan, items=items) for plan, items in zip(plans, lists, strict=True)]
+
+
+def _meta(item: WriteItem) -> Tensor:
+    data = item.tensor_data
+    assert data is not None  # the caller asks for tensors only
+    return torch.empty(data.size, dtype=data.properties.dtype, device="meta")
+
+
+def _plan_model(
+    names: Mapping[str, str],
+    tensors: Mapping[str, Tensor],
+    parameters: Collection[str],
+    policy: Policy,
+    buffers: Collection[str] | None,
+    is_delta: bool,
+) -> dict[str, TensorPlan]:
+    weights = {name: tensors[flat_name] for name, flat_name in names.items()}
+    exact = buffers_of({name: weight.dim() for name, weight in weights.items()}, parameters, buffers)
+    plan = policy.plan_delta(weights, weights, buffers=exact) if is_delta else policy.plan_full(weights, buffers=exact)
+    return {names[name]: plan[name,] for name in weights}
+
+
+def _plan_states(
+    states: Mapping[str, StateName], tensors: Mapping[str, Tensor], policy: Policy
+) -> dict[str, TensorPlan]:
+    trees: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
+    for name, state in states.items():
+        trees[state.optimizer][state.parameter][state.key] = tensors[name]
+    planned = {}
+    for optimizer, tree in trees.items():
+        groups = [{"params": list(tree), "lr": 0.0, "betas": _BETAS}]
+        names: dict[Key, str] = {parameter: parameter for parameter in tree}
+        plan = policy.plan_optimizer({"state": tree, "param_groups": groups}, names=names)
+        for name, state in states.items():
+            if state.optimizer == optimizer:
+                planned[name] = plan["state", state.parameter, state.key]
+    return planned
+
 
 _OUTCOME = "The checkpoint that was there before, if there was one, is whole."
 
@@ -141,18 +227,19 @@ class TrainWeightsWriter(StorageWriter):
         with save_errors(self._path, _OUTCOME):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
-        orders = self._orders(plans, is_delta=True) if previous and not self._is_new_anchor_due(previous) else None
-        if previous is None or orders is None or not _fits(previous, plans, orders):
-            self._anchor, orders = None, self._orders(plans, is_delta=False)
+        is_due = previous is None or previous.is_spent(self._anchor_every)
+        tensor_plans = None if is_due else self._plan(plans, is_delta=True)
+        if previous is None or tensor_plans is None or not _fits(previous, plans, tensor_plans):
+            self._anchor, tensor_plans = None, self._plan(plans, is_delta=False)
         else:
             self._anchor = previous
-        self._is_exact = all(order.is_lossless for order in orders.values() if order.state is None)
+        self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
         return [
             dataclasses.replace(
-                plan, storage_data=RankOrders(*file_names(rank, number), orders, self._anchor, drift_rms)
+                plan, storage_data=RankOrders(*file_names(rank, number), tensor_plans, self._anchor, drift_rms)
             )
-            for rank, plan in enumerate(moments_together(plans, orders))
+            for rank, plan in enumerate(moments_together(plans, tensor_plans))
         ]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -198,13 +285,10 @@ class TrainWeightsWriter(StorageWriter):
         """Return whether a checkpoint can be saved there: at a path, not at a URL."""
         return "://" not in str(checkpoint_id)
 
-    def _orders(self, plans: list[SavePlan], *, is_delta: bool) -> dict[str, Order]:
+    def _plan(self, plans: list[SavePlan], *, is_delta: bool) -> dict[str, TensorPlan]:
         items = [item for plan in plans for item in plan.items]
         paths = {name: keys for plan in plans for name, keys in (plan.planner_data or {}).items()}
         return plan_tensors(items, paths, self._policy, self._buffers, is_delta=is_delta)
-
-    def _is_new_anchor_due(self, previous: ShardedAnchor) -> bool:
-        return previous.record.is_spent(self._anchor_every)
 
 
 def write_items(rank: RankItems) -> list[WriteResult]:
@@ -213,12 +297,8 @@ def write_items(rank: RankItems) -> list[WriteResult]:
         return [*write_weights(rank), *write_others(rank)]
 
 
-def _fits(anchor: ShardedAnchor, plans: list[SavePlan], orders: Mapping[str, Order]) -> bool:
+def _fits(anchor: ShardedAnchor, plans: list[SavePlan], tensor_plans: Mapping[str, TensorPlan]) -> bool:
     """Return whether the anchors hold all shards of the weights, and any of these is to be stored as a difference."""
-    weights = [item for plan in plans for item in plan.items if _is_weight(orders.get(item.index.fqn))]
-    uses = any("anchor" in codec.references for order in orders.values() for codec in order.plan.candidates)
+    weights = [item for plan in plans for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
+    uses = any(each.uses_anchor for each in tensor_plans.values())
     return uses and {name_of(item) for item in weights} <= anchor.shards.keys()
-
-
-def _is_weight(order: Order | None) -> bool:
-    return order is not None and order.state is None

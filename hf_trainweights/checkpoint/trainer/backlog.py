@@ -10,14 +10,11 @@ import logging
 import threading
 from pathlib import Path
 
-from hf_trainweights.checkpoint.run.discovery import find_checkpoints
+from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.checkpoint.trainer.compression import Compression, Savings, is_plain
-from hf_trainweights.checkpoint.trainer.sharded_compression import ShardedCompression
 from hf_trainweights.errors import ConfigError
 
 ON_ERROR = ("warn", "raise")
-
-Work = Compression | ShardedCompression
 
 _logger = logging.getLogger(__name__)
 
@@ -39,20 +36,19 @@ class Backlog:
         if on_error not in ON_ERROR:
             raise ConfigError("on_error", " or ".join(ON_ERROR), repr(on_error), "Choose one of these.")
         self._on_error = on_error
-        self._waiting: list[Work] = []
-        self._failed: dict[Path, Work] = {}
+        self._waiting: list[Compression] = []
+        self._failed: dict[Path, Compression] = {}
         self._stayed: dict[Path, str] = {}
-        self._outcomes: list[tuple[Work, Exception | str]] = []
+        self._outcomes: list[tuple[Compression, Exception | str]] = []
         self._fatal: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._savings = Savings()
         self._said: set[tuple[Path, str]] = set()
 
-    def add(self, compression: Work) -> None:
-        """Take in a checkpoint, and those again that stayed plain and are still there."""
+    def add(self, compression: Compression) -> None:
+        """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
         self._failed.pop(compression.directory, None)
-        self._waiting += [failed for failed in self._failed.values() if failed.is_wanted]
-        self._waiting.append(compression)
+        self._waiting += [*self._failed.values(), compression]
         self._failed.clear()
 
     def start(self) -> None:
@@ -109,7 +105,7 @@ class Backlog:
         except BaseException as error:  # raised again by finish, in the thread that asks
             self._fatal = error
 
-    def _try(self, compression: Work) -> None:
+    def _try(self, compression: Compression) -> None:
         try:
             no_room = compression.run(self._savings)
         except Exception as error:
@@ -118,7 +114,7 @@ class Backlog:
             if no_room:
                 self._outcomes.append((compression, no_room))
 
-    def _keep_plain(self, compression: Work, outcome: Exception | str) -> None:
+    def _keep_plain(self, compression: Compression, outcome: Exception | str) -> None:
         directory = compression.directory
         self._failed[directory] = compression
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"

@@ -18,21 +18,20 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 
-from hf_trainweights.checkpoint.dcp.contents import register_checkpoint
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory.layout import register_checkpoint
 from hf_trainweights.checkpoint.planning.modes import ModeName
-from hf_trainweights.checkpoint.planning.optimizer_layout import optimizer_parameter_names
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.base import RunBase
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
-from hf_trainweights.checkpoint.trainer.compression import Compression, drop_stale_manifest, size_bytes
-from hf_trainweights.checkpoint.trainer.sharded_compression import ShardedCompression
+from hf_trainweights.checkpoint.trainer.compression import Compression, drop_stale_manifest
 from hf_trainweights.checkpoint.trainer.sharding import Sharding, plain_buffer_names, plain_names, sharding_of
-from hf_trainweights.checkpoint.trainer.trainer_files import checkpoint_of, newest_metrics, remove_leftovers
-from hf_trainweights.checkpoint.whole.weights_aside import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
 
@@ -127,10 +126,10 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         is_whole = model is not None and sharding is Sharding.NONE
         names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
         if args.should_save:
-            remove_leftovers(Path(args.output_dir or ""))
+            _remove_leftovers(Path(args.output_dir or ""))
             if names:
                 mark_run(args.output_dir or "", min(names))
-        directory = checkpoint_of(args, state)
+        directory = _checkpoint_of(args, state)
         problem = converted_weights_problem(directory, names) if names and state.global_step > 0 else None
         if problem:
             next_step = "Pass resume_from_checkpoint=latest(output_dir), which passes such a checkpoint over."
@@ -226,34 +225,30 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def _add(
         self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
-        directory = checkpoint_of(args, state)
+        directory = _checkpoint_of(args, state)
         sharding = self._sharding(args)
         module = extract_model_from_parallel(model) if model is not None else None
-        if sharding is Sharding.SHARDED:
-            self._add_sharded(args, state, directory, module)
+        if sharding is Sharding.SHARDED:  # every rank does the same, whatever it finds on the disk
+            if args.push_to_hub:
+                self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
+                return
+        elif not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
             return
-        if not args.should_save or not directory.is_dir() or sharding is Sharding.OTHER:
-            return
+        names: Mapping[Any, str] = {}
         try:
-            plain_bytes = size_bytes(directory)
-            drop_stale_manifest(directory)
-            if module is not None and sharding is Sharding.NONE:
+            if sharding is not Sharding.SHARDED:
+                drop_stale_manifest(directory)
+            if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
+                names = optimizer_parameter_names(module, optimizer)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
             return
-        options: dict[str, Any] = {
-            "mode": self.policy.mode,
-            "rules": self._rules(state, directory),
-            "keep_weights": bool(args.push_to_hub),
-            "buffers": plain_buffer_names(module) if module is not None else None,
-            "metrics": newest_metrics(state),
-            "anchor_every": self.anchor_every,
-            **self._base.options,
-        }
-        if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
-            options["optimizer_names"] = optimizer_parameter_names(module, optimizer)
-        self._backlog.add(Compression(directory, plain_bytes, options))
+        policy = Policy(self.policy.mode, self._rules(state, directory))
+        job = SaveJob(directory, policy, self.anchor_every, self._base.choice, self._ranks)
+        buffers = plain_buffer_names(module) if module is not None else None
+        choices = Choices(bool(args.push_to_hub), buffers, names, _newest_metrics(state))
+        self._backlog.add(Compression(job, choices))
 
     def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
         """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.
@@ -271,18 +266,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         adopt_weights(directory, set_weights_aside(directory, weights))
 
-    def _add_sharded(
-        self, args: TrainingArguments, state: TrainerState, directory: Path, module: nn.Module | None
-    ) -> None:
-        """Add a checkpoint that all ranks have written; every rank does this alike, whatever it finds on the disk."""
-        if args.push_to_hub:
-            self._say_once("Sharded checkpoints that are pushed stay as the Trainer wrote them.")
-            return
-        policy = Policy(self.policy.mode, self._rules(state, directory))
-        buffers = plain_buffer_names(module) if module is not None else None
-        options = {"buffers": buffers, "metrics": newest_metrics(state), "anchor_every": self.anchor_every}
-        self._backlog.add(ShardedCompression(directory, policy, options, self._ranks))
-
     def _rules(self, state: TrainerState, directory: Path) -> Mapping[str, Any]:
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
         return self.policy.rules_of_exact_weights if best else self.policy.rules
@@ -297,3 +280,24 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if message not in self._said:
             self._said.add(message)
             _logger.warning("%s", message)
+
+
+def _remove_leftovers(root: Path) -> None:
+    """Remove what killed saves left in a run; a warning says what stays."""
+    try:
+        collect_garbage(root)
+    except OSError as error:
+        _logger.warning("What an earlier run has left in %s stays: %s", root, error)
+
+
+def _checkpoint_of(args: Any, state: Any) -> Path:
+    """Return the directory of the checkpoint that belongs to the step."""
+    return Path(args.output_dir or "") / f"checkpoint-{state.global_step}"
+
+
+def _newest_metrics(state: Any) -> dict[str, float]:
+    """Return the newest number of every name that a Trainer logged."""
+    merged: dict[str, Any] = {}
+    for entry in state.log_history:
+        merged |= entry
+    return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}

@@ -7,6 +7,7 @@ loaders prefer those: `model.safetensors`, the index of shards, the shards.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -20,32 +21,42 @@ from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, reported_rounding
-from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
-from hf_trainweights.checkpoint.run.completeness import require_undamaged
+from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem
-from hf_trainweights.checkpoint.run.in_place import (
+from hf_trainweights.checkpoint.run.job import (
+    Choices,
+    SaveJob,
     manifest_fields,
     rewriting,
     write_complete_manifest,
 )
-from hf_trainweights.checkpoint.run.save_job import SaveJob
-from hf_trainweights.checkpoint.run.verification import require_intact
-from hf_trainweights.checkpoint.whole.inventory import Inventory, take_inventory
-from hf_trainweights.checkpoint.whole.plain_weights import load_if_possible
+from hf_trainweights.checkpoint.run.verification import (
+    RESUMED_FROM,
+    anchor_problem,
+    require_intact,
+    require_undamaged,
+    weights_problem,
+    zip_problem,
+)
 from hf_trainweights.checkpoint.whole.sources import (
     ADAPTER_WEIGHTS_NAME,
     FSDP_WEIGHTS_NAME,
     OPTIMIZER_NAMES,
+    Inventory,
     OptimizerFile,
     is_lossy,
+    load_if_possible,
+    take_inventory,
     weights_to_store,
 )
-from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.checkpoint.whole.writer import save_tree, save_weights
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import remove_files, replace_file
+from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_file
 from hf_trainweights.files.links import replace_by_link
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.temporary import Claim
 from hf_trainweights.files.torch_zip import is_torch_file
+from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
 _MIN_OTHER_BYTES = 64 << 10
@@ -54,42 +65,99 @@ _MIN_OTHER_BYTES = 64 << 10
 _WAS_SAFETENSORS = "was_safetensors"
 
 
-def compress_whole(
-    job: SaveJob,
-    keep_weights: bool,
-    buffers: Collection[str] | None,
-    optimizer_names: Mapping[Any, str],
-    metrics: Mapping[str, Any] | None,
-    *,
-    weights_only: bool,
-) -> Manifest:
-    """Make the whole files of a checkpoint small; calling it again with the same choices changes nothing."""
-    path, inventory = job.path, take_inventory(job.path)
-    if not weights_only:
-        inventory.require_training_state()
-    previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
-    choices = _choices(job, keep_weights)
-    if previous and choices.items() <= previous.metadata.items():
-        return previous
-    require_undamaged(path, previous.files if previous else ())
-    register_anchor_directory(path)
-    optimizer = OptimizerFile.read(path, job.policy, optimizer_names)
-    keeps = keep_weights or _must_keep_weights(path)
-    weights = None if keeps else weights_to_store(inventory, job.policy, previous, buffers, optimizer)
-    with rewriting(path):
-        entries, fields = _compress_weights(job, inventory, previous, weights)
-        entries |= _compress_others(job, inventory, optimizer, done=entries)
-        fields |= manifest_fields(path, previous, metrics, choices)
-        if (
-            weights_only
-            and weights is not None
-            and any(file.suffix == ".safetensors" for file in inventory.weight_files)
-        ):
-            fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
-        return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
+class WholeLayout:
+    """A checkpoint in whole files, as a Trainer on one rank or a plain loop writes it.
+
+    Args:
+        path: The directory.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.directories = [path]
+
+    def missing_problem(self) -> str | None:
+        """Say that there are no weights, or return None."""
+        return None if self._weights() else "no weight file is there"
+
+    def problem(self) -> str | None:
+        """Say why a resume could not read the files, as far as checksums and anchors show, or return None."""
+        weights = self._weights()[:1]
+        if not weights:
+            return self.missing_problem()
+        others = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
+        checks = [(weights_problem, weights), (zip_problem, others), (anchor_problem, weights + others)]
+        return next(filter(None, (check(file) for check, files in checks for file in files)), None)
+
+    def unlisted(self, directory: Path) -> list[Path]:
+        """List what an interrupted save has left."""
+        return unused_anchors(directory)
+
+    def rewriting_bytes(self) -> int:
+        """Return the free space that rewriting takes: one encoded file at a time beside the plain ones."""
+        sizes = [file.stat().st_size for file in self.path.iterdir() if file.is_file()]
+        shards = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
+        return max([shards, *sizes])
+
+    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
+        """Make the files small; with the same choices a second call changes nothing."""
+        path, inventory = self.path, take_inventory(self.path)
+        if not choices.weights_only:
+            inventory.require_training_state()
+        previous = self._verified()
+        recorded = _recorded(job, choices.keep_weights)
+        if previous and recorded.items() <= previous.metadata.items():
+            return previous
+        self._require_undamaged(previous)
+        optimizer = OptimizerFile.read(path, job.policy, choices.optimizer_names)
+        keeps = choices.keep_weights or _must_keep_weights(path)
+        weights = None if keeps else weights_to_store(inventory, job.policy, previous, choices.buffers, optimizer)
+        with rewriting(path):
+            entries, fields = _compress_weights(job, inventory, previous, weights)
+            entries |= _compress_others(job, inventory, optimizer, done=entries)
+            fields |= manifest_fields(path, previous, choices.metrics, recorded)
+            had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
+            if choices.weights_only and weights is not None and had_safetensors:
+                fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
+            return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
+
+    def restore(self) -> Manifest:
+        """Turn the files back into plain ones that torch.load reads without this package."""
+        path, inventory = self.path, take_inventory(self.path)
+        previous = self._verified()
+        self._require_undamaged(previous)
+        lost = dict(previous.rounded_before) if previous else {}
+        with rewriting(path):
+            for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
+                if is_encoded(file):
+                    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
+                    with replace_file(file) as plain:
+                        torch.save(tree, plain)
+                    # Where two files hold an optimizer's state the newer one counts.
+                    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
+                    if rounding:
+                        lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
+            fields = manifest_fields(path, previous)
+            weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
+            if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
+                name = _to_safetensors(path / weights_name)
+                lost |= {name: lost.pop(weights_name)} if weights_name in lost else {}
+            return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+
+    def _weights(self) -> list[Path]:
+        """Return the files of weights that a loader may open first, those of further adapters in their own folders."""
+        folders = [self.path, *sorted(path for path in self.path.iterdir() if path.is_dir())]
+        return [folder / name for folder in folders for name in ENTRY_POINTS if (folder / name).is_file()]
+
+    def _verified(self) -> Manifest | None:
+        return require_intact(self.path) if (self.path / MANIFEST_NAME).exists() else None
+
+    def _require_undamaged(self, previous: Manifest | None) -> None:
+        require_undamaged(self.path, previous.files if previous else ())
+        register_anchor_directory(self.path)
 
 
-def _choices(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
+def _recorded(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
     """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
     choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
     return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
@@ -108,39 +176,13 @@ def _compress_weights(
     """Save the weights in the place of the files that hold them; return their entries and fields of the manifest."""
     if weights is None:
         return {}, {"anchor": previous and previous.anchor, "base": previous and previous.base}
-    saved = save_weights(job, weights)
-    entries = saved.files
+    entries, anchor = save_weights(job, weights)
     twin = job.path / FSDP_WEIGHTS_NAME
     if weights.file_name == WEIGHTS_NAME and twin.exists():
         replace_by_link(job.path / WEIGHTS_NAME, twin)
         entries[twin.name] = entries[WEIGHTS_NAME]
     remove_files(inventory.replaced_by(weights.file_name))
-    return entries, {"anchor": saved.anchor and saved.anchor.to_dict(), "base": saved.base}
-
-
-def restore_whole(path: Path) -> Manifest:
-    """Turn whole files back into plain ones that torch.load reads without this package."""
-    inventory = take_inventory(path)
-    previous = require_intact(path) if (path / MANIFEST_NAME).exists() else None
-    require_undamaged(path, previous.files if previous else ())
-    register_anchor_directory(path)
-    lost = dict(previous.rounded_before) if previous else {}
-    with rewriting(path):
-        for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
-            if is_encoded(file):
-                tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
-                with replace_file(file) as plain:
-                    torch.save(tree, plain)
-                # Where two files hold an optimizer's state the newer one counts.
-                disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
-                if rounding:
-                    lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
-        fields = manifest_fields(path, previous)
-        weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
-        if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
-            name = _to_safetensors(path / weights_name)
-            lost |= {name: lost.pop(weights_name)} if weights_name in lost else {}
-        return write_complete_manifest(path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
+    return entries, anchor
 
 
 def _to_safetensors(file: Path) -> str:
@@ -170,9 +212,38 @@ def _compress_others(
         if tree is None:
             warnings.warn(f"{file} stays as it is: it holds more than plain data", stacklevel=3)
             continue
-        plan = optimizer.plan if is_optimizer else plan_tree(tree, job.policy)
+        plan = optimizer.plan if is_optimizer else job.policy.plan_tree(tree)
         try:
             entries[file.name] = save_tree(job, file.name, tree, plan)
         except UnstorableError as error:
             warnings.warn(f"{file} stays as it is: {error}", stacklevel=3)
     return entries
+
+
+def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
+    """Save weights in a checkpoint directory under a temporary name, plain and as fast as torch.save.
+
+    They may change afterwards. The claim is for `adopt_weights`; the data may not be on the disk yet.
+    """
+    path = Path(path).absolute()
+    with save_errors(path, "Its files are as they were."), create_file_aside(path) as (claim, file):
+        torch.save(dict(weights), file)
+    return claim
+
+
+def adopt_weights(path: str | Path, aside: Claim) -> None:
+    """Put weights that were set aside in the place of a checkpoint's weight files.
+
+    A Trainer resumes exactly from the module's names, and its own files may have others. After an error the old weights
+    are there, or the new ones; the file aside is gone.
+    """
+    path = Path(path).absolute()
+    try:
+        inventory = take_inventory(path)
+        with rewriting(path):
+            move_file(aside.path, path / WEIGHTS_NAME)
+            remove_files(inventory.replaced_by(WEIGHTS_NAME))
+    finally:
+        with contextlib.suppress(OSError):  # it is moved, or the next save removes it
+            aside.path.unlink()
+        aside.release()

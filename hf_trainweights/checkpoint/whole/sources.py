@@ -1,30 +1,144 @@
-"""The optimizer and the weights of a checkpoint directory that is to be stored anew, each read once."""
+"""What a checkpoint directory in whole files holds: listed, and each part read once, before anything in it changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.checkpoint.manifest.manifest import Manifest
-from hf_trainweights.checkpoint.planning.optimizer_layout import is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.planning.tree_plan import plan_tree
-from hf_trainweights.checkpoint.run.completeness import STATE_NAME
-from hf_trainweights.checkpoint.whole.buffers import find_buffers
-from hf_trainweights.checkpoint.whole.inventory import Inventory
-from hf_trainweights.checkpoint.whole.plain_weights import load_if_possible, read_weights
-from hf_trainweights.checkpoint.whole.weights_encoder import WEIGHTS_NAME, Weights
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.run.verification import STATE_NAME, TRAINER_STATE_NAME
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
+from hf_trainweights.files.digests import digest_files
+from hf_trainweights.files.regular_files import require_regular_file
 from hf_trainweights.files.torch_zip import is_torch_file
-from hf_trainweights.files.weight_files import ENTRY_POINTS
+from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+
+
+def weight_files(path: Path) -> list[Path]:
+    """List weight files of one family, the one that loaders open first at the head, indices before their shards.
+
+    CorruptFileError: an index cannot be read.
+    """
+    present = [name for name in ENTRY_POINTS if (path / name).is_file()]
+    family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
+    files = [path / name for name in family]
+    for index in [file for file in files if file.name.endswith(".index.json")]:
+        with _readable(index):
+            files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
+    return files
+
+
+def read_weights(first: Path) -> dict[str, Any]:
+    """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
+    state: dict[str, Any] = {}
+    with _readable(first):
+        for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
+            state |= _read_weight_file(first.parent / name)
+    return state
+
+
+def load_if_possible(path: Path) -> Any:
+    """Load a torch file as `load_file` does, mapped and on the CPU; None if it holds more than data, or is none."""
+    try:
+        return _load_mapped(path)
+    except CorruptFileError:
+        return None
+
+
+@contextlib.contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Turn the errors that a damaged weight file or index causes into a CorruptFileError."""
+    try:
+        yield
+    except CorruptFileError:
+        raise
+    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        next_step = "Use another checkpoint, or restore this one from a copy."
+        raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
+
+
+def _read_weight_file(path: Path) -> dict[str, Any]:
+    if path.suffix == ".safetensors":
+        require_regular_file(path)
+        with safe_open(path, framework="pt") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+    return _load_mapped(path)
+
+
+def _load_mapped(path: Path) -> Any:
+    # torch.save records the device: a tensor saved on a GPU would go back there, or fail where there is none.
+    return load_file(path, map_location="cpu", mmap=True)
+
+
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+
+_MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """The files of a checkpoint directory that hold training state.
+
+    Args:
+        path: The directory.
+        weight_files: Those of one family, the one that loaders open first at the head, indices before their shards.
+        other_files: Other files of torch.save, sorted.
+    """
+
+    path: Path
+    weight_files: tuple[Path, ...]
+    other_files: tuple[Path, ...]
+
+    def require_training_state(self) -> None:
+        """Check that these are not the files of a finished model; ConfigError: there is nothing that a resume needs."""
+        state_files = [file for file in self.other_files if file.name != "training_args.bin"]
+        is_model = any((self.path / name).is_file() for name in _MODEL_CONFIGS)
+        if is_model and not (state_files or any((self.path / name).is_file() for name in _PROGRESS_NAMES)):
+            next_step = (
+                "To store its weights as a checkpoint's all the same, which from_pretrained reads with hf_trainweights "
+                "alone, pass weights_only=True, on the command line --weights-only."
+            )
+            found = f"a model ({self.weight_files[0].name}) and no training state" if self.weight_files else "no state"
+            raise ConfigError(str(self.path), "a training checkpoint", found, next_step)
+
+    def replaced_by(self, weights_name: str) -> list[Path]:
+        """List the files that a new weights file makes wrong or idle."""
+        # Digests of a quantized model's weight files go with these; the manifest has those of the new ones.
+        return [file for file in self.weight_files if file.name != weights_name] + digest_files(self.path)
+
+
+def take_inventory(path: Path) -> Inventory:
+    """List the files of a checkpoint directory; ConfigError: there is no checkpoint.
+
+    UnsupportedError: a sharded one that no DCP wrote, of DeepSpeed or of FSDP with LOCAL_STATE_DICT.
+    """
+    weights = weight_files(path) if path.is_dir() else []
+    torch_files = sorted(file for file in path.iterdir() if is_torch_file(file)) if path.is_dir() else []
+    if not (weights or torch_files):
+        found = "a directory without any" if path.is_dir() else "no directory"
+        next_step = "Pass one checkpoint, e.g. out/checkpoint-500, not the run."
+        raise ConfigError(str(path), "a directory with weights or other torch files", found, next_step)
+    for pattern in _SHARDED_STATE:
+        found = next(path.glob(pattern), None)
+        if found is not None:
+            next_step = "Leave it as it is, or have the Trainer save a full one, or with FSDP's SHARDED_STATE_DICT."
+            raise UnsupportedError(str(path), "a checkpoint in whole files", found.name, next_step)
+    return Inventory(path, tuple(weights), tuple(file for file in torch_files if file not in weights))
+
 
 OPTIMIZER_NAME = "optimizer.pt"
 # What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
@@ -62,7 +176,7 @@ class OptimizerFile:
         file = newest(files, load_if_possible) if files else None
         tree = load_if_possible(file) if file else None
         names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
-        return cls(file and file.name, tree, plan_tree(tree, policy, names), names)
+        return cls(file and file.name, tree, policy.plan_tree(tree, names), names)
 
     @property
     def state(self) -> dict[str, Any]:

@@ -11,22 +11,172 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_identity import Base
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
-from hf_trainweights.checkpoint.encoded.plan import Plan
+from hf_trainweights.checkpoint.encoded.plan import Plan, with_steps
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.anchors import AnchorRecord
-from hf_trainweights.checkpoint.run.save_job import BaseChoice, SaveJob, file_named_in_errors
-from hf_trainweights.checkpoint.whole.weights_encoder import Weights, encode_weights
+from hf_trainweights.checkpoint.run.anchors import (
+    MOST_FILES,
+    AnchorRecord,
+    WeightsAnchor,
+    find_anchor_candidate,
+    link_anchor,
+    unlink_anchor,
+)
+from hf_trainweights.checkpoint.run.base_anchor import (
+    base_candidate,
+    keep_files,
+    open_base,
+    with_measured_drift,
+)
+from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
+from hf_trainweights.checkpoint.run.drift import expected_drift_rms, measure_delta_rms, second_moments
+from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob, file_named_in_errors
 from hf_trainweights.files.atomic import create_directory
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.sha256 import DigestedFile
+from hf_trainweights.files.torch_zip_writer import Writable
+
+WEIGHTS_NAME = "pytorch_model.bin"
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights of a checkpoint, and the facts that decide how they are stored.
+
+    Args:
+        state: A flat state dict under module names.
+        buffers: Names in it that are buffers; they are exact in every mode.
+        optimizer: The optimizer's state dict, which says how far the weights drift and which of them never moved.
+        optimizer_names: Its parameters' names by their index in it.
+        file_name: The file they go to.
+    """
+
+    state: Mapping[str, Any]
+    buffers: Collection[str] = ()
+    optimizer: Mapping[str, Any] = field(default_factory=dict)
+    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    file_name: str = WEIGHTS_NAME
+
+    @property
+    def can_be_anchor(self) -> bool:
+        """Whether others can be stored against them: they are plain tensors only."""
+        return all(isinstance(value, Tensor) for value in self.state.values())
+
+
+@dataclass(frozen=True)
+class EncodedWeights:
+    """The weights of a checkpoint, encoded.
+
+    Args:
+        written: What is in the file.
+        links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no
+            other, or to a base that is not kept.
+        anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
+        is_next_anchor: Whether the next checkpoint's anchor is this file; its record lacks the digest of it.
+        base: The weights outside the run that the anchor is.
+    """
+
+    written: WrittenFile
+    links: Sequence[Path] = ()
+    anchor: AnchorRecord | None = None
+    is_next_anchor: bool = False
+    base: Base | None = None
+
+
+def encode_weights(job: SaveJob, weights: Weights, file: Writable) -> EncodedWeights:
+    """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
+    if job.anchor_every is None:
+        return _encode_full(job, weights, {}, file)
+    candidate = find_anchor_candidate(job.path, weights.file_name) or base_candidate(job)
+    if candidate is None:
+        return _encode_full(job, weights, {}, file)
+    encoded = None if candidate.is_spent(job.anchor_every) else _encode_delta(job, weights, candidate, file)
+    return encoded or _encode_full(job, weights, candidate.step_rms, file)
+
+
+def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> EncodedWeights | None:
+    """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
+    before = {*job.directory.glob(anchor_file_name("*"))}
+    if candidate.base:
+        anchor = open_base(candidate, weights.state)
+    else:
+        anchor = link_anchor(candidate.path, candidate.record.sha256, job.directory)
+    if anchor is None:
+        return None
+    plan = job.policy.plan_delta(weights.state, anchor, buffers=weights.buffers)
+    is_exact = all(each.is_lossless for each in plan.values())
+    encoded = None
+    if any(each.uses_anchor for each in plan.values()):
+        if not is_exact:
+            candidate = _with_drift(candidate, job, weights, anchor)
+        written = write_file(
+            file,
+            weights.state,
+            with_steps(plan, candidate.step_rms),
+            anchor=anchor,
+            anchor_link=job.path / anchor_file_name(anchor.sha256),
+            second_moments=second_moments(weights.optimizer, weights.optimizer_names),
+        )
+        encoded = EncodedWeights(written)
+        if written.anchor_sha256:
+            bits = _bits_per_weight(written, weights.state)
+            record = candidate.after_delta(bits, {}, is_exact=is_exact)
+            if isinstance(anchor, BaseWeights):
+                encoded = EncodedWeights(written, _kept_files(job, candidate, anchor), record, base=anchor.base)
+            else:
+                goes_on = not is_exact and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
+                encoded = EncodedWeights(written, anchor.files, record, goes_on)
+    if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
+        # The file that is about to be replaced may need those that were there; they go after it.
+        unlink_anchor(file for file in anchor.files if file not in before)
+    return encoded
+
+
+def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Sequence[Path]:
+    keeps = candidate.keep_base or (job.base is not None and job.base.keep)
+    return keep_files(base, job.directory) if keeps else ()
+
+
+def _with_drift(
+    candidate: WeightsAnchor, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
+) -> WeightsAnchor:
+    """Measure how far the weights have moved, unless an earlier delta did: it takes as long as decoding the anchor."""
+    if candidate.record.delta_rms:
+        return candidate
+    delta_rms = measure_delta_rms(weights.state, anchor)
+    # The anchor itself, made small once more, says nothing about how far weights move.
+    delta_rms = delta_rms if any(delta_rms.values()) else {}
+    if candidate.base is not None:
+        return with_measured_drift(candidate, job.path, weights.state, delta_rms)
+    record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
+    return replace(candidate, record=record)
+
+
+def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> EncodedWeights:
+    """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
+    plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
+    if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
+        interval_steps = steps_since_last_save(job.path)
+        drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
+    return EncodedWeights(write_file(file, weights.state, with_steps(plan, drift_rms)))
+
+
+def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
+    reports = [report for report in written.report if report.role == "weight"]
+    elements = sum(weights[report.name].numel() for report in reports)
+    return 8 * sum(report.bytes_out for report in reports) / max(elements, 1)
 
 
 def save_new_directory(
@@ -47,44 +197,28 @@ def save_new_directory(
     file and key.
     """
     with save_errors(path, "Earlier checkpoints are untouched."), create_directory(path) as temporary:
-        job = SaveJob.aside(path, temporary, policy, anchor_every, base)
-        saved = save_weights(job, weights)
-        files = saved.files
+        job = SaveJob(path, policy, anchor_every, base, temporary=temporary)
+        files, anchor = save_weights(job, weights)
         for name, (tree, plan) in trees.items():
             with file_named_in_errors(name):
                 files[name] = save_tree(job, name, tree, plan)
         for name, content in (as_they_are or {}).items():
-            with job.open_file(temporary / name) as file:
+            with job.open_file(name) as file:
                 digested = DigestedFile(file)
                 digested.write(content)
             files[name] = FileEntry(digested.size_bytes, digested.sha256())
-        record = saved.anchor and saved.anchor.to_dict()
-        manifest = Manifest(files, policy.mode, anchor=record, base=saved.base, **manifest_fields)
+        manifest = Manifest(files, policy.mode, **anchor, **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
 
 
-@dataclass(frozen=True)
-class SavedWeights:
-    """The weights of a checkpoint on the disk, and what its manifest says of them.
-
-    Args:
-        files: Manifest entries of the files written.
-        anchor: What it records about the anchor that the next checkpoint may use.
-        base: The weights outside the run that this anchor is; None if it is a file of the run.
-    """
-
-    files: dict[str, FileEntry]
-    anchor: AnchorRecord | None
-    base: Base | None = None
-
-
-def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
+def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], dict[str, Any]]:
     """Save the weights file of a checkpoint, and beside it links to the anchors that it needs.
 
-    UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
+    Return the entries of these files, and what the manifest says of the anchor and the base that the next checkpoint
+    may use. UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
     """
-    with job.open_file(job.directory / weights.file_name) as file, file_named_in_errors(weights.file_name):
+    with job.open_file(weights.file_name) as file, file_named_in_errors(weights.file_name):
         digested = DigestedFile(file)
         encoded = encode_weights(job, weights, digested)
     entry = _entry(digested, encoded.written)
@@ -94,12 +228,12 @@ def save_weights(job: SaveJob, weights: Weights) -> SavedWeights:
         record = AnchorRecord(entry.sha256) if weights.can_be_anchor else None
     elif encoded.is_next_anchor:
         record = replace(record, sha256=entry.sha256)
-    return SavedWeights({weights.file_name: entry, **links}, record, encoded.base)
+    return {weights.file_name: entry, **links}, {"anchor": record and record.to_dict(), "base": encoded.base}
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
     """Save another file of a checkpoint, encoded; UnstorableError names the key, and what was there is still there."""
-    with job.open_file(job.directory / name) as file:
+    with job.open_file(name) as file:
         digested = DigestedFile(file)
         written = write_file(digested, tree, plan)
     return _entry(digested, written)

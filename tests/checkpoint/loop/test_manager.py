@@ -11,12 +11,12 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trees import fingerprint
 
+from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
-from hf_trainweights.checkpoint.loop.rng_state import rng_state
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint
+from hf_trainweights.checkpoint.loop.progress import rng_state
+from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, load_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, latest
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError, SaveError
 
 BATCHES = 6  # in one pass

@@ -3,9 +3,13 @@ from checkpoint.loops import Net, everything, train
 from torch import nn
 
 from hf_trainweights.checkpoint.loop.optimizer_state import scaler_update_hook
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
-from hf_trainweights.checkpoint.planning.optimizer_layout import optimizer_parameter_names
+from hf_trainweights.checkpoint.loop.training_state import (
+    build_checkpoint,
+    load_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 
 
 class Float32Moments(torch.optim.Optimizer):

@@ -6,7 +6,7 @@ from checkpoint.loops import seed
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.loop.rng_state import rng_state, set_rng_state
+from hf_trainweights.checkpoint.loop.progress import rng_state, set_rng_state
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
 
 

@@ -1,13 +1,23 @@
 import copy
 
+import numpy as np
 import pytest
 import torch
-from checkpoint.loops import OPTIMIZERS, SCHEDULERS, everything, seed, state_of, train
+from checkpoint.loops import OPTIMIZERS, SCHEDULERS, Net, everything, seed, state_of, train
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, restore_checkpoint
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.loop.training_state import (
+    build_checkpoint,
+    load_checkpoint,
+    restore_checkpoint,
+    save_checkpoint,
+)
+from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 
 
 def assert_resumes(tmp_path, *, accumulate=1, **options):
@@ -100,3 +110,152 @@ def test_what_was_restored_shares_nothing_with_the_checkpoint():
     restore_checkpoint(checkpoint, *target)
     train(*target, 2)
     assert (fingerprint(checkpoint["optimizer"]), fingerprint(checkpoint["model"])) == before
+
+
+def test_loading_gives_back_the_dict_that_was_saved(tmp_path):
+    model, optimizer, scheduler, scaler = everything()
+    train(model, optimizer, scheduler, scaler, 2)
+    shared = torch.arange(12.0)
+    extra = {
+        "list": [1, 2.5, None, True, "text", (3, [torch.tensor(4, dtype=torch.int8)])],
+        "views": [shared[:6], shared[3:], shared.view(3, 4).t()],
+        5: {"inf": float("-inf"), "dtype": torch.bfloat16, "size": torch.Size([1, 2])},
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    checkpoint = build_checkpoint(model, optimizer, scheduler, scaler, epoch=3, step=7, extra=extra)
+    save_checkpoint(checkpoint, tmp_path / "a")
+    loaded = load_checkpoint(tmp_path / "a")
+    assert loaded.keys() == checkpoint.keys()
+    assert {key: fingerprint(value) for key, value in loaded.items()} == {
+        key: fingerprint(value) for key, value in checkpoint.items()
+    }
+    loaded["extra"]["views"][0][4] = 99
+    assert loaded["extra"]["views"][1][1] == 99
+    assert loaded["model"]["head.weight"].data_ptr() == loaded["model"]["embed.weight"].data_ptr()
+    assert verify_checkpoint(tmp_path / "a").ok
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_missing_or_empty_directory_is_filled(tmp_path, exists):
+    path = tmp_path / "parent" / "a"
+    if exists:
+        path.mkdir(parents=True)
+    save_checkpoint(build_checkpoint(nn.Linear(2, 2)), str(path))
+    assert verify_checkpoint(path).ok
+
+
+def test_a_directory_with_something_in_it_is_refused(tmp_path):
+    (tmp_path / "file").write_bytes(b"precious")
+    with pytest.raises(SaveError, match="not empty"):
+        save_checkpoint(build_checkpoint(nn.Linear(2, 2)), tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.mark.parametrize(
+    ("extra", "key"),
+    [
+        ({"a": {"b": [0, {1, 2}]}}, r"trainweights_state\.pt: extra\.a\.b\.1"),
+        ({"f": print}, r"trainweights_state\.pt: extra\.f"),
+        ({"array": np.ones(2)}, r"extra\.array"),
+        ({("tuple", "key"): 1}, "extra"),
+    ],
+)
+def test_what_cannot_be_stored_is_named_by_its_key(tmp_path, extra, key):
+    with pytest.raises(UnstorableError, match=key):
+        save_checkpoint(build_checkpoint(nn.Linear(2, 2), extra=extra), tmp_path / "a")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("checkpoint", [{}, {"optimizer": {}}, {"model": {}, "mine": 1}])
+def test_a_dict_that_is_no_checkpoint_is_refused(tmp_path, checkpoint):
+    with pytest.raises(ConfigError, match="a model and any of"):
+        save_checkpoint(checkpoint, tmp_path / "a")
+
+
+def test_a_dict_made_by_hand_is_a_checkpoint(tmp_path):
+    model, optimizer, *_ = source = everything()
+    train(*source, 1)
+    save_checkpoint({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}, tmp_path / "a")
+    other, restored, *_ = everything()
+    assert restore_checkpoint(load_checkpoint(tmp_path / "a"), other, restored) == (None, 1)
+    assert fingerprint(restored.state_dict()) == fingerprint(optimizer.state_dict())
+
+
+def test_quantize_i8_is_int8_for_weights_and_exact_for_all_else(tmp_path):
+    model, *_ = source = everything()
+    train(*source, 2)
+    checkpoint = build_checkpoint(*source)
+    save_checkpoint(checkpoint, tmp_path / "a", quantize_i8=True)
+    save_checkpoint(checkpoint, tmp_path / "b", quantize_i8=False)
+    loaded, exact = load_checkpoint(tmp_path / "a"), load_checkpoint(tmp_path / "b")
+    for part in ("optimizer", "scheduler", "rng"):
+        assert fingerprint(loaded[part]) == fingerprint(exact[part])
+    report = {each["name"]: each for each in read_manifest(tmp_path / "a").files["pytorch_model.bin"].report["tensors"]}
+    for name, tensor in model.state_dict().items():
+        error = (loaded["model"][name].double() - tensor.double()).abs().max().item()
+        bound = report[name]["bound"] if name in report else report["embed.weight"]["bound"]
+        assert error <= (bound or 0.0), name
+    assert report["embed.weight"]["codec"] == "grouped"
+    assert report["embed.weight"]["bytes_out"] < 0.3 * report["embed.weight"]["bytes_in"]
+    assert report["norm.running_mean"]["bound"] is None
+    assert torch.equal(loaded["model"]["head.weight"], loaded["model"]["embed.weight"])
+
+
+def test_quantize_i8_yields_to_the_users_rules_and_refuses_a_lossy_mode(tmp_path):
+    checkpoint = build_checkpoint(Net())
+    save_checkpoint(checkpoint, tmp_path / "a", quantize_i8=True, rules={"re:embed.*": "lossless"})
+    assert torch.equal(load_checkpoint(tmp_path / "a")["model"]["embed.weight"], checkpoint["model"]["embed.weight"])
+    with pytest.raises(ConfigError, match="quantize_i8"):
+        save_checkpoint(checkpoint, tmp_path / "b", mode="compact", quantize_i8=True)
+
+
+def test_rules_by_name_reach_the_optimizer(tmp_path):
+    model, optimizer, *_ = source = everything()
+    train(*source, 2)
+    rules = {"exp_avg/re:conv.*": "lossless"}
+    save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a", mode="compact", rules=rules)
+    report = read_manifest(tmp_path / "a").files["optimizer.pt"].report["tensors"]
+    codecs = {(each["role"], each["name"]): each["codec"] for each in report}
+    assert codecs["exp_avg", "conv.weight"] == "planes"
+    assert codecs["exp_avg", "embed.weight"] == "update-space"
+
+
+def test_a_rule_that_names_nothing_is_refused_before_anything_is_written(tmp_path):
+    model, optimizer, *_ = everything()
+    with pytest.raises(ConfigError, match=r"rules\['cnov'\]: .*Did you mean \"conv\"\?"):
+        save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a", rules={"conv": "raw", "cnov": "raw"})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_missing_file_is_named(tmp_path):
+    model, optimizer, *_ = everything()
+    save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a")
+    (tmp_path / "a" / "optimizer.pt").unlink()
+    with pytest.raises(CorruptFileError, match=r"optimizer\.pt.*is missing"):
+        load_checkpoint(tmp_path / "a")
+    (tmp_path / "a" / "trainweights.json").unlink()
+    with pytest.raises(CorruptFileError, match=r"expected the file optimizer\.pt"):
+        load_checkpoint(tmp_path / "a")
+
+
+def test_a_trainers_directory_is_referred_to_the_trainer(tmp_path):
+    (tmp_path / "trainer_state.json").write_text("{}")
+    with pytest.raises(CorruptFileError, match="Trainer"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [[], {}, {"parts": None}, {"parts": ["optimizer"]}, {"parts": ["model", "other"]}, {"parts": ["model", []]}],
+)
+def test_a_state_that_names_no_parts_is_refused(state, tmp_path):
+    torch.save(state, tmp_path / "trainweights_state.pt")
+    with pytest.raises(CorruptFileError, match=r"trainweights_state\.pt: expected the parts of a checkpoint"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("state", [[], {}, {"names": 1}, {"names": {"buffers": 1}}, {"names": {"buffers": [[1]]}}])
+def test_a_state_without_names_of_buffers_does_not_stop_compression(state, tmp_path):
+    torch.save(state, tmp_path / "trainweights_state.pt")
+    torch.save({"w": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
+    assert compress_directory(tmp_path).mode == "lossless"

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, read_manifest
 from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.run.in_place import rewriting
+from hf_trainweights.checkpoint.run.job import rewriting
 
 INT8 = {"weight": "int8"}
 

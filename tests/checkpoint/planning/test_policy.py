@@ -13,6 +13,7 @@ from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.plan import with_steps
 from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.drift import measure_delta_rms
@@ -48,7 +49,7 @@ def test_lossless_plans_nothing_but_exact_codecs(anchored):
     state = trained("AdamW")[1].state_dict()
     policy = Policy()
     weight_plans = [
-        plan.with_steps(delta_rms) for plan in (policy.plan_delta(weights, anchor), policy.plan_full(weights))
+        with_steps(plan, delta_rms) for plan in (policy.plan_delta(weights, anchor), policy.plan_full(weights))
     ]
     plans = [*weight_plans, policy.plan_optimizer(state)]
     assert all(codec.lossless for plan in plans for each in plan.values() for codec in each.candidates)
@@ -60,7 +61,7 @@ def test_lossy_steps_are_a_fixed_part_of_the_first_difference(mode, steps_per_rm
     assert delta_rms["w"] == pytest.approx(1e-3, rel=0.05)
     for moved in (1, 5):
         now = {name: tensor * moved for name, tensor in weights.items()}
-        plan = Policy(mode).plan_delta(now, anchor).with_steps(delta_rms)
+        plan = with_steps(Policy(mode).plan_delta(now, anchor), delta_rms)
         assert plan["w",].candidates == (DeltaUniform(step=delta_rms["w"] / steps_per_rms),)
         assert plan["w",].anchor == "w"
 
@@ -68,7 +69,7 @@ def test_lossy_steps_are_a_fixed_part_of_the_first_difference(mode, steps_per_rm
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_weights_that_lossy_modes_store_exactly(mode, anchored):
     weights, anchor, delta_rms = anchored
-    plan = Policy(mode).plan_delta(weights, anchor).with_steps(delta_rms)
+    plan = with_steps(Policy(mode).plan_delta(weights, anchor), delta_rms)
     assert codecs(plan) == {
         ("w",): ["delta-uniform"],
         ("half",): ["planes-delta", "delta-uniform"],
@@ -90,7 +91,7 @@ def test_weights_that_lossy_modes_store_exactly(mode, anchored):
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_every_lossy_weights_bound_holds(mode, anchored):
     weights, anchor, delta_rms = anchored
-    encoded = encode_file(weights, Policy(mode).plan_delta(weights, anchor).with_steps(delta_rms), anchor=anchor)
+    encoded = encode_file(weights, with_steps(Policy(mode).plan_delta(weights, anchor), delta_rms), anchor=anchor)
     back = loaded(encoded)
     bounds = {entry.path: entry.bound for entry in encoded.report if entry.bound is not None}
     assert "w" in bounds
@@ -106,7 +107,7 @@ def test_weights_without_an_anchor_are_exact(mode):
 def test_weight_that_grew_from_nothing_or_has_no_measure_is_exact(anchored):
     weights, anchor, _ = anchored
     for delta_rms in ({}, {"w": 0.0}, {"w": 1e-40}):
-        plan = Policy("compact").plan_delta(weights, anchor).with_steps(delta_rms)
+        plan = with_steps(Policy("compact").plan_delta(weights, anchor), delta_rms)
         assert codecs(plan)["w",] == ["planes-delta"]
 
 
@@ -122,18 +123,18 @@ def test_measure_leaves_out_what_cannot_be_lossy(anchored):
 @pytest.mark.parametrize("mode", MODES)
 def test_buffers_are_exact_in_every_mode_and_size(mode, anchored):
     weights, anchor, delta_rms = anchored
-    plan = Policy(mode).plan_delta(weights, anchor, buffers={"w"}).with_steps(delta_rms)
+    plan = with_steps(Policy(mode).plan_delta(weights, anchor, buffers={"w"}), delta_rms)
     assert (plan["w",].role, plan["w",].candidates) == ("buffer", (PlanesDelta(),))
     assert Policy(mode).plan_weights(weights, buffers={"w"})["w",].candidates == ()
-    assert Policy(mode).plan_full(weights, buffers={"w"}).with_steps(delta_rms)["w",].candidates == ()
+    assert with_steps(Policy(mode).plan_full(weights, buffers={"w"}), delta_rms)["w",].candidates == ()
 
 
 @pytest.mark.parametrize("mode", LOSSY_MODES)
 def test_anchor_is_rounded_where_the_policy_is_lossy_and_the_weight_moves(mode, anchored):
     weights, _, _ = anchored
     plan = Policy(mode, {"re:frozen": "lossless", "re:added": "int8"}).plan_full(weights)
-    steps = plan.with_steps(dict.fromkeys(weights, 1e-3) | {"reshaped": 0.0})
-    assert set(plan.lossy) == {("w",), ("reshaped",)}
+    steps = with_steps(plan, dict.fromkeys(weights, 1e-3) | {"reshaped": 0.0})
+    assert {path for path, each in plan.items() if each.steps_per_rms} == {("w",), ("reshaped",)}
     assert codecs(steps) == {
         ("w",): ["planes", "delta-uniform"],
         ("half",): [],

@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
+from hf_trainweights.checkpoint.encoded.plan import with_steps
 from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.drift import measure_delta_rms
@@ -62,8 +63,8 @@ def test_mode_as_a_rule_stands_for_its_codecs(tmp_path):
     delta_rms = measure_delta_rms(weights, anchor)
     by_rule = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_delta(weights, anchor)
     by_mode = Policy("near-lossless").plan_delta(weights, anchor)
-    assert by_rule.with_steps(delta_rms)["a",] == by_mode.with_steps(delta_rms)["a",]
-    assert by_rule.with_steps(delta_rms)["b",].candidates == (PlanesDelta(),)
+    assert with_steps(by_rule, delta_rms)["a",] == with_steps(by_mode, delta_rms)["a",]
+    assert with_steps(by_rule, delta_rms)["b",].candidates == (PlanesDelta(),)
 
 
 def test_optimizer_selects_every_state_and_no_weight():

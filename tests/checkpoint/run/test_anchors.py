@@ -6,14 +6,14 @@ import shutil
 import pytest
 import torch
 
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.loop.training_files import load_checkpoint, save_training_state
+from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_training_state
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, find_anchor_candidate
-from hf_trainweights.checkpoint.run.discovery import latest
-from hf_trainweights.checkpoint.run.garbage import collect_garbage
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk

@@ -12,13 +12,13 @@ import pytest
 import torch
 from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, trainer_checkpoint, weights, write
 
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded import base_files
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.run.discovery import latest
-from hf_trainweights.checkpoint.run.garbage import collect_garbage
 from hf_trainweights.checkpoint.run.verification import BASE_PROBLEM, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.signed_json import sign_json

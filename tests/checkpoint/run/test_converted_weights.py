@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from hf_trainweights.checkpoint.rewriting import compress_directory
+from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory
 from hf_trainweights.checkpoint.run.converted_weights import MARK_NAME, converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.discovery import find_checkpoints, latest
-from hf_trainweights.checkpoint.run.garbage import collect_garbage
 from hf_trainweights.errors import SaveError
 
 

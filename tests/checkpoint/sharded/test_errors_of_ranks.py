@@ -19,10 +19,10 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
-from hf_trainweights.checkpoint.trainer.compression import Savings
-from hf_trainweights.checkpoint.trainer.sharded_compression import ShardedCompression
+from hf_trainweights.checkpoint.trainer.compression import Compression, Savings
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
@@ -174,8 +174,8 @@ def state(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.ones(64, 80) + 1e-3 * noise}, "optimizer": optimizer}
 
 
-def compression(directory: Path, ranks: Ranks) -> ShardedCompression:
-    return ShardedCompression(directory, Policy("lossless"), {"anchor_every": 8}, ranks)
+def compression(directory: Path, ranks: Ranks) -> Compression:
+    return Compression(SaveJob(directory, Policy("lossless"), 8, ranks=ranks), Choices())
 
 
 def compress(directory: Path, ranks: Ranks) -> str | None:

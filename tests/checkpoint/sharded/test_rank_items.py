@@ -19,15 +19,14 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from hf_trainweights.checkpoint.loop.training_files import save_training_state
+from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
-from hf_trainweights.checkpoint.sharded.others_file import write_others
-from hf_trainweights.checkpoint.sharded.planning import plan_tensors
+from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders
-from hf_trainweights.checkpoint.sharded.weights_file import write_weights
+from hf_trainweights.checkpoint.sharded.writer import plan_tensors
 
 pytestmark = pytest.mark.slow
 

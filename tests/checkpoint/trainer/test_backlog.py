@@ -13,6 +13,8 @@ from checkpoint.trainers import STEPS, build, trainer_of
 from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import callback as callback_module
 from hf_trainweights.checkpoint.trainer import compression
@@ -21,7 +23,7 @@ from hf_trainweights.errors import SaveError
 
 pytestmark = pytest.mark.slow  # each trains
 
-REAL = compression.compress_directory
+REAL = compression.compress
 
 
 def run(root: Path, *callbacks: Any, model: str = "llama", **options: Any) -> int:
@@ -36,14 +38,18 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: BaseException, *names: str,
     """Let the first calls for some checkpoints fail, and return the list of all calls that are made."""
     calls: list[str] = []
 
-    def compress(path: Path, **options: Any) -> Any:
-        calls.append(path.name)
-        if path.name in names and calls.count(path.name) <= times:
+    def compress(job: SaveJob, choices: Choices) -> Any:
+        calls.append(job.path.name)
+        if job.path.name in names and calls.count(job.path.name) <= times:
             raise error
-        return REAL(path, **options)
+        return REAL(job, choices)
 
-    monkeypatch.setattr(compression, "compress_directory", compress)
+    monkeypatch.setattr(compression, "compress", compress)
     return calls
+
+
+def waiting(path: Path) -> compression.Compression:
+    return compression.Compression(SaveJob(path, Policy(), ANCHOR_EVERY_SAVES), Choices())
 
 
 TRANSIENT = OSError(5, "Input/output error")
@@ -158,18 +164,18 @@ def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_ov
 def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(path: Path, **_: Any) -> Any:
-        raise MemoryError("full") if path.name == "checkpoint-1" else TRANSIENT
+    def fail(job: SaveJob, _: Choices) -> Any:
+        raise MemoryError("full") if job.path.name == "checkpoint-1" else TRANSIENT
 
-    monkeypatch.setattr(compression, "compress_directory", fail)
+    monkeypatch.setattr(compression, "compress", fail)
     backlog = Backlog("raise")
     for step in (1, 2, 3):
         save(tmp_path, step, manifest=False)
-        backlog.add(compression.Compression(tmp_path / f"checkpoint-{step}", 1, {}))
+        backlog.add(waiting(tmp_path / f"checkpoint-{step}"))
     with pytest.raises(MemoryError, match="full"):
         backlog.finish()
     calls = fail_for(monkeypatch, TRANSIENT)
     save(tmp_path, 4, manifest=False)
-    backlog.add(compression.Compression(tmp_path / "checkpoint-4", 1, {}))
+    backlog.add(waiting(tmp_path / "checkpoint-4"))
     backlog.finish()
     assert sorted(calls) == [f"checkpoint-{step}" for step in (1, 2, 3, 4)]

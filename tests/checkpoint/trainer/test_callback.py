@@ -27,10 +27,11 @@ from transformers import (
 from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
+from hf_trainweights.checkpoint.directory.discovery import latest
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.run.discovery import latest
+from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import compression
 from hf_trainweights.errors import ConfigError, SaveError
@@ -152,7 +153,7 @@ def test_models_whose_files_have_other_names_resume_exactly(
         first.train()
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
     else:
-        monkeypatch.setattr(compression, "compress_directory", fail)
+        monkeypatch.setattr(compression, "compress", fail)
         first.train()
         assert latest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
@@ -261,15 +262,15 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     seen: list[tuple[str, bool, int]] = []
-    original = compression.compress_directory
+    original = compression.compress
 
-    def watched(path: Path, **options: Any) -> Any:
+    def watched(job: SaveJob, choices: Choices) -> Any:
         thread = threading.current_thread()
         jobs = [other for other in threading.enumerate() if other.name == "trainweights-checkpoint"]
         seen.append((thread.name, thread.daemon, len(jobs)))
-        return original(path, **options)
+        return original(job, choices)
 
-    monkeypatch.setattr(compression, "compress_directory", watched)
+    monkeypatch.setattr(compression, "compress", watched)
     trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build(name))[0].train()
     assert [thread for thread, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
     assert all(not daemon for _, daemon, _ in seen)

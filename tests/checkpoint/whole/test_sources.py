@@ -1,17 +1,25 @@
+import json
 import os
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.rewriting import compress_directory, restore_directory
-from hf_trainweights.checkpoint.whole import plain_weights
-from hf_trainweights.checkpoint.whole.sources import OptimizerFile
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.checkpoint.whole import sources
+from hf_trainweights.checkpoint.whole.sources import (
+    OptimizerFile,
+    load_if_possible,
+    read_weights,
+    take_inventory,
+    weight_files,
+)
+from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 
 def plain_checkpoint(path):
@@ -27,9 +35,9 @@ def plain_checkpoint(path):
 
 def test_each_file_is_loaded_once(tmp_path, monkeypatch):
     path, loaded = plain_checkpoint(tmp_path / "checkpoint-1"), []
-    load_file = plain_weights.load_file
+    load_file = sources.load_file
     monkeypatch.setattr(
-        plain_weights, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
+        sources, "load_file", lambda file, **options: loaded.append(Path(file).name) or load_file(file, **options)
     )
     compress_directory(path)
     assert sorted(loaded) == ["optimizer.pt", "pytorch_model.bin"]
@@ -141,3 +149,68 @@ def test_two_files_of_moments_of_the_same_time_must_agree(tmp_path):
     written(tmp_path / "optimizer.bin", moments(1), 10)
     with pytest.warns(UserWarning, match=r"optimizer\.bin stays as it is"):
         compress_directory(tmp_path)
+
+
+def test_the_file_that_loaders_open_first_is_at_the_head_and_an_index_before_its_shards(tmp_path):
+    save_file({"w": torch.ones(2)}, tmp_path / "model-1.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": "model-1.safetensors"}}))
+    for name in ("pytorch_model.bin", "adapter_model.bin"):
+        torch.save({"w": torch.zeros(2)}, tmp_path / name)
+    names = [file.name for file in weight_files(tmp_path)]
+    assert names == ["model.safetensors.index.json", "pytorch_model.bin", "model-1.safetensors"]
+    assert torch.equal(read_weights(tmp_path / names[0])["w"], torch.ones(2))
+
+
+def test_what_holds_more_than_data_is_not_loaded(tmp_path):
+    torch.save({"object": slice(1, 2)}, tmp_path / "optimizer.pt")
+    assert load_if_possible(tmp_path / "optimizer.pt") is None
+    with pytest.raises(CorruptFileError, match=r"optimizer\.pt"):
+        read_weights(tmp_path / "optimizer.pt")
+
+
+def test_what_was_saved_on_a_gpu_becomes_small_where_there_is_none(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save({"w": torch.arange(6000.0)}, tmp_path / "pytorch_model.bin")
+        torch.save({"state": {0: {"exp_avg": torch.ones(9)}}, "param_groups": []}, tmp_path / "optimizer.pt")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        compress_directory(tmp_path)
+    loaded = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    assert torch.equal(loaded["w"], torch.arange(6000.0))
+
+
+def saved(path, *names):
+    path.mkdir()
+    for name in names:
+        torch.save({"w": torch.ones(2)}, path / name)
+    return path
+
+
+def test_weights_are_listed_apart_from_other_files(tmp_path):
+    path = saved(tmp_path / "a", "pytorch_model.bin", "optimizer.pt", "adapter_model.bin", "scheduler.pt")
+    (path / "config.json").write_text("{}")
+    inventory = take_inventory(path)
+    assert inventory.weight_files == (path / "pytorch_model.bin",)
+    assert [file.name for file in inventory.other_files] == ["adapter_model.bin", "optimizer.pt", "scheduler.pt"]
+
+
+def test_new_weights_replace_the_other_weight_files_and_their_digests(tmp_path):
+    path = saved(tmp_path / "a", "model.safetensors", "pytorch_model.bin")
+    (path / "trainweights_files.json").write_text("{}")
+    replaced = take_inventory(path).replaced_by("pytorch_model.bin")
+    assert [file.name for file in replaced] == ["model.safetensors", "trainweights_files.json"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_what_holds_no_training_state_is_no_checkpoint(tmp_path, exists):
+    path = saved(tmp_path / "a") if exists else tmp_path / "a"
+    with pytest.raises(ConfigError, match="expected a directory with weights or other torch files"):
+        take_inventory(path)
+
+
+def test_a_sharded_checkpoint_is_refused(tmp_path):
+    path = saved(tmp_path / "a", "optimizer.pt")
+    (path / "zero_to_fp32.py").write_text("")
+    with pytest.raises(UnsupportedError, match=r"expected a checkpoint in whole files, found zero_to_fp32\.py"):
+        take_inventory(path)

@@ -8,8 +8,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.whole.weights_encoder import Weights
-from hf_trainweights.checkpoint.whole.writer import save_new_directory
+from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
 from hf_trainweights.errors import ConfigError, SaveError
 
 

@@ -12,11 +12,11 @@ import torch
 from typer.testing import CliRunner
 
 from hf_trainweights import latest
+from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.discovery import check_checkpoint
-from hf_trainweights.checkpoint.run.garbage import collect_garbage
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights_cli.checkpoint_rows import summary_row, verification_row
 from hf_trainweights_cli.main import app

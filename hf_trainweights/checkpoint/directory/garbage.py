@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hf_trainweights.checkpoint.dcp.contents import dcp_directories, is_dcp_directory
-from hf_trainweights.checkpoint.dcp.leftovers import unlisted_files
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, anchor_file_name
-from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.completeness import require_undamaged
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories
-from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.directory.layout import Layout, layout_of
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
+from hf_trainweights.checkpoint.run.verification import require_undamaged, verify_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import remove_tree
 from hf_trainweights.files.cleanup import remove_abandoned
 from hf_trainweights.files.temporary import lock_directory, move_aside
-from hf_trainweights.files.torch_zip import TORCH_SUFFIXES, open_pickle
-
-_CHUNK_BYTES = 1 << 20
 
 
 def remove_checkpoint(path: Path) -> None:
@@ -62,19 +57,20 @@ def collect_garbage(root: str | Path, *, dry_run: bool = False) -> list[Path]:
     damage = functools.cache(lambda: _damage(checkpoints or [root]))
     for checkpoint in (root, *checkpoints):
         with contextlib.suppress(FileNotFoundError):  # another process removes the checkpoint
-            for directory in dict.fromkeys([checkpoint, *dcp_directories(checkpoint)]):
-                removed += _collect(directory, damage, dry_run=dry_run)
+            layout = layout_of(checkpoint)
+            for directory in layout.directories:
+                removed += _collect(layout, directory, damage, dry_run=dry_run)
     return sorted(removed)
 
 
-def _collect(directory: Path, damage: Callable[[], str | None], *, dry_run: bool) -> list[Path]:
+def _collect(layout: Layout, directory: Path, damage: Callable[[], str | None], *, dry_run: bool) -> list[Path]:
     """Remove what is left over in one directory, unless someone writes in it."""
     if not directory.is_dir():
         return []
     with lock_directory(directory) as is_free:
         if not is_free:
             return []
-        unused = unlisted_files(directory) if is_dcp_directory(directory) else unused_anchors(directory)
+        unused = layout.unlisted(directory)
         if any(path.suffix == ANCHOR_SUFFIX for path in unused) and damage():
             unused = [path for path in unused if path.suffix != ANCHOR_SUFFIX]
         for path in () if dry_run else unused:
@@ -104,48 +100,3 @@ def _problem(directory: Path) -> str | None:
     except (CorruptFileError, OSError) as error:
         return str(error)
     return None
-
-
-def unused_anchors(directory: Path) -> list[Path]:
-    """List anchors that neither the manifest lists nor reading an encoded file beside them takes.
-
-    Nothing is listed if a file cannot be read: it may still need any of the anchors.
-    """
-    anchors = set(directory.glob(anchor_file_name("*")))
-    if not anchors:
-        return []
-    try:
-        needed = {directory / name for name in _listed_files(directory)}
-        readers = set(directory.iterdir()) - anchors
-        while readers:  # an anchor may be a difference to another one
-            names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
-            readers = anchors.intersection(directory / name for name in names) - needed
-            needed |= readers
-    except (CorruptFileError, OSError):
-        return []
-    return sorted(anchors - needed)
-
-
-def _listed_files(directory: Path) -> Collection[str]:
-    """Return the names of the files that a manifest lists; none without a manifest."""
-    try:
-        return read_manifest(directory).files
-    except FileNotFoundError:
-        return ()
-
-
-def _anchor_digests(path: Path) -> Collection[str]:
-    """Return the digests of the anchor, or of the files of the base, that a file refers to; none if it has none.
-
-    CorruptFileError: it is too damaged to tell.
-    """
-    if path.suffix in TORCH_SUFFIXES:
-        with open_pickle(path) as pickle:
-            while pickle.read(_CHUNK_BYTES):  # to its end, where its checksum is compared
-                pass
-    if not path.is_file() or not is_encoded(path):
-        return ()
-    anchor = read_structure(path).get("anchor")
-    if anchor is None:
-        return ()
-    return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)

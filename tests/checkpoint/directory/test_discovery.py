@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 from checkpoint.runs import cut, save
 
-from hf_trainweights.checkpoint.run import discovery
-from hf_trainweights.checkpoint.run.discovery import checkpoint_directories, find_checkpoints, latest
+from hf_trainweights.checkpoint.directory import discovery
+from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
 

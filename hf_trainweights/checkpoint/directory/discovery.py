@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import re
-import stat
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from hf_trainweights.checkpoint.dcp.contents import register_checkpoint
+import torch.distributed as dist
+
+from hf_trainweights.checkpoint.directory.layout import plain_problem, register_checkpoint
 from hf_trainweights.checkpoint.encoded.base_files import find_base
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.run.completeness import plain_problem
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem
+from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-
-_CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
 @dataclass(frozen=True)
@@ -40,31 +39,6 @@ class FoundCheckpoint:
     def verified(self) -> bool:
         """Whether every file was compared with a digest; a plain directory is only checked for completeness."""
         return self.manifest is not None and self.problem is None
-
-
-def checkpoint_directories(root: str | Path) -> list[Path]:
-    """List the `checkpoint-<step>` directories in `root`, newest first: by step, then by modification time.
-
-    Links are left out; without `root` there are none.
-    """
-    root = Path(root)
-    if not root.is_dir():
-        return []
-    found = []
-    for path in root.iterdir():
-        with contextlib.suppress(FileNotFoundError):  # another process removes it
-            status = path.lstat()
-            if _CHECKPOINT_NAME.fullmatch(path.name) and stat.S_ISDIR(status.st_mode):
-                found.append((checkpoint_step(path), status.st_mtime_ns, path))
-    return [path for *_, path in sorted(found, reverse=True)]
-
-
-def checkpoint_step(path: Path) -> int:
-    """Return the step in the name of a checkpoint directory; ValueError: it has another name."""
-    match = _CHECKPOINT_NAME.fullmatch(path.name)
-    if match is None:
-        raise ValueError(f"{path} is not called checkpoint-<step>")
-    return int(match[1])
 
 
 def find_checkpoints(root: str | Path) -> Iterator[FoundCheckpoint]:
@@ -133,3 +107,31 @@ def latest(root: str | Path) -> str | None:
         if found.manifest is not None and found.manifest.base is not None:
             find_base(found.manifest.base, found.path.absolute())
     return None
+
+
+def latest_on_all_ranks(root: str | Path, group: Any = None) -> str | None:
+    """Return what `latest` finds, on every rank the same; every rank of the group calls it.
+
+    The first rank reads and verifies the checkpoints, so their bytes are read once and not once by each rank.
+
+    Args:
+        root: Where a run keeps its `checkpoint-<step>` directories; it may be missing.
+        group: The process group. Default: all ranks. Without a process group this is `latest`.
+
+    Returns:
+        The path, or None if there is none.
+
+    Raises:
+        OSError: `root` cannot be read by the first rank; on every rank.
+
+    Examples:
+        >>> import tempfile
+        >>> latest_on_all_ranks(tempfile.mkdtemp()) is None
+        True
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return latest(root)
+    found = Ranks(group or dist.group.WORLD).decide(lambda: latest(root))
+    if found is not None:
+        register_checkpoint(Path(found))
+    return found

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from hf_trainweights.checkpoint.dcp.contents import dcp_directories
+from hf_trainweights.checkpoint.directory.layout import layout_of
 from hf_trainweights.checkpoint.manifest.manifest import Manifest
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.save_job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob
-from hf_trainweights.checkpoint.sharded.in_place import compress_sharded, restore_sharded
-from hf_trainweights.checkpoint.whole.rewriting import compress_whole, restore_whole
-from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, Choices, SaveJob
 
 
 def compress_directory(
@@ -69,10 +65,13 @@ def compress_directory(
     """
     path = Path(path).absolute()
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
-    job = SaveJob.in_place(path, Policy(mode, rules or {}), anchor_every, base)
-    if dcp_directories(path):
-        return _compress_sharded(job, buffers, metrics)
-    return compress_whole(job, keep_weights, buffers, optimizer_names or {}, metrics, weights_only=weights_only)
+    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base)
+    return compress(job, Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only))
+
+
+def compress(job: SaveJob, choices: Choices) -> Manifest:
+    """Make a checkpoint small where it lies, as `compress_directory` does; of several ranks the first calls it."""
+    return layout_of(job.path).compress(job, choices)
 
 
 def restore_directory(path: str | Path) -> Manifest:
@@ -97,16 +96,4 @@ def restore_directory(path: str | Path) -> Manifest:
         >>> compress_directory(path).mode, restore_directory(path).mode
         ('lossless', 'plain')
     """
-    path = Path(path).absolute()
-    if dcp_directories(path):
-        return restore_sharded(path)
-    return restore_whole(path)
-
-
-def _compress_sharded(job: SaveJob, buffers: Collection[str] | None, metrics: Mapping[str, Any] | None) -> Manifest:
-    """Do in this process what the ranks of a sharded checkpoint would do."""
-    if job.base is not None:
-        next_step = "Leave `anchor` out: its first checkpoint is stored in full."
-        raise UnsupportedError(str(job.path), "a checkpoint in whole files with `anchor`", "a sharded one", next_step)
-    options: dict[str, Any] = {"buffers": buffers, "metrics": metrics, "anchor_every": job.anchor_every}
-    return cast("Manifest", compress_sharded(job.path, job.policy, Ranks(), **options))  # it is the coordinator
+    return layout_of(Path(path).absolute()).restore()

@@ -1,31 +1,111 @@
-"""A checkpoint directory that is rewritten where it lies: its manifest goes first and comes back last."""
+"""One checkpoint that is being saved: what each step must know, and one that is rewritten where it lies.
+
+There its manifest goes first and comes back last.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import stat
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
+from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.manifest.rounding import with_earlier_rounding
-from hf_trainweights.checkpoint.run.completeness import RNG_PREFIX, TRAINER_STATE_NAME, zip_problem
-from hf_trainweights.checkpoint.run.garbage import unused_anchors
-from hf_trainweights.checkpoint.run.verification import list_files
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.anchors import unused_anchors
+from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, list_files, zip_problem
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import remove_files
+from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
 from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import lock_directory
 from hf_trainweights.files.torch_zip import is_torch_file
 
-CHOICES = ("policy", "keep_weights", "anchor")
-"""Keys in a manifest's metadata that say how the directory was rewritten."""
+ANCHOR_EVERY_SAVES = 8
+
+
+@dataclass(frozen=True)
+class BaseChoice:
+    """Weights outside a run that its first checkpoint is stored against, and those after it.
+
+    Args:
+        path: A directory or a file of weights.
+        keep: Whether checkpoints keep them, so that they need nothing outside the run.
+    """
+
+    path: Path
+    keep: bool = False
+
+
+@dataclass(frozen=True)
+class SaveJob:
+    """One checkpoint that is being saved.
+
+    Args:
+        path: Where it lies when it is complete.
+        policy: Which codec for which tensor.
+        anchor_every: The most checkpoints that one anchor serves; None for a checkpoint that needs no other.
+        base: Weights outside the run that its first checkpoint is stored against; None if there are none.
+        ranks: Those that take part.
+        temporary: A directory that becomes `path`; None where files are replaced one by one where they lie.
+    """
+
+    path: Path
+    policy: Policy
+    anchor_every: int | None
+    base: BaseChoice | None = None
+    ranks: Ranks = field(default_factory=Ranks)
+    temporary: Path | None = None
+
+    @property
+    def directory(self) -> Path:
+        """Where its files are written, and large payloads wait."""
+        return self.temporary or self.path
+
+    def open_file(self, name: str) -> AbstractContextManager[BinaryIO]:
+        """Open a file of the directory for writing."""
+        return (create_file if self.temporary else replace_file)(self.directory / name)
+
+
+@dataclass(frozen=True)
+class Choices:
+    """What a checkpoint that is made small where it lies shall keep, and what is known of it.
+
+    Args:
+        keep_weights: Leave the weight files as they are, plain.
+        buffers: Names of weights that are buffers; None if the checkpoint itself tells.
+        optimizer_names: Names of the optimizer's parameters by their index in its state.
+        metrics: For the manifest.
+        weights_only: Take a model without training state as well.
+    """
+
+    keep_weights: bool = False
+    buffers: Collection[str] | None = None
+    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    weights_only: bool = False
+
+
+@contextlib.contextmanager
+def file_named_in_errors(name: str) -> Iterator[None]:
+    """Put the name of a file before the key that an `UnstorableError` of the block names."""
+    try:
+        yield
+    except UnstorableError as error:
+        raise UnstorableError(f"{name}: {error.where}", error.expected, error.found, error.next_step) from error
+
+
+# Keys in a manifest's metadata that say how the directory was rewritten.
+_CHOICES = ("policy", "keep_weights", "anchor")
 
 
 @contextlib.contextmanager
@@ -62,13 +142,13 @@ def manifest_fields(
 ) -> dict[str, Any]:
     """Return the fields of a manifest beside its files; step and epoch are the previous one's, or the Trainer's own.
 
-    Metrics are by default the previous ones. `choices` are metadata under the keys `CHOICES`.
+    Metrics are by default the previous ones. `choices` are metadata under the keys `_CHOICES`.
     """
     fields: dict[str, Any] = {}
     metadata: dict[str, Any] = {}
     if previous is not None:
         fields = {"step": previous.step, "epoch": previous.epoch, "metrics": previous.metrics}
-        metadata = {key: value for key, value in previous.metadata.items() if key not in CHOICES}
+        metadata = {key: value for key, value in previous.metadata.items() if key not in _CHOICES}
     else:
         with contextlib.suppress(OSError, ValueError, TypeError, KeyError):
             with open_regular_file(path / TRAINER_STATE_NAME) as file:

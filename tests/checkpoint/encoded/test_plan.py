@@ -3,6 +3,7 @@ import torch
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
+from hf_trainweights.checkpoint.encoded.plan import with_steps
 from hf_trainweights.checkpoint.planning.policy import Policy
 
 W = torch.zeros(64, 64)
@@ -15,18 +16,18 @@ def planned(mode, rules=None, weight=W, **options):
 @pytest.mark.parametrize("rms", [0.0, 2.0**-101, None])
 def test_a_weight_that_did_not_move_is_exact(rms):
     steps = {} if rms is None else {"w": rms}
-    assert planned("compact").with_steps(steps)["w",].candidates == (PlanesDelta(),)
+    assert with_steps(planned("compact"), steps)["w",].candidates == (PlanesDelta(),)
 
 
 def test_steps_are_filled_in_by_name_and_leave_the_plan_as_it_was():
     plan = planned("near-lossless")
-    assert plan.with_steps({"w": 1.0})["w",].candidates == (DeltaUniform(step=0.25),)
-    assert plan.with_steps({"w": 2.0})["w",].candidates == (DeltaUniform(step=0.5),)
-    assert plan.exact["w",].candidates == (PlanesDelta(),)
+    assert with_steps(plan, {"w": 1.0})["w",].candidates == (DeltaUniform(step=0.25),)
+    assert with_steps(plan, {"w": 2.0})["w",].candidates == (DeltaUniform(step=0.5),)
+    assert plan["w",].candidates == (PlanesDelta(),)
 
 
 def test_half_precision_is_tried_exactly_as_well():
-    candidates = planned("compact", weight=W.bfloat16()).with_steps({"w": 1.0})["w",].candidates
+    candidates = with_steps(planned("compact", weight=W.bfloat16()), {"w": 1.0})["w",].candidates
     assert candidates == (PlanesDelta(), DeltaUniform(step=1.0))
 
 
@@ -44,11 +45,11 @@ def test_half_precision_is_tried_exactly_as_well():
 def test_the_plan_says_whether_an_anchor_is_of_use_and_whether_anything_is_rounded(
     mode, rules, uses_anchor, is_lossless
 ):
-    plan = planned(mode, rules)
+    plan = planned(mode, rules)["w",]
     assert (plan.uses_anchor, plan.is_lossless) == (uses_anchor, is_lossless)
 
 
 def test_weights_that_the_anchor_lacks_do_not_refer_to_it():
     plan = Policy("compact").plan_delta({"w": W, "new": W}, {"w"})
-    assert (plan.exact["w",].anchor, plan.exact["new",].anchor) == ("w", None)
-    assert set(plan.lossy) == {("w",)}
+    assert (plan["w",].anchor, plan["new",].anchor) == ("w", None)
+    assert [path for path, each in plan.items() if each.steps_per_rms] == [("w",)]

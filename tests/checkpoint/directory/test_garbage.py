@@ -6,12 +6,12 @@ import shutil
 import pytest
 import torch
 
+from hf_trainweights.checkpoint.directory import garbage
+from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run import garbage
-from hf_trainweights.checkpoint.run.garbage import collect_garbage, remove_checkpoint
-from hf_trainweights.checkpoint.run.in_place import rewriting
-from hf_trainweights.checkpoint.whole.weights_encoder import Weights
-from hf_trainweights.checkpoint.whole.writer import save_new_directory
+from hf_trainweights.checkpoint.run.job import rewriting
+from hf_trainweights.checkpoint.whole import rewriting as whole_rewriting
+from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
 from hf_trainweights.files.temporary import claim_directory
 
 
@@ -83,12 +83,14 @@ def test_an_anchor_that_a_save_in_place_has_just_linked_is_no_garbage(tmp_path):
     assert collect_garbage(tmp_path) == [anchor]
 
 
-@pytest.mark.parametrize("moment", ["unused_anchors", "remove_abandoned"])
-def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_removes_it(tmp_path, monkeypatch, moment):
+@pytest.mark.parametrize(("module", "moment"), [(whole_rewriting, "unused_anchors"), (garbage, "remove_abandoned")])
+def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_removes_it(
+    tmp_path, monkeypatch, module, moment
+):
     for step in (1, 2):
         save(tmp_path / f"checkpoint-{step}")
         (tmp_path / f"checkpoint-{step}" / ("0" * 64 + ".anchor")).write_bytes(b"x")
-    original = getattr(garbage, moment)
+    original = getattr(module, moment)
 
     def slow(directory, **options):
         if directory.name == "checkpoint-2":
@@ -96,7 +98,7 @@ def test_a_checkpoint_that_goes_while_garbage_is_collected_is_left_to_whoever_re
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(directory))
         return original(directory, **options)
 
-    monkeypatch.setattr(garbage, moment, slow)
+    monkeypatch.setattr(module, moment, slow)
     assert collect_garbage(tmp_path) == [tmp_path / "checkpoint-1" / ("0" * 64 + ".anchor")]
 
 

@@ -21,11 +21,12 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
+from hf_trainweights.checkpoint.directory.rewriting import compress
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.sharded.in_place import compress_sharded
-from hf_trainweights.checkpoint.trainer.compression import size_bytes
+from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files import disk
 
@@ -266,7 +267,8 @@ def test_what_went_wrong_first_is_said_where_times_cannot_be_set_either(
 
 def compress_together(path: Path, ranks: Ranks) -> list[str]:
     """Make a checkpoint small together with the other ranks; return the names of its files."""
-    return ranks.decide(lambda: sorted(compress_sharded(path, Policy("lossless"), ranks, anchor_every=8).files))
+    job = SaveJob(path, Policy("lossless"), 8, ranks=ranks)
+    return ranks.decide(lambda: sorted(compress(job, Choices()).files))
 
 
 def compress_as_rank(rank: int, path: Path, dying_rank: int | None = None, die_at: int | None = None) -> Any:

@@ -1,0 +1,197 @@
+"""What the tensors of training state are: weights, buffers, and states of an optimizer, told from names and shapes.
+
+torch.distributed.checkpoint (DCP) flattens nested dicts and joins the keys by dots. An optimizer is what has
+`param_groups` beside `state`, as in `optim.state.layers.0.weight.exp_avg`, whether its own state dict was flat or not.
+Everything else is a model's.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from hf_trainweights.checkpoint.encoded.key_paths import Key
+from hf_trainweights.checkpoint.planning.modes import MOMENTS
+
+Paths = Mapping[str, Sequence[str | int]]
+"""The keys from which DCP's planner joined each name."""
+
+
+def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
+    """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another.
+
+    Examples:
+        >>> import torch
+        >>> is_optimizer_state(torch.optim.SGD([torch.ones(1)]).state_dict()), is_optimizer_state({"state": 1})
+        (True, False)
+    """
+    if not isinstance(tree, dict):
+        return False
+    states, groups = tree.get("state"), tree.get("param_groups")
+    if not isinstance(states, Mapping) or not isinstance(groups, list):
+        return False
+    return all(isinstance(values, Mapping) for values in states.values()) and all(map(_is_group, groups))
+
+
+def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str]:
+    """Return the names of an optimizer's parameters by the index under which its state dict knows them.
+
+    Indices run through the groups in their order. Parameters of other modules are left out.
+
+    Examples:
+        >>> import torch
+        >>> model = nn.Linear(2, 1)
+        >>> optimizer_parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
+        {0: 'bias', 1: 'weight'}
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    groups = getattr(optimizer, "param_groups", [])
+    parameters = dict.fromkeys(id(parameter) for group in groups for parameter in group["params"])
+    return {index: names[key] for index, key in enumerate(parameters) if key in names}
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a number, or a tensor of one."""
+    return isinstance(value, int | float) or (isinstance(value, Tensor) and value.numel() == 1)
+
+
+def recorded_names(optimizer: Mapping[str, Any]) -> dict[Key, str]:
+    """Return the names that an optimizer made from `model.named_parameters()` records, by their parameter's index."""
+    names: dict[Key, str] = {}
+    for group in optimizer["param_groups"]:
+        # A state that was gathered from several ranks has the names in the place of the indices.
+        named = [each for each in group["params"] if isinstance(each, str)]
+        names.update(zip(group["params"], group.get("param_names", named), strict=False))
+    return names
+
+
+def _is_group(group: object) -> bool:
+    if not isinstance(group, Mapping):
+        return False
+    params, names = group.get("params"), group.get("param_names", [])
+    if not isinstance(params, list) or not all(isinstance(each, int | str) for each in params):
+        return False
+    if not isinstance(names, list) or not all(isinstance(each, str) for each in names):
+        return False
+    return "betas" not in group or _are_adams(group)
+
+
+def _are_adams(group: Mapping[str, Any]) -> bool:
+    betas = group["betas"]
+    if not isinstance(betas, tuple | list) or len(betas) != 2 or not is_number(group.get("lr")):
+        return False
+    return all(is_number(beta) and 0 <= beta < 1 for beta in betas)
+
+
+def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> set[str]:
+    """Return the names of all tensors of a flat state dict that an optimizer's state does not show to be trained.
+
+    By the names that an optimizer made from `model.named_parameters()` records. Else by shape: as many states as
+    tensors of a shape are there if none of these is a buffer. Without states of the parameters' shapes (plain SGD,
+    Adafactor, no optimizer) only tensors of two and more dimensions count as trained. A frozen weight is taken for a
+    buffer, which costs nothing: an exact difference of what does not change is next to nothing.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
+        >>> sorted(find_buffers(model.state_dict(), torch.optim.SGD(model.named_parameters()).state_dict()))
+        ['1.num_batches_tracked', '1.running_mean', '1.running_var']
+    """
+    tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    trained = _recorded_names(optimizer)
+    if trained and trained <= tensors.keys():
+        return tensors.keys() - trained
+    shapes = _state_shapes(optimizer)
+    if shapes is None:
+        return {name for name, tensor in tensors.items() if tensor.dim() < 2}
+    found = Counter(tensor.shape for tensor in tensors.values())
+    return {name for name, tensor in tensors.items() if found[tensor.shape] > shapes[tensor.shape]}
+
+
+def _recorded_names(optimizer: Mapping[str, Any]) -> set[str]:
+    return {name for group in optimizer.get("param_groups", ()) for name in group.get("param_names", ())}
+
+
+def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:
+    """Count the parameters by shape; None if a state does not show its parameter's."""
+    shapes: Counter[torch.Size] = Counter()
+    for state in optimizer.get("state", {}).values():
+        of_parameter = {value.shape for value in state.values() if isinstance(value, Tensor) and value.dim()}
+        if len(of_parameter) > 1:
+            return None
+        shapes.update(of_parameter)
+    return shapes or None
+
+
+@dataclass(frozen=True)
+class StateName:
+    """The name of a value in an optimizer's state dict.
+
+    Args:
+        optimizer: Where the optimizer's state dict stands, "" for the top.
+        parameter: The parameter's name, or that of a group.
+        key: `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
+    """
+
+    optimizer: str
+    parameter: str
+    key: str
+
+
+def optimizer_states(names: Iterable[str]) -> dict[str, StateName]:
+    """Find the states and groups of optimizers by their names in a flattened state dict, objects included.
+
+    Names that end like Adam's moments are of states even without groups.
+
+    Examples:
+        >>> optimizer_states(["optim.state.0.weight.exp_avg", "optim.param_groups", "model.0.weight"])
+        {'optim.state.0.weight.exp_avg': StateName(optimizer='optim', parameter='0.weight', key='exp_avg')}
+    """
+    parts = {name: name.split(".") for name in names}
+    optimizers = {
+        ".".join(each[:depth]) for each in parts.values() for depth, part in enumerate(each) if part == "param_groups"
+    }
+    found = {}
+    for name, each in parts.items():
+        for depth, part in enumerate(each[:-1]):
+            prefix, key = ".".join(each[:depth]), each[-1]
+            if part == "param_groups" or (part == "state" and (prefix in optimizers or key in MOMENTS)):
+                found[name] = StateName(prefix, ".".join(each[depth + 1 : -1]), key)
+                break
+    return found
+
+
+def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
+    """Sort the flattened names of weights and buffers by where their model's state dict stands, then own names.
+
+    `paths` are the keys from which DCP made a name; one without an entry stands at the top, "".
+
+    Examples:
+        >>> models(["model.0.weight"], {"model.0.weight": ("model", "0.weight")})
+        {'model': {'0.weight': 'model.0.weight'}}
+    """
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for name in names:
+        *prefix, last = paths.get(name, (name,))
+        found[".".join(map(str, prefix))][str(last)] = name
+    return dict(found)
+
+
+def buffers_of(dimensions: Mapping[str, int], parameters: Collection[str], buffers: Collection[str] | None) -> set[str]:
+    """Return which tensors of a model are exact in every mode: `buffers`, or if None those without a state.
+
+    If none has a state in an optimizer (`parameters`), they are those of fewer than two dimensions.
+
+    Examples:
+        >>> sorted(buffers_of({"weight": 2, "mean": 1}, {"weight"}, None))
+        ['mean']
+    """
+    if buffers is not None:
+        return {name for name in dimensions if name in buffers}
+    if not dimensions.keys() & set(parameters):
+        return {name for name, count in dimensions.items() if count < 2}
+    return dimensions.keys() - set(parameters)
