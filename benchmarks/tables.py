@@ -124,6 +124,23 @@ def abilities() -> str:
     return f"{table(['after it is quantized, a model', *methods], rows)}\n\n{caption}"
 
 
+def abilities_by_format() -> str:
+    """Return what was tried with a model in each format, and in which it is refused."""
+    report = read("abilities_by_format")
+    columns = next(iter(report["formats"].values()))
+    words = {"yes": "yes", "refused": "refused", "no": "**no**"}
+    rows = [
+        [name, *(words[found[column]["outcome"]] for column in columns)] for name, found in report["formats"].items()
+    ]
+    names = ("transformers", "torch", "peft", "onnxruntime", "compressed-tensors", "gguf")
+    packages = ", ".join(f"{name} {report['versions'][name]}" for name in names if name in report["versions"])
+    caption = (
+        "Each was tried on a CPU: exports of graphs with an embedding and two Linears, all else with a tiny Llama. "
+        f"An error of the package's own that says what to do instead is `refused`. {packages}."
+    )
+    return f"{table(['format', *columns], rows)}\n\n{caption}"
+
+
 def _with_activations(speeds: dict[str, float], method: str) -> str:
     """Return the speed of a method, and in parentheses that of the same one with 8-bit activations."""
     other = speeds.get(f"{method}, 8-bit activations")
@@ -394,6 +411,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed": distributed,
     "distributed-plan": distributed_plan,
     "abilities": abilities,
+    "abilities-by-format": abilities_by_format,
     "fuzz": fuzz,
     "soak": soak,
     "exhaustive": exhaustive,

@@ -64,6 +64,14 @@ BitsOption = Annotated[
 SizeOption = Annotated[
     str | None, typer.Option("--size", metavar="SIZE", help="Choose a format for each weight, for files of e.g. 1.2GB.")
 ]
+TargetOption = Annotated[
+    str | None,
+    typer.Option(
+        "--for-target",
+        metavar="TARGET",
+        help="With --bits or --size: gguf or compressed-tensors, to choose formats that it can hold.",
+    ),
+]
 CalibrationOption = Annotated[
     str | None,
     typer.Option(
@@ -90,6 +98,7 @@ def quantize(
     name: FormatOption = None,
     bits: BitsOption = None,
     size: SizeOption = None,
+    for_target: TargetOption = None,
     group_size: Annotated[
         int | None, typer.Option(metavar="N", help="Weights that share a scale; the format's default if not given.")
     ] = None,
@@ -119,7 +128,8 @@ def quantize(
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value
     options: dict[str, Any] = {"activations": chosen, "overrides": overrides, "include_embeddings": include_embeddings}
-    options |= {"bits": bits, "size": size, "column_scale": column_scale, "compress": compress}
+    options |= {"bits": bits, "size": size, "for_target": for_target}
+    options |= {"column_scale": column_scale, "compress": compress}
     config = _config(name, group_size, options)
     texts = calibration if calibration in (None, "self") else read_texts(Path(calibration), "--calibration")
     # Imported here, so that `--help` does not wait for Transformers.

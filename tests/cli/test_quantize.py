@@ -76,6 +76,7 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
         (("--bits", "4", "--format", "int8"), "--format: expected None with bits or size"),
         (("--bits", "4", "--size", "1GB"), "--bits: expected either bits or size"),
         (("--bits", "0"), "--bits: expected a number of bits per weight"),
+        (("--for-target", "gguf"), "--for-target: expected bits or size, for which formats are chosen"),
         (("--size", "big"), "--size: expected a number of bytes, or a text such as"),
         (("--bits", "4", "--group-size", "32"), "--group-size: expected None with bits or size"),
         (("--format", "int3"), "--format: 'int3' is none of int8, int4, float8_e4m3"),

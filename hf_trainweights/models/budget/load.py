@@ -57,7 +57,7 @@ def measure_checkpoint(
     copied = copy.deepcopy(model)
     planned = weights_to_plan(copied, config, skip)
     chosen = {choice.name: choice for choice in choose(copied, config, skip).quantized}
-    measure = _Measure({each.name for each in planned}, chosen, state)
+    measure = _Measure({each.name for each in planned}, chosen, state, config.for_target)
     read_by(_Measuring(config, measure), copied, files, weight_of(planned[0]).dtype if planned else None, conversions)
     if state.error is not None:
         raise state.error
@@ -96,11 +96,12 @@ class _Measure(TrainWeightsQuantize):
         planned: Names of the weights whose formats are to be chosen.
         chosen: The choices for these and for all others that are to be quantized.
         state: What the operations of this load share.
+        target: As for `candidates`.
     """
 
-    def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState):
+    def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState, target: str | None):
         super().__init__(state)
-        self.planned, self.chosen = planned, chosen
+        self.planned, self.chosen, self.target = planned, chosen, target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
@@ -134,6 +135,6 @@ class _Measure(TrainWeightsQuantize):
 
     def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:
         if name in self.planned:
-            losses = self.state.attempt(partial(relative_errors, name, shape, rows))
+            losses = self.state.attempt(partial(relative_errors, name, shape, rows, self.target))
             if losses is not None:
                 self.losses[name] = losses

@@ -45,7 +45,7 @@ def measure_in_memory(
         weight = weight_of(choice).detach()
         check_loaded(choice.name, weight)
         stored = weight.transpose(-1, -2) if choice.transposed else weight
-        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored))
+        losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored), config.for_target)
     with _in_few_bits(module, choose(module, config, skip).quantized):
         if calibration is None:
             return Measurements(losses, sensitivities_of_tokens(module, weights))

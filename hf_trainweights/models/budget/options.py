@@ -10,6 +10,8 @@ from torch import Tensor
 
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
+from hf_trainweights.formats.int8 import Int8
 
 # From the smallest to the most exact. codebook4 stands where uint4 in groups of 32 would, which takes as much and loses
 # more. Column scales are left out: what they gain is not seen in the error of a weight.
@@ -26,6 +28,13 @@ CANDIDATES: tuple[Format, ...] = tuple(
     )
 )
 
+# Where a model is to be exported to a layout that does not hold all of these: what it holds. Blocks of GGUF are of 32
+# weights whatever the groups.
+OF_TARGETS: dict[str, tuple[Format, ...]] = {
+    "gguf": (Int4(group_size=32), Int8()),
+    "compressed-tensors": (*map(Int4, reversed(GROUP_SIZES)), Int8()),
+}
+
 # A weight's relative error is known to 0.02 dB from this many of its elements: rows, evenly spaced.
 _SAMPLED_ELEMENTS = 1 << 19
 
@@ -33,13 +42,14 @@ _SAMPLED_ELEMENTS = 1 << 19
 Rows = Callable[[Tensor], Tensor]
 
 
-def candidates(shape: Sequence[int]) -> list[Format]:
+def candidates(shape: Sequence[int], target: str | None) -> list[Format]:
     """Return the formats that a weight can have, each once.
 
     Args:
         shape: Shape of the stored weight, `[*, N, K]`.
+        target: The layout that has to hold them, one of `OF_TARGETS`; None for any.
     """
-    return list(dict.fromkeys(form.fallback(shape) for form in CANDIDATES))
+    return list(dict.fromkeys(form.fallback(shape) for form in OF_TARGETS.get(target or "", CANDIDATES)))
 
 
 def rows_of(weight: Tensor) -> Rows:
@@ -58,13 +68,14 @@ def _places(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 
 @torch.no_grad()
-def relative_errors(name: str, shape: Sequence[int], rows: Rows) -> dict[Format, float]:
+def relative_errors(name: str, shape: Sequence[int], rows: Rows, target: str | None) -> dict[Format, float]:
     """Return what each candidate loses of a weight: the squared error over the squared norm, of a sample.
 
     Args:
         name: What errors call the weight.
         shape: Shape of the stored weight, `[*, N, K]`.
         rows: Returns some of its rows.
+        target: As for `candidates`.
 
     Returns:
         Numbers of six digits: the same on every machine, whatever adds up.
@@ -78,7 +89,7 @@ def relative_errors(name: str, shape: Sequence[int], rows: Rows) -> dict[Format,
     sample = rows(torch.arange(taken, device="cpu") * count // max(1, taken)).detach().cpu().contiguous()
     norm = _squares(sample)
     losses = {}
-    for form in candidates(shape):
+    for form in candidates(shape, target):
         # A single row may not fit where the whole weight does.
         here = form.fallback(sample.shape)
         rounded = here.dequantize(here.quantize(sample, name), sample.shape, torch.float32)

@@ -13,7 +13,7 @@ from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.budget.bytes import file_bytes, file_bytes_in, rest_bytes
 from hf_trainweights.models.budget.choice import Option, choose_options, smallest_bytes
-from hf_trainweights.models.budget.options import CANDIDATES, candidates
+from hf_trainweights.models.budget.options import CANDIDATES, OF_TARGETS, candidates
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.limit import Budget
 from hf_trainweights.models.choosing.selection import OVERRIDE, choose
@@ -122,13 +122,13 @@ def plan(
     options = {
         each.name: [
             Option(form, size(each, form), matters[each.name] * measured.losses.get(each.name, {}).get(form, 0.0))
-            for form in candidates(stored_shape(each))
+            for form in candidates(stored_shape(each), config.for_target)
         ]
         for each in weights
     }
     least = fixed + smallest_bytes(options)
     if least > limit:
-        raise _too_small(config.budget, least, count)
+        raise _too_small(config.budget, config.for_target, least, count)
     chosen = choose_options(options, limit - fixed)
     return config.planned({name: option.format for name, option in chosen.items()})
 
@@ -170,8 +170,8 @@ def _importance(weights: Sequence[Choice], measured: Mapping[str, float]) -> dic
     return {each.name: measured.get(each.name, density * each.numel) for each in weights}
 
 
-def _too_small(budget: Budget, least: int, count: int) -> ConfigError:
-    smallest = ", ".join(dict.fromkeys(str(form) for form in CANDIDATES[:1]))
+def _too_small(budget: Budget, target: str | None, least: int, count: int) -> ConfigError:
+    smallest = str(OF_TARGETS.get(target or "", CANDIDATES)[0])
     if budget.size_bytes is not None:
         where, found, expected = "size", f"{budget.size_bytes:,}", f"at least {least:,} bytes"
     else:

@@ -20,7 +20,7 @@ from hf_trainweights.models.choosing.config_checks import (
     in_order,
     right_argument,
 )
-from hf_trainweights.models.choosing.limit import Budget, check_left_to_budget
+from hf_trainweights.models.choosing.limit import Budget, check_left_to_budget, check_target
 from hf_trainweights.models.choosing.overrides import check_overrides, check_plan, format_of, shortest
 
 QUANT_METHOD = "trainweights"
@@ -36,6 +36,7 @@ _ONLY_IF_SET = {
     "column_scale": False,
     "compress": False,
     "calibration_sha256": None,
+    "for_target": None,
 }
 
 # The formats that come with the package, which editors complete, or one that was registered.
@@ -70,6 +71,8 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             own copy, so that cards of later saves can name it.
         calibration_sha256: Of the inputs that the codes were chosen with. It is set when a model is quantized with
             calibration and saved in config.json, for the record.
+        for_target: With `bits` or `size`, "gguf" or "compressed-tensors" to choose among the formats that this export
+            can hold. Other exports hold every format.
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
         bits: Bits of a weight in a file, scales included, with format "coded": from 2 to 8, 4 if not given.
@@ -108,6 +111,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         compress: bool = False,
         plan: Mapping[str, str | Mapping[str, Any]] | None = None,
         calibration_sha256: str | None = None,
+        for_target: Literal["gguf", "compressed-tensors"] | str | None = None,
         version: int = CONFIG_VERSION,
         quant_method: str = QUANT_METHOD,
         **unknown: Never,
@@ -127,7 +131,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             )
         self.column_scale, self.activations = column_scale, activations
         self.bits, self.size, self.plan = bits, size, check_plan(plan)
-        self.format, self.group_size = format, group_size
+        self.format, self.group_size, self.for_target = format, group_size, check_target(for_target, bits, size)
         if self.needs_plan:
             check_left_to_budget(
                 format=format, group_size=group_size, activations=activations, column_scale=column_scale or None
@@ -139,15 +143,13 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             self.group_size, self.bits = chosen.get("group_size"), chosen.get("bits", bits)
         self.modules_to_not_convert = check_names(modules_to_not_convert)
         self.overrides = check_overrides(overrides)
-        if type(include_embeddings) is not bool:
-            raise ConfigError("include_embeddings", "True or False", repr(include_embeddings), "Pass one of these.")
-        self.include_embeddings = include_embeddings
         if not isinstance(base_model, str | None):
             raise ConfigError("base_model", "the id of a repository or None", repr(base_model), "Leave it out.")
         self.base_model = base_model
-        if type(compress) is not bool:
-            raise ConfigError("compress", "True or False", repr(compress), "Pass one of these.")
-        self.compress = compress
+        for name, value in (("include_embeddings", include_embeddings), ("compress", compress)):
+            if type(value) is not bool:
+                raise ConfigError(name, "True or False", repr(value), "Pass one of these.")
+        self.include_embeddings, self.compress = include_embeddings, compress
         if not isinstance(calibration_sha256, str | None):
             expected, found = "a digest or None", repr(calibration_sha256)
             raise ConfigError("calibration_sha256", expected, found, "Leave it out.")

@@ -17,6 +17,10 @@ _UNITS["b"] = 1
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
+TARGETS = ("gguf", "compressed-tensors")
+"""Layouts of exports that do not hold every format."""
+
+
 @dataclass(frozen=True)
 class Budget:
     """A limit that formats are chosen for; one of the two is set.
@@ -68,6 +72,26 @@ def check_left_to_budget(**options: object) -> None:
         if value is not None:
             next_step = "Leave one out; overrides give single weights a format of their own."
             raise ConfigError(name, "None with bits or size, which choose the formats", repr(value), next_step)
+
+
+def check_target(target: str | None, bits: object, size: object) -> str | None:
+    """Return the layout that formats are chosen for.
+
+    Args:
+        target: A name in `TARGETS`, or None.
+        bits: What a user gives.
+        size: Likewise.
+
+    Raises:
+        ConfigError: There is no such layout, or nothing is chosen.
+    """
+    if target is not None and target not in TARGETS:
+        next_step = "Leave it out for ONNX, TorchScript and .pt2, which hold every format."
+        raise ConfigError("for_target", f"one of {', '.join(TARGETS)}", repr(target), next_step)
+    if target is not None and bits is None and size is None:
+        next_step = "Give one of these; of a format that you name, the export says whether it holds it."
+        raise ConfigError("for_target", "bits or size, for which formats are chosen", "neither", next_step)
+    return target
 
 
 def _size_bytes(size: object) -> int:

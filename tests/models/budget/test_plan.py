@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from tiny_tokenizers import byte_level
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, summary
+from hf_trainweights import (
+    QuantizedTensor,
+    TrainWeightsConfig,
+    export_compressed_tensors,
+    export_gguf,
+    quantize_,
+    summary,
+)
 from hf_trainweights.errors import ConfigError, QuantizationError
-from hf_trainweights.models.budget.options import CANDIDATES
-from hf_trainweights.models.choosing.limit import Budget
+from hf_trainweights.models.budget.options import CANDIDATES, OF_TARGETS
+from hf_trainweights.models.choosing.limit import TARGETS, Budget
 from hf_trainweights.models.choosing.summary import Summary
 
 
@@ -57,6 +65,8 @@ def test_a_size_is_read_as_people_write_it(value: str | int, expected: int) -> N
         ({"size": "1.2 gigabytes"}, "size: expected a number of bytes"),
         ({"size": "-1GB"}, "size: expected a number of bytes"),
         ({"size": 0}, "size: expected a number of bytes"),
+        ({"for_target": "gguf"}, "for_target: expected bits or size, for which formats are chosen, found neither"),
+        ({"for_target": "onnx", "bits": 6}, "for_target: expected one of gguf, compressed-tensors, found 'onnx'"),
         ({"size": "1GB", "format": "int8"}, "format: expected None with bits or size"),
         ({"bits": 4, "group_size": 32}, "group_size: expected None with bits or size"),
         ({"bits": 8, "activations": "int8"}, "activations: expected None with bits or size"),
@@ -213,3 +223,28 @@ def test_candidates_lead_from_the_smallest_to_the_most_exact() -> None:
     shape = (256, 1024)
     sizes = [form.stored_bytes(shape, torch.bfloat16) for form in CANDIDATES]
     assert sizes == sorted(set(sizes))
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_formats_for_an_export_are_among_those_that_it_holds(target: str, tmp_path: Path) -> None:
+    model, tokenizer = ARCHITECTURES["llama"].build(torch.float16), byte_level(size=300)
+    model.resize_token_embeddings(len(tokenizer))
+    quantize_(model, TrainWeightsConfig(bits=6.5, for_target=target))
+    found = {weight.format for weight in model.parameters() if isinstance(weight, QuantizedTensor)}
+    assert len(found) > 1
+    assert found <= set(OF_TARGETS[target])
+    if target == "gguf":
+        export_gguf(model, tmp_path / "model.gguf", tokenizer)
+    else:
+        export_compressed_tensors(model, tmp_path / "out")
+
+
+def test_a_checkpoint_is_planned_for_an_export_as_it_is_loaded(tmp_path: Path) -> None:
+    ARCHITECTURES["llama"].build().save_pretrained(tmp_path)
+    config = TrainWeightsConfig(bits=5, for_target="gguf")
+    model = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+    found = {weight.format for weight in model.parameters() if isinstance(weight, QuantizedTensor)}
+    assert found <= set(OF_TARGETS["gguf"])
+    assert set(OF_TARGETS) == set(TARGETS)
+    with pytest.raises(ConfigError, match="which the smallest formats take \\(int4 g32\\)"):
+        LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=TrainWeightsConfig(bits=2, for_target="gguf"))
