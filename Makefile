@@ -1,4 +1,4 @@
-.PHONY: check fix quick test exhaustive fuzz soak mutants docs bench
+.PHONY: check fix quick test exhaustive fuzz soak mutants docs bench release
 check:
 	ruff check .
 	ruff format --check .
@@ -34,6 +34,7 @@ bench:
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints
+	python -m benchmarks.checkpoints.cores
 	python -m benchmarks.abilities
 	PYTHONPATH=tests python -m benchmarks.exports
 	python -m benchmarks.programs
@@ -42,3 +43,6 @@ bench:
 
 fuzz:
 	python -m tests.fuzz --seconds $(or $(SECONDS),600)
+
+release:
+	.ci/release

@@ -11,6 +11,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,10 +26,11 @@ _FLAGS = ["-O3", "-std=gnu11", "-fPIC"]
 # Without this flag GCC keeps the sums of a product in memory instead of in registers. clang refuses it.
 _NO_PRE = "-fno-tree-pre"
 _THREADS = "-fopenmp"
-_ONE_THREAD = "on one thread, because this compiler has an OpenMP library of its own"
+_ONE_THREAD = "on one thread, because this compiler does not take its threads from PyTorch's OpenMP library"
 _AVX2 = [_THREADS, _NO_PRE, "-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
 _AMX = [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw"]
+_NEON = [_THREADS, _NO_PRE, "-march=armv8.2-a+dotprod"]
 # Each operation is rounded once, as numpy does. Loops that set errno or may trap do not become vectors.
 _ROUNDED = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 
@@ -42,14 +44,20 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
 
 
 _OF_ALL = ("interface.c", "dequantize.c", "float8.c", "words/uint.c")
-LIBRARIES = (
+_OF_ANY_CPU = (
+    Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
+    Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
+)
+_X86 = (
     Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
     Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
     Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c"), _AVX512),
     Library(_PRODUCTS / "amx.so", (*_OF_ALL, "bytes/*_rows.c", "tiles/*.c"), _AMX),
-    Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
-    Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
+    *_OF_ANY_CPU,
 )
+_ARM = (Library(_PRODUCTS / "neon.so", (*_OF_ALL, "bytes/*.c"), _NEON), *_OF_ANY_CPU)
+# By the operating system and the CPU.
+LIBRARIES = {("linux", "x86_64"): _X86, ("linux", "aarch64"): _ARM, ("darwin", "arm64"): _ARM}
 
 
 class CustomBuildHook(BuildHookInterface):
@@ -69,18 +77,20 @@ class CustomBuildHook(BuildHookInterface):
         build_data["artifacts"] += [f"/{path.as_posix()}" for path in libraries]
         build_data["pure_python"] = False
         # The libraries call nothing of Python, so they fit every version of it.
-        build_data["tag"] = f"py3-none-linux_{platform.machine()}"
+        build_data["tag"] = "py3-none-" + sysconfig.get_platform().replace("-", "_").replace(".", "_")
 
 
 def _compile(root: Path) -> list[Path]:
     """Compile what the machine can, say in one line what that was, and return the libraries that there are."""
     command = shlex.split(os.environ.get("CC", "")) or ["cc"]
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        return _say([], ["this is not Linux on x86-64"])
+    libraries = LIBRARIES.get((sys.platform, platform.machine()))
+    if libraries is None:
+        return _say([], ["this is neither Linux on x86-64 or ARM nor macOS on ARM"])
     if shutil.which(command[0]) is None:
         return _say([], [f"there is no C compiler {command[0]}"])
-    refused = {_NO_PRE} if _run([*command, _NO_PRE, "-x", "c", "-c", os.devnull, "-o", os.devnull]) else set()
-    outcomes = {library.path: _compile_one(root, command, library, refused) for library in LIBRARIES}
+    nothing = ["-x", "c", "-c", os.devnull, "-o", os.devnull]
+    refused = {flag for flag in (_NO_PRE, _THREADS) if _run([*command, flag, *nothing])}
+    outcomes = {library.path: _compile_one(root, command, library, refused) for library in libraries}
     done = [path for path, outcome in outcomes.items() if outcome in ("", _ONE_THREAD)]
     remarks = [f"{_names(outcomes, text)}: {text}" for text in dict.fromkeys(outcomes.values()) if text]
     return _say(done, remarks)
@@ -106,7 +116,8 @@ def _run(command: list[str]) -> str:
 def _compile_one(root: Path, command: list[str], library: Library, refused: set[str]) -> str:
     """Put one library where it goes, without the flags that are refused, and return what is to be said of it."""
     with tempfile.TemporaryDirectory() as temporary:
-        linked, remark = Path(temporary) / library.path.name, ""
+        linked = Path(temporary) / library.path.name
+        remark = _ONE_THREAD if _THREADS in library.flags and _THREADS in refused else ""
         if failure := _link(root, command, library, refused, linked):
             return failure
         # clang's threads are those of its own OpenMP library, which PyTorch does not bring and which would be a second

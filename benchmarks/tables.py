@@ -407,7 +407,50 @@ def calibration() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def checkpoint_cores() -> str:
+    """Return how fast a large checkpoint is made small and loaded."""
+    report = read("checkpoint_cores")
+    rows = []
+    for mode, row in report["modes"].items():
+        loads = f"{row['load_over_plain']:.2f}", f"{row['load_over_plain_on_two_cores']:.2f}"
+        speeds = f"{row['encode_gb_per_cpu_second']:.2f}", f"{row['encode_speedup_of_two_cores']:.1f}"
+        written, peak = f"{row['written']:.2f}", f"{max(row['peak_bytes']) / 1e6:.0f}"
+        rows.append([mode, *speeds, f"{row['encode_cpu_of_two_cores']:.2f}", *loads, written, peak])
+    header = ["mode", "encode, GB/s of a core", "two cores", "their CPU", "load", "load, two cores", "written", "MB"]
+    machine = report["machine"]
+    caption = (
+        f"{machine['cpu']}, {machine['cores']} cores, shared with other work (load {machine['load']:.0f}): best of "
+        f"several rounds. Weights and moments of {report['plain_bytes'] / 1e9:.1f} GB, whose largest tensor has "
+        f"{report['largest_tensor_bytes'] / 1e6:.0f} MB. Encoding rewrites a directory, digests and fsync included: "
+        "plain bytes over CPU seconds, how much sooner two cores are done, and their CPU time relative to that of one. "
+        "Loading is `torch.load` of both files relative to that of the plain ones, which reads "
+        f"{report['load_gb_per_cpu_second']:.1f} GB/s of a core. Written: all bytes of four saves, the Trainer's own "
+        "among them, over those of four plain saves; MB: the most memory that one of them takes, on both cores. On one "
+        "core CPU seconds are compared, on two the clock, and on a busy machine two threads get more of it than one."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
+def checkpoint_plan() -> str:
+    """Return what saves of large models cost on paper, from the speed that was measured."""
+    report = read("checkpoint_cores")
+    rows = []
+    for name, plan in report["plans"].items():
+        for mode, seconds in plan["cpu_seconds"].items():
+            two = f"{seconds / report['modes'][mode]['encode_speedup_of_two_cores']:.0f}"
+            # Ranks encode item by item, so that speed is none of theirs.
+            cells = f"{plan['plain_bytes'] / 1e9:.1f}", f"{seconds:.0f}", "" if "ranks" in name else two
+            rows.append([f"{name}, {mode}", *cells])
+    header = ["a save", "GB per rank, plain", "seconds on one core", "seconds on two"]
+    caption = (
+        f"On paper: AdamW in float32, at the speeds of one process on {report['machine']['cpu']}, a shared machine."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 TABLES: dict[str, Callable[[], str]] = {
+    "checkpoint-cores": checkpoint_cores,
+    "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
     "distributed-plan": distributed_plan,
     "abilities": abilities,

@@ -29,7 +29,8 @@ ICE_LAKE = _cpu("Intel Xeon", **_AVX512)
 ALDER_LAKE = _cpu("Intel Core", **_AVX2, avx_vnni=True)
 HASWELL = _cpu("Intel Core", **_AVX2)
 OLD = _cpu("Intel Core")
-GRAVITON = {"architecture": "aarch64", "bf16": True}
+GRAVITON = {"architecture": "aarch64", "bf16": True, "dot": True}
+OLD_ARM = {"architecture": "aarch64", "dot": False}
 
 CPUS = {
     "AMX": AMX,
@@ -38,6 +39,7 @@ CPUS = {
     "AVX512": ICE_LAKE,
     "AVX-VNNI": ALDER_LAKE,
     "AVX2": HASWELL,
+    "NEON": GRAVITON,
 }
 
 

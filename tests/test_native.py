@@ -1,7 +1,9 @@
 """The C libraries that an installation compiles: which there are, and that they are those of the sources."""
 
+import platform
 import re
 import shutil
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,6 +20,12 @@ hook = hatchling.load_plugin_from_script(
     str(ROOT / "hatch_build.py"), "hatch_build.py", interface.BuildHookInterface, "build_hook"
 )
 hatch_build = SimpleNamespace(**hook.initialize.__globals__)
+X86, ARM = (hatch_build.LIBRARIES[each] for each in (("linux", "x86_64"), ("linux", "aarch64")))
+
+
+def use_machine(system: str, machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
 
 
 @pytest.fixture
@@ -32,7 +40,7 @@ def sources(tmp_path: Path) -> Path:
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_the_installed_libraries_are_what_the_sources_give(sources: Path) -> None:
     compiled = hatch_build._compile(sources)
-    assert compiled == [library.path for library in hatch_build.LIBRARIES]
+    assert compiled == [library.path for library in hatch_build.LIBRARIES[sys.platform, platform.machine()]]
     for path in compiled:
         found = (ROOT / path).read_bytes() if (ROOT / path).exists() else b""
         assert (sources / path).read_bytes() == found, "pip install -e . compiles it again"
@@ -56,7 +64,8 @@ if grep -q "no C" "$2"; then echo "in file x.c:" >&2; echo "x.c:1: error: no C" 
 
 @pytest.fixture
 def clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let `CC` name that compiler, in two words."""
+    """Let `CC` name that compiler, in two words, on Linux and x86-64."""
+    use_machine("linux", "x86_64", monkeypatch)
     (tmp_path / "of two words").write_text(CLANG, encoding="utf-8")
     monkeypatch.setenv("CC", f"sh '{tmp_path / 'of two words'}'")
 
@@ -65,25 +74,55 @@ def clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_compiler_with_threads_of_its_own_makes_libraries_of_one_thread(
     sources: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert hatch_build._compile(sources) == [library.path for library in hatch_build.LIBRARIES]
+    assert hatch_build._compile(sources) == [library.path for library in X86]
     assert capsys.readouterr().err == (
         "hf_trainweights: compiled avx2.so, avx_vnni.so, avx512.so, amx.so, levels.so, planes.so (avx2.so, "
-        "avx_vnni.so, avx512.so, amx.so: on one thread, because this compiler has an OpenMP library of its own)\n"
+        "avx_vnni.so, avx512.so, amx.so: on one thread, because this compiler does not take its threads "
+        "from PyTorch's OpenMP library)\n"
     )
-    for library in hatch_build.LIBRARIES:
+    for library in X86:
         calls = (sources / library.path).read_text()
         assert set(library.flags) - set(calls.split()) <= {"-fopenmp", "-fno-tree-pre"}
         # PyTorch's library has no such functions, and a library that asks for them does not load.
         assert "__kmpc" not in calls
 
 
+@pytest.mark.parametrize(("system", "machine"), [("linux", "aarch64"), ("darwin", "arm64")])
+def test_on_arm_there_is_one_library_of_products(
+    system: str, machine: str, sources: Path, clang: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    use_machine(system, machine, monkeypatch)
+    assert hatch_build._compile(sources) == [library.path for library in ARM]
+    assert ARM[0].path.name == "neon.so"
+    assert "-march=armv8.2-a+dotprod" in (sources / ARM[0].path).read_text()
+
+
+def test_a_compiler_without_openmp_makes_libraries_of_one_thread(
+    sources: Path, clang: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_machine("darwin", "arm64", monkeypatch)
+    refusing = 'case " $* " in *" -fopenmp "*) echo "error: unsupported option" >&2; exit 1 ;; esac\n'
+    (tmp_path / "of two words").write_text(refusing + CLANG, encoding="utf-8")
+    assert hatch_build._compile(sources) == [library.path for library in ARM]
+    assert "(neon.so: on one thread" in capsys.readouterr().err
+    assert "-fopenmp" not in (sources / ARM[0].path).read_text()
+
+
+def test_elsewhere_nothing_is_compiled(
+    sources: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    use_machine("darwin", "x86_64", monkeypatch)
+    assert hatch_build._compile(sources) == []
+    assert "neither Linux on x86-64 or ARM nor macOS on ARM" in capsys.readouterr().err
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("clang")
 def test_what_does_not_compile_is_left_out_alone_and_named(sources: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    broken = hatch_build.LIBRARIES[0]
+    broken = X86[0]
     (sources / broken.path.parent / "interface.c").write_text("no C", encoding="utf-8")
-    shared = [library.path for library in hatch_build.LIBRARIES if library.path.parent == broken.path.parent]
-    assert hatch_build._compile(sources) == [each.path for each in hatch_build.LIBRARIES if each.path not in shared]
+    shared = [library.path for library in X86 if library.path.parent == broken.path.parent]
+    assert hatch_build._compile(sources) == [each.path for each in X86 if each.path not in shared]
     assert not any((sources / path).exists() for path in shared)
     assert capsys.readouterr().err == (
         "hf_trainweights: compiled levels.so, planes.so (avx2.so, avx_vnni.so, avx512.so, amx.so: x.c:1: error: no C)\n"

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import commit, cpu_name, versions
+from benchmarks.machine import cpu_name, versions
 from benchmarks.memory import Peak
 from hf_trainweights.checkpoint import compress_directory
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_cores.json"
 MODES = ("lossless", "near-lossless")
 CORES = (1, 2)
-ROUNDS = 4
+ROUNDS = 3
 SAVES = 4
 LAYERS, HIDDEN, INNER, WORDS = 6, 1024, 2816, 32000
 # On paper: parameters, and ranks that share a save.
@@ -74,7 +74,6 @@ def measure(root: Path) -> dict[str, Any]:
     return {
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "is_shared": True, "load": os.getloadavg()[2]},
         "versions": versions("zstandard"),
-        "commit": commit(),
         "plain_bytes": plain_bytes,
         "largest_tensor_bytes": max(tensor.nbytes for tensor in weights.values()),
         "save_gb_per_cpu_second": plain_bytes / 1e9 / save_seconds,

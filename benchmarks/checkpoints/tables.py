@@ -169,8 +169,8 @@ def checkpoints(report: dict[str, Any]) -> CheckpointTable:
     lm, ft = (len(fidelity(report, run, "near-lossless", "first")) for run in RUN_NAMES)
     fewer = "" if lm == ft == len(report["lm"]["seeds"]) else f", of the losses {lm} for LM and {ft} for FT"
     caption = (
-        "How many times smaller weights and optimizer are than a Trainer's, and how much the loss differs on average "
-        f"over the 100 steps after resuming; {seeds_of(report)}{fewer}. LM: "
+        "Bytes of weights and optimizer as a Trainer writes them divided by ours, and the mean difference of the loss "
+        f"over the 100 steps after a resume; {seeds_of(report)}{fewer}. LM: "
         f"{report['lm']['title']}. FT: {report['ft']['title']}."
     )
     return header, rows, caption

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import platform
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -19,7 +20,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": cty
 def load_library(path: Path, functions: Mapping[str, str], abi: int | None = None) -> ctypes.CDLL | None:
     """Load a library and declare its functions.
 
-    A CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
+    An x86 CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
 
     Args:
         path: The library.
@@ -31,7 +32,7 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int | None = Non
         The library, whose calls release Python's lock; None if it is missing or does not fit this machine, or, with a
         warning, if it is not that of this Python code.
     """
-    if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
+    if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
     try:
         # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.

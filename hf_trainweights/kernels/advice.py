@@ -31,7 +31,7 @@ def _slowness(form: Format, dtype: torch.dtype) -> str | None:
             "one with float weights. int8 is fast."
         )
     is_rounded = isinstance(form, Int8) and form.activations is not None
-    is_slow = is_fast and compiled.instructions() == "avx2"
+    is_slow = is_fast and compiled.instructions() in ("avx2", "neon")
     if is_rounded or not isinstance(form, (Int8, Int4, Codebook4)) or not is_slow:
         return None
     return (

@@ -1,7 +1,8 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
 They serve float32, bfloat16 and float16 activations with the codes of weights as they are stored.
-There is one library for CPUs with AMX, one for AVX512_VNNI, one for AVX-VNNI and one for AVX2. The package needs none:
+There is one library for CPUs with AMX, one for AVX512_VNNI, one for AVX-VNNI, one for AVX2, and one for ARM CPUs whose
+NEON multiplies bytes. The package needs none:
 without a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
 """
 
@@ -48,6 +49,7 @@ _LIBRARIES = {
     "avx512": _AVX512,
     "avx_vnni": ("avx2", "fma3", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma3", "f16c"),
+    "neon": ("dot",),
 }
 
 # The formats that the libraries read; in memory the tensors of coded are those of int8.
@@ -136,6 +138,7 @@ class Product:
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
         self._sizes: dict[tuple[int, int], int] = {}
+        self._missing = _NO_GROUPS[2 if weight.code_units else weight.codebook :]
         dtypes = {number: dtype for dtype, number in _DTYPES.items()}
         self._dtype = dtypes[weight.dtype]
         is_packed, has_row_scale = weight.bits not in (8, _FLOAT8_BITS), weight.code_units or weight.codebook
@@ -168,7 +171,6 @@ class Product:
         if ENABLED:
             check("a compiled product", self._needs, (x, qdata, scale, bias), {})
         numbers = [tensor.data_ptr() for tensor in groups]
-        missing = _NO_GROUPS[len(numbers) :]
         codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
         if not (x_at and codes_at and scales_at) or bias_at == 0 or 0 in numbers:
@@ -178,7 +180,7 @@ class Product:
         scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)
         out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers, *missing)
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers, *self._missing)
         return out
 
     def of_any_strides(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -205,8 +207,7 @@ class Product:
         memory = SCRATCH.take("compiled", (1 << (size - 1).bit_length(),), torch.uint8).data_ptr()
         numbers = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        missing = _NO_GROUPS[len(numbers) :]
-        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *numbers, *missing)
+        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *numbers, *self._missing)
         return out
 
     def _size(self, M: int, threads: int) -> int:

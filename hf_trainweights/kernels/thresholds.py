@@ -22,7 +22,7 @@ ALL = sys.maxsize
 # Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX; the scales of codebook4 take longer.
 _SHORT_ROWS = 256
 _CODEBOOK_ROWS = 64
-# Integer codes in float32, and float8, with AVX2.
+# Integer codes in float32, and float8, with AVX2; integer codes with NEON, where nothing was measured.
 _WIDENED_ROWS = 16
 # Float8 with more than AVX2.
 _FLOAT8_ROWS = 8
@@ -51,12 +51,19 @@ def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> i
         return _AMX_ROWS[_kind(form)][weights >= _LARGE_WEIGHTS]
     if isinstance(form, Float8E4M3):
         return _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
+    if library == "neon":
+        return ALL if dtype == torch.float32 and _is_rounding(form) else _WIDENED_ROWS
     is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
-    if not is_fast or (isinstance(form, Int8) and form.activations):
+    if not is_fast or _is_rounding(form):
         return ALL
     if dtype == torch.float32:
         return _WIDENED_ROWS if library == "avx2" else ALL
     return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
+
+
+def _is_rounding(form: Format) -> bool:
+    """Return whether x is rounded to 8 bits, so that a product takes the fewest instructions."""
+    return isinstance(form, Int8) and form.activations is not None
 
 
 def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:

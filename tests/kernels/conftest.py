@@ -6,15 +6,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpus import ALDER_LAKE, CPUS, GENOA, HASWELL, runs_here, use_cpu
+from cpus import ALDER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, runs_here, use_cpu, use_library
+from emulated_neon import library as emulated_neon
 
 from hf_trainweights.kernels import compiled
 
 
 def _use(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    if not runs_here(cpu):
+    is_emulated = cpu is GRAVITON and not runs_here(cpu)
+    if not is_emulated and not runs_here(cpu):
         pytest.skip("this machine does not run that CPU's library, or had no C compiler at installation")
     use_cpu(cpu, monkeypatch)
+    if is_emulated:
+        use_library(emulated_neon(), monkeypatch)
 
 
 @pytest.fixture(params=CPUS)
@@ -24,7 +28,7 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@pytest.fixture(params=[GENOA, ALDER_LAKE, HASWELL], ids=["avx512", "avx_vnni", "avx2"])
+@pytest.fixture(params=[GENOA, ALDER_LAKE, HASWELL, GRAVITON], ids=["avx512", "avx_vnni", "avx2", "neon"])
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply by each library."""
     _use(request.param, monkeypatch)

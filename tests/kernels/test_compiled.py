@@ -232,7 +232,8 @@ def test_a_program_from_elsewhere_runs_without_the_library(op: str, form: Format
         (("avx512_vnni",), "avx_vnni"),
         (("avx512_bw",), "avx_vnni"),
         (("avx512_vnni", "avx_vnni"), "avx2"),
-        (("avx512_vnni", "fma3"), None),
+        (("avx512_vnni", "fma3"), "neon"),
+        (("avx512_vnni", "fma3", "dot"), None),
     ],
     ids=str,
 )

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cpus import ALDER_LAKE, AMX, AMX_WITHOUT_TILES, COOPER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, ICE_LAKE, OLD, use_cpu
+from cpus import (
+    ALDER_LAKE,
+    AMX,
+    AMX_WITHOUT_TILES,
+    COOPER_LAKE,
+    CPUS,
+    GENOA,
+    GRAVITON,
+    HASWELL,
+    ICE_LAKE,
+    OLD,
+    OLD_ARM,
+    use_cpu,
+)
 from weights import random_weight
 
 from hf_trainweights.formats import get_format
@@ -56,7 +69,9 @@ def most_rows(form: Format, dtype: torch.dtype, N: int = 1024, K: int = 1024) ->
         (HASWELL, FLOAT32, [16, 16, ALL, 16, 16, 16]),
         (HASWELL, BFLOAT16, [ALL, ALL, ALL, ALL, 16, 16]),
         (OLD, FLOAT32, [0] * 6),
-        (GRAVITON, BFLOAT16, [0] * 6),
+        (GRAVITON, FLOAT32, [16, 16, ALL, 16, 8, 16]),
+        (GRAVITON, BFLOAT16, [16, 16, 16, 16, 8, 16]),
+        (OLD_ARM, BFLOAT16, [0] * 6),
     ],
 )
 def test_compiled_products_serve_as_many_rows_as_they_are_fast_for(
@@ -145,6 +160,7 @@ MANY, DEQUANTIZED = "longer than one with float weights. int8", "each product de
         (ALDER_LAKE, FLOAT16, [None] * 6),
         (HASWELL, FLOAT32, [MANY, MANY, None, MANY, MANY, MANY]),
         (HASWELL, BFLOAT16, [None] * 6),
+        (GRAVITON, BFLOAT16, [MANY, MANY, None, MANY, MANY, MANY]),
         (OLD, FLOAT32, [DEQUANTIZED] * 6),
         (OLD, BFLOAT16, [None, DEQUANTIZED, None, DEQUANTIZED, DEQUANTIZED, DEQUANTIZED]),
         (OLD, FLOAT16, [None, DEQUANTIZED, None, DEQUANTIZED, DEQUANTIZED, DEQUANTIZED]),

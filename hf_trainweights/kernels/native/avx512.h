@@ -5,6 +5,8 @@
 #define BYTES 64
 #define LANES 16
 #define SUMS 24
+// What makes a byte with a sign one without: products take one of each.
+#define BYTE_OFFSET 128
 
 typedef float Floats __attribute__((vector_size(BYTES), aligned(4), may_alias));
 typedef int32_t Integers __attribute__((vector_size(BYTES), aligned(1), may_alias));

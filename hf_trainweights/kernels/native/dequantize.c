@@ -19,7 +19,7 @@ static inline __attribute__((always_inline)) void write_columns(const Product *p
                                                                 const float *scale, Floats last, int kind, int dtype,
                                                                 int64_t at) {
     int64_t size = p->weight.group_size, left = p->weight.K - k;
-    int offset = kind == NIBBLES ? 8 : 128, shift = size && size < BYTES ? __builtin_ctzll(size) : 0;
+    int offset = offset_of(kind), shift = size && size < BYTES ? __builtin_ctzll(size) : 0;
     for (int i = 0; i < BYTES / LANES && i * LANES < left; i++) {
         Floats factors = shift ? scales_of(scale, i * LANES, shift) : all_floats(*scale);
         Floats values = widened(bytes, i, offset) * factors;

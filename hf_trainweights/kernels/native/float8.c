@@ -1,6 +1,6 @@
 // float8_e4m3 weights: products of few rows of x, and the float weight for many. Sums are scaled when they are
 // complete, so x beyond 1e33 overflows.
-#include "vectors.h"
+#include "scales.h"
 
 // Codes that are widened at a time.
 #define STEP (2 * LANES)
@@ -71,7 +71,7 @@ void dequantize_float8(const Product *p, int64_t first, int64_t count, int threa
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *codes = p->qdata + (first + i) * K;
-        Floats weight[2], factor = all_floats(256 * load_floats(p->scale, p->weight.scale_dtype, first + i, 1)[0]);
+        Floats weight[2], factor = all_floats(256 * row_scale(p, first + i));
         for (int64_t k = 0; k < K; k += STEP) {
             fetch_ahead(codes + k);
             load_float8(codes + k, K - k, weight);

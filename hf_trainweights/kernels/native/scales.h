@@ -9,12 +9,15 @@
 // The values of codebook4, each plus 128, for 16 bytes of a vector.
 static const uint8_t CODEBOOK[16] = {1, 28, 50, 67, 81, 94, 106, 117, 128, 139, 151, 163, 177, 192, 210, 234};
 
-// Return the factors of eight groups: a code of 6 bits and a sign each, the lowest first. They are eighths of an octave
-// in 8 bits; code 63 is 1, and code 0 stands for 0.
-static inline __m256 factors_of(uint64_t word) {
+static const float EIGHTHS[8] = {128, 140, 152, 166, 181, 197, 215, 235};
+
+// Write the factors of eight groups, each times a number: a code of 6 bits and a sign each, the lowest first. They are
+// eighths of an octave in 8 bits; code 63 is 1, and code 0 stands for 0.
+#ifdef __AVX2__
+static inline void write_eight(uint64_t word, float number, float to[8]) {
     const __m256i all = _mm256_set1_epi64x((int64_t)word);
-    // Each eighth / 128, times 2**-8, to which the octave is added in the exponent.
-    const __m256 eighths = _mm256_mul_ps(_mm256_setr_ps(128, 140, 152, 166, 181, 197, 215, 235), _mm256_set1_ps(0x1p-15f));
+    // To each eighth, times 2**-15, the octave is added in the exponent.
+    const __m256 eighths = _mm256_mul_ps(_mm256_loadu_ps(EIGHTHS), _mm256_set1_ps(0x1p-15f));
     __m256i first = _mm256_srlv_epi64(all, _mm256_setr_epi64x(0, 7, 28, 35));
     __m256i second = _mm256_srlv_epi64(all, _mm256_setr_epi64x(14, 21, 42, 49));
     __m256 low_words = _mm256_shuffle_ps(_mm256_castsi256_ps(first), _mm256_castsi256_ps(second), 0x88);
@@ -24,8 +27,18 @@ static inline __m256 factors_of(uint64_t word) {
     __m256i bits = _mm256_add_epi32(_mm256_castps_si256(_mm256_permutevar8x32_ps(eighths, steps)), octaves);
     bits = _mm256_andnot_si256(_mm256_cmpeq_epi32(magnitudes, _mm256_setzero_si256()), bits);
     __m256i signs = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(1 << FACTOR_BITS)), 31 - FACTOR_BITS);
-    return _mm256_castsi256_ps(_mm256_xor_si256(bits, signs));
+    __m256 factors = _mm256_castsi256_ps(_mm256_xor_si256(bits, signs));
+    _mm256_storeu_ps(to, _mm256_mul_ps(factors, _mm256_set1_ps(number)));
 }
+#else
+static inline void write_eight(uint64_t word, float number, float to[8]) {
+    for (int i = 0; i < 8; i++, word >>= GROUP_BITS) {
+        int steps = (int)(word & 63) + 1;
+        float factor = steps == 1 ? 0 : EIGHTHS[steps & 7] * 0x1p-15f * (float)(1 << (steps >> 3));
+        to[i] = (word >> FACTOR_BITS & 1 ? -factor : factor) * number;
+    }
+}
+#endif
 
 // Room for the scales of a row, and to load a vector of them behind the last.
 static inline int64_t scale_length(const Product *p) { return round_up(groups_of(p), LANES) + LANES; }
@@ -38,7 +51,7 @@ static inline void write_factors(const Product *p, int64_t n, float number, floa
         uint64_t word = 0;
         float eight[8];
         memcpy(&word, packed + from, least(8, packed_bytes - from));
-        _mm256_storeu_ps(eight, _mm256_mul_ps(factors_of(word), _mm256_set1_ps(number)));
+        write_eight(word, number, eight);
         memcpy(to + g, eight, 4 * least(8, G - g));
     }
 }

@@ -1,13 +1,17 @@
 // Vectors, and the dtypes that they are loaded from and stored to: as long as the instructions have them that a file is
-// compiled for, unless it asks for 32 bytes. avx2.h has all functions of avx512.h, and some for single numbers.
+// compiled for, unless it asks for 32 bytes. avx2.h has all functions of avx512.h, and those that native/words needs.
 #pragma once
-#include <immintrin.h>
 #include <string.h>
 #include "product.h"
 
-#if defined(__AVX512F__) && !defined(VECTORS_OF_32_BYTES)
+#if defined(__ARM_NEON)
+#include <arm_neon.h>
+#include "neon.h"
+#elif defined(__AVX512F__) && !defined(VECTORS_OF_32_BYTES)
+#include <immintrin.h>
 #include "avx512.h"
 #else
+#include <immintrin.h>
 #include "avx2.h"
 #endif
 
@@ -17,7 +21,7 @@
 
 // Fetch the codes that are read some time after these. An address behind the weight does no harm.
 static inline __attribute__((always_inline)) void fetch_ahead(const uint8_t *codes) {
-    _mm_prefetch((const char *)codes + FETCHED_BYTES, _MM_HINT_T0);
+    __builtin_prefetch(codes + FETCHED_BYTES);
 }
 
 // Write `count` elements as float32, and zeros up to `padded`, a multiple of LANES.
@@ -25,6 +29,21 @@ static inline void copy_as_float32(const void *from, int dtype, int64_t index, i
                                    float *to) {
     for (int64_t i = 0; i < padded; i += LANES)
         *(Floats *)(to + i) = load_floats(from, dtype, index + i, count - i);
+}
+
+// Return the largest magnitude of a row; NaN where the row holds NaN or infinity.
+static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
+    Floats tops[4], faults[4];
+    for (int i = 0; i < 4; i++) tops[i] = faults[i] = all_floats(0);
+    for (int64_t k = 0; k < K; k += 4 * LANES)
+        for (int i = 0; i < 4; i++) {
+            Floats values = load_floats(x, dtype, k + i * LANES, K - k - i * LANES);
+            tops[i] = larger(tops[i], magnitudes(values));
+            faults[i] = multiply_add(values, all_floats(0), faults[i]);  // NaN after NaN or infinity
+        }
+    float found = sum_of((faults[0] + faults[1]) + (faults[2] + faults[3]));
+    float largest = largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
+    return found != found ? found : largest < SMALLEST_TOP ? SMALLEST_TOP : largest;
 }
 
 // Return a factor for each lane, of sums over `block` columns, an equal number in each lane: the scale of its group of

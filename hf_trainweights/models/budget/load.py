@@ -111,7 +111,7 @@ class _Measure(TrainWeightsQuantize):
             return weight
         stored = weight.transpose(-1, -2) if choice.transposed else weight
         self._measure(name, stored.shape, rows_of(stored))
-        return self.state.parameter_or_stand_in(skeleton, partial(in_few_bits, choice, weight))
+        return self.state.parameter_or_stand_in(skeleton, lambda: self.state.kept(in_few_bits(choice, weight)))
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Measure experts before they are merged.
@@ -130,7 +130,7 @@ class _Measure(TrainWeightsQuantize):
         skeleton = model.get_parameter_or_buffer(name)
         self._measure(name, skeleton.shape, lambda numbers: rows_of_experts(name, skeleton.shape, parts, numbers))
         form = FEW_BITS.fallback(skeleton.shape)
-        make = partial(quantize_experts, name, skeleton.shape, form, parts)
+        make = partial(quantize_experts, name, skeleton.shape, form, parts, spill=self.state.spill)
         return self.state.parameter_or_stand_in(skeleton, make)
 
     def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:

@@ -3,21 +3,6 @@
 #pragma once
 #include "../vectors.h"
 
-// Return the largest magnitude of a row; NaN where the row holds NaN or infinity.
-static inline float largest_magnitude(const void *x, int dtype, int64_t K) {
-    Floats tops[4], faults[4];
-    for (int i = 0; i < 4; i++) tops[i] = faults[i] = all_floats(0);
-    for (int64_t k = 0; k < K; k += 4 * LANES)
-        for (int i = 0; i < 4; i++) {
-            Floats values = load_floats(x, dtype, k + i * LANES, K - k - i * LANES);
-            tops[i] = larger(tops[i], magnitudes(values));
-            faults[i] = multiply_add(values, all_floats(0), faults[i]);  // NaN after NaN or infinity
-        }
-    float found = sum_of((faults[0] + faults[1]) + (faults[2] + faults[3]));
-    float largest = largest_of(larger(larger(tops[0], tops[1]), larger(tops[2], tops[3])));
-    return found != found ? found : largest < SMALLEST_TOP ? SMALLEST_TOP : largest;
-}
-
 // Write the digits of a vector of elements from x[k] on, a vector for each; those of elements behind K are 0.
 static inline __attribute__((always_inline)) void write_digits(const void *x, int dtype, int64_t k, int64_t K,
                                                                Floats per_unit, int digits, Integers out[3]) {

@@ -71,7 +71,7 @@ static void write_token(const Product *p, const Tokens *tokens, int64_t m) {
             Integers sum = all_integers(0);
             for (int64_t k = part * size; k < (part + 1) * size; k += BYTES)
                 sum = add_products_of_bytes(sum, all_bytes(1), *(Integers *)(digits + d * length + k));
-            initial[d * parts + part] = sum * -offset_of(p);
+            initial[d * parts + part] = sum * -offset_of(kind_of(p));
         }
 }
 
@@ -85,10 +85,10 @@ static inline __attribute__((always_inline)) void add_products(const uint8_t *co
         const uint8_t *from = codes[row] + (k * bits_of(kind) >> 3);
         fetch_ahead(from);
         Integers bytes = load_bytes(from, left * bits_of(kind) >> 3);
-        loaded[row][0] = kind == BYTE_CODES ? bytes ^ all_bytes(0x80) : bytes & all_bytes(0x0f);
+        loaded[row][0] = kind == BYTE_CODES ? bytes ^ all_bytes(BYTE_OFFSET) : bytes & all_bytes(0x0f);
         loaded[row][1] = bytes >> 4 & all_bytes(0x0f);
         for (int half = 0; kind == INDEXES && half < 2; half++)
-            loaded[row][half] = looked_up(CODEBOOK, loaded[row][half]);
+            loaded[row][half] = values_of(loaded[row][half]);
     }
     for (int i = 0; i < vectors; i++)
         for (int half = 0; half < 8 / bits_of(kind); half++) {

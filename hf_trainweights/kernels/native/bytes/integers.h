@@ -10,19 +10,22 @@ static inline int bits_of(int kind) { return kind & 15; }
 
 static inline int64_t padded_columns(const Product *p) { return round_up(p->weight.K, BYTES); }
 
-// What codes are stored with, or made unsigned by.
-static inline int offset_of(const Product *p) { return kind_of(p) == NIBBLES ? 8 : 128; }
+// What codes are stored with, or what is added to them for their products.
+static inline int offset_of(int kind) { return kind == NIBBLES ? 8 : BYTE_OFFSET; }
 
 static inline const uint8_t *row_of(const Product *p, int64_t n) {
     return p->qdata + n * (p->weight.K * p->weight.bits >> 3);
 }
 
+// The values of codebook4 that nibbles are the indices of, each plus the offset.
+static inline Integers values_of(Integers nibbles) { return looked_up(CODEBOOK, nibbles) ^ all_bytes(128 - BYTE_OFFSET); }
+
 // A vector of codes of a row from column k on, each plus the offset; behind the `left` codes that the row has there are
 // any codes, which meet digits of 0.
 static inline Integers load_codes(const uint8_t *row, int kind, int64_t k, int64_t left) {
-    if (kind == BYTE_CODES) return load_bytes(row + k, left) ^ all_bytes(0x80);
+    if (kind == BYTE_CODES) return load_bytes(row + k, left) ^ all_bytes(BYTE_OFFSET);
     Integers nibbles = load_nibbles(row + (k >> 1), left);
-    return kind == INDEXES ? looked_up(CODEBOOK, nibbles) : nibbles;
+    return kind == INDEXES ? values_of(nibbles) : nibbles;
 }
 
 int64_t few_rows_bytes(const Product *p);

@@ -33,14 +33,14 @@ static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int 
 // Add the products of the block of codes from column k on, of which the row has `left` bytes, with those of each token.
 static inline __attribute__((always_inline)) void add_block(const uint8_t *row, int64_t k, int64_t left,
                                                             const int16_t *numbers, int64_t padded, int rows, int bits,
-                                                            int codebook, __m256i *products) {
+                                                            int codebook, Integers *products) {
     __m256i codes[4];
     fetch_ahead(row + (k * bits >> 3));
     load_codes((__m256i)load_bytes(row + (k * bits >> 3), left), bits, codebook, codes);
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < 16 / bits; v++) {
-            __m256i x = _mm256_loadu_si256((const __m256i *)(numbers + i * padded + k + 16 * v));
-            products[i] = add_products(products[i], codes[v], x);
+            Words x = *(const Words *)(numbers + i * padded + k + 16 * v);
+            products[i] = add_products_of_words(products[i], (Words)codes[v], x);
         }
 }
 
@@ -52,22 +52,22 @@ static inline __attribute__((always_inline)) void multiply_row(const Product *p,
     int64_t size = p->weight.group_size ? p->weight.group_size : padded, part = size < block ? block : size;
     int64_t scales = part / size;
     const uint8_t *row = p->qdata + n * (K * bits >> 3);
-    __m256 total[FEW_ROWS];
-    for (int m = 0; m < M; m++) total[m] = _mm256_setzero_ps();
+    Floats total[FEW_ROWS];
+    for (int m = 0; m < M; m++) total[m] = all_floats(0);
     for (int64_t k = 0, end; k < K; scale += scales)
         for (end = least(k + part, K); k < end;) {
             int64_t last = least(k + MOST_COLUMNS, end);
-            __m256i products[FEW_ROWS * 2];
-            for (int i = 0; i < M * words; i++) products[i] = _mm256_setzero_si256();
+            Integers products[FEW_ROWS * 2];
+            for (int i = 0; i < M * words; i++) products[i] = all_integers(0);
             for (; k + block <= last; k += block)
                 add_block(row, k, BYTES, numbers, padded, M * words, bits, codebook, products);
             if (k < last) {
                 add_block(row, k, (last - k) * bits >> 3, numbers, padded, M * words, bits, codebook, products);
                 k = last;
             }
-            __m256 factors = part_scale(scale, size, block);
+            Floats factors = part_scale(scale, size, block);
             for (int m = 0; m < M; m++)
-                total[m] = _mm256_fmadd_ps(join_words(products + m * words, words), factors, total[m]);
+                total[m] = multiply_add(join_words(products + m * words, words), factors, total[m]);
         }
     for (int m = 0; m < M; m++) sums[m] = sum_of(total[m]);
 }
