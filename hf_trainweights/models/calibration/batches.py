@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.budget.sensitivity import Batch
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Many short texts tell more than few long ones.
 _MOST_TOKENS, _TEXTS_A_BATCH = 512, 16
