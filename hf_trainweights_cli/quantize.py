@@ -146,7 +146,11 @@ def quantize(
         print_summary(summary)
         size_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))
         say(f"written to {out}, {show_size(size_bytes)} of weight files")
-        say(f"next: trainweights diff {model} {out}  shows what each weight lost")
+        if calibration is None:
+            say(f"next: trainweights diff {model} {out}  shows what each weight lost")
+        else:
+            # Calibrated codes make single weights worse and the model better.
+            say(f"next: trainweights report {out} {model} --texts FILE  shows what the model lost")
 
 
 def dequantize(

@@ -57,6 +57,22 @@ def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -
     assert load_saved(tmp_path / "out").config.quantization_config.activations == "int8"
 
 
+def test_quantize_chooses_codes_with_texts_and_says_what_they_brought(llama: Path, tmp_path: Path) -> None:
+    result = run("quantize", llama, tmp_path / "out", "--format", "uint2", "--calibration", "self", width=200)
+    assert result.exit_code == 0
+    assert "calibrated with 8,192 tokens: the last block's outputs are off by " in result.stdout
+    assert f"next: trainweights report {tmp_path / 'out'} {llama} --texts FILE" in result.stdout
+    config = load_saved(tmp_path / "out").config.quantization_config
+    assert len(config.calibration_sha256) == 64
+    assert not (tmp_path / "out.calibration").exists()
+
+
+def test_texts_that_cannot_be_read_are_wrong_usage(llama: Path, tmp_path: Path) -> None:
+    result = run("quantize", llama, tmp_path / "out", "--format", "int4", "--calibration", tmp_path / "none.txt")
+    assert result.exit_code == 2
+    assert "none.txt cannot be read" in unwrapped(result.stderr)
+
+
 def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, tmp_path: Path) -> None:
     result = run("quantize", llama, tmp_path / "out")
     assert (result.exit_code, result.stderr) == (0, "")
