@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import load_saved, read_config
+from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, read_config
 from hf_trainweights.models.quantize_in_place import quantize_module
 from hf_trainweights.models.saving.new_directories import require_vacant_directory, write_directory
 
@@ -96,9 +96,5 @@ def _batches(
         return written_by(model)
     if isinstance(calibration, str):
         raise ConfigError("calibration", 'a list of texts or "self"', repr(calibration)[:80], "Pass one of these.")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
-        next_step = "Save its tokenizer there, or load the model and pass batches to quantize_."
-        raise ConfigError("calibration", f"a tokenizer in {source}", "none that loads", next_step) from error
-    return batches_of_texts(model, tokenizer, calibration)
+    next_step = "Save its tokenizer there, or load the model and pass batches to quantize_."
+    return batches_of_texts(model, load_tokenizer(source, "calibration", next_step), calibration)

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.calibration.batches import batches_of_texts
 from hf_trainweights.models.calibration.blocks import inputs_of, without_padding
-from hf_trainweights.models.loading.saved_models import load_saved
+from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Rows of each layer's inputs that the error of its outputs is measured with.
@@ -74,12 +73,7 @@ def measure_with_texts(
         CorruptFileError: A file is damaged.
     """
     model, reference = load_saved(source), load_saved(against)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(against)
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            "texts", f"a tokenizer in {against}", "none that loads", "Save the tokenizer there."
-        ) from error
+    tokenizer = load_tokenizer(against, "texts", "Save the tokenizer there.")
     layers = {module: f"{name}.weight" for name, module in reference.named_modules() if _is_linear(module)}
     rows: dict[str, list[Tensor]] = defaultdict(list)
     sums = _Sums()

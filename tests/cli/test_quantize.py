@@ -58,7 +58,7 @@ def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -
 
 
 def test_quantize_chooses_codes_with_texts_and_says_what_they_brought(llama: Path, tmp_path: Path) -> None:
-    result = run("quantize", llama, tmp_path / "out", "--format", "uint2", "--calibration", "self", width=200)
+    result = run("quantize", llama, tmp_path / "out", "--format", "uint2", "--calibration", "self", width=400)
     assert result.exit_code == 0
     assert "calibrated with 8,192 tokens: the last block's outputs are off by " in result.stdout
     assert f"next: trainweights report {tmp_path / 'out'} {llama} --texts FILE" in result.stdout
@@ -68,7 +68,8 @@ def test_quantize_chooses_codes_with_texts_and_says_what_they_brought(llama: Pat
 
 
 def test_texts_that_cannot_be_read_are_wrong_usage(llama: Path, tmp_path: Path) -> None:
-    result = run("quantize", llama, tmp_path / "out", "--format", "int4", "--calibration", tmp_path / "none.txt")
+    arguments = ("--format", "int4", "--calibration", tmp_path / "none.txt")
+    result = run("quantize", llama, tmp_path / "out", *arguments, width=400)
     assert result.exit_code == 2
     assert "none.txt cannot be read" in unwrapped(result.stderr)
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
@@ -86,6 +86,23 @@ def load_saved(
         next_step = "Transformers would start these from random numbers. Save the whole model."
         raise ConfigError(str(source), f"weights for all of {name}", f"none for {missing}", next_step)
     return model
+
+
+def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a saved model, to read texts that an argument gives.
+
+    Args:
+        source: Directory or Hub id of the model.
+        where: The argument, for the error.
+        next_step: What to do without a tokenizer, for the error.
+
+    Raises:
+        ConfigError: There is none that loads.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(source)
+    except (OSError, ValueError) as error:
+        raise ConfigError(where, f"a tokenizer in {source}", "none that loads", next_step) from error
 
 
 def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
