@@ -32,7 +32,7 @@ def held(model: nn.Module) -> dict[str, tuple[int, object]]:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", FORMATS)
 @pytest.mark.parametrize(
     "architecture", ["llama", "llama_tied", "gpt2", "qwen3_moe", "gpt_oss", "whisper", "vit", "t5"]

@@ -68,7 +68,7 @@ def text_inputs() -> Inputs:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Inputs]]] = {
     **{
         name: (ARCHITECTURES[name].build, ARCHITECTURES[name].make_inputs)
-        for name in ("llama", "llama_tied", "vit", "qwen3_moe", "gpt2")
+        for name in ("llama", "llama_tied", "vit", "gpt2", "qwen3_moe")  # the fourth meets the slowest target
     },
     "whisper encoder": (whisper_encoder, lambda: {"input_features": random_floats(2, 16, 32)}),
     "convolutional": (convolutional, lambda: {"image": images(2)}),

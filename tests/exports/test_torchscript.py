@@ -9,7 +9,7 @@ from typing import Literal
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from covering import exhaustive
+from covering import by_default, exhaustive
 from exports.elsewhere import read_elsewhere
 from exports.models import FORMATS, Branching, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
@@ -120,7 +120,7 @@ def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", by_default(("int8", "int8 g32", "int4 g32", "float8", "coded", "uint6"), FORMATS))
 @pytest.mark.parametrize("architecture", ["bert", "llama", "llama_tied", "gpt2", "qwen3_moe", "vit", "whisper"])
 def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
     tmp_path: Path, architecture: str, config: str

@@ -137,6 +137,7 @@ def product(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(2)
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (50, 384)])

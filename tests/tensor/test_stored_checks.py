@@ -195,7 +195,7 @@ def contiguous_copy(weight: QuantizedTensor) -> QuantizedTensor:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("form", [*FORMS.values(), Int8(activations="int8")], ids=str)

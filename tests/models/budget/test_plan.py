@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import exhaustive
 from tiny_tokenizers import byte_level
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -136,14 +137,14 @@ def test_the_saved_plan_makes_the_same_model_without_choosing_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4.5, 5.0, 6.0, 7.0])
+@pytest.mark.parametrize("bits", [4.5, *exhaustive(5.0, 6.0), 7.0])
 def test_bits_are_met_within_a_hundredth(bits: float) -> None:
     found = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
     assert 0.99 * bits <= quantized_bits(found) <= bits
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [0.3, 0.36, 0.42])
+@pytest.mark.parametrize("share", [*exhaustive(0.3), 0.36, *exhaustive(0.42)])
 def test_a_size_is_met_within_a_hundredth_by_the_file(share: float, tmp_path: Path) -> None:
     shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 8, "num_attention_heads": 4}
     model = LlamaForCausalLM(LlamaConfig(vocab_size=96, **shape)).bfloat16()

@@ -78,7 +78,7 @@ def load(cls: Any, directory: Path, **options: Any) -> PreTrainedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("include_embeddings", [False, True], ids=["linears", "embeddings_too"])
 @pytest.mark.parametrize("name", of_each_family())

@@ -76,6 +76,7 @@ def float_part(weight: Tensor, placement: Any, ranks: int, rank: int) -> Tensor:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, ranks: int) -> None:
