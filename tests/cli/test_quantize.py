@@ -57,6 +57,7 @@ def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -
     assert load_saved(tmp_path / "out").config.quantization_config.activations == "int8"
 
 
+@pytest.mark.slow
 def test_quantize_chooses_codes_with_texts_and_says_what_they_brought(llama: Path, tmp_path: Path) -> None:
     result = run("quantize", llama, tmp_path / "out", "--format", "uint2", "--calibration", "self", width=400)
     assert result.exit_code == 0

@@ -172,6 +172,7 @@ def test_other_files_are_nobodys_business(small: Path) -> None:
     assert verify_model(small).ok
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_digests_is_found(small: Path) -> None:
     file = small / DIGESTS
     for bit in range(0, 8 * file.stat().st_size, 7):  # at every place in a byte

@@ -87,6 +87,7 @@ assert [int(each[-1]) for each in kept] == [number % 100 for number in range(40)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the memory that no file backs")
 def test_tensors_take_neither_memory_nor_descriptors(tmp_path: Path) -> None:
     # 160 MB in 40 files, where a process may have 96 MB more of its own and 32 files. What is freed counts no more.

@@ -27,6 +27,7 @@ def every_code(dtype: torch.dtype, G: int) -> dict[str, torch.Tensor]:
     return {"qdata": pack_int4(indices.to(torch.int8) - 8), "scale": scale, "group_scale": packed}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("G", [1, 7, 8, 11])

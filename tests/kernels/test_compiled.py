@@ -47,7 +47,7 @@ def prepared(tensors: dict[str, Tensor], form: Format, dtype: torch.dtype) -> Mu
 
 
 @pytest.mark.slow
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -33,7 +33,7 @@ def product(x: Tensor, tensors: dict[str, Tensor], form: UInt, bias: Tensor | No
 
 
 @pytest.mark.slow
-@pytest.mark.covering(3)
+@pytest.mark.covering(2)
 @pytest.mark.usefixtures("library", "threads")
 @every_dtype
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -140,11 +140,10 @@ KINDS = {(form.tensor_names, form.is_coded_in_files, form.column_step > 1): name
 
 
 @pytest.mark.slow
-@every_layout
 @pytest.mark.parametrize("view", VIEWS)
-def test_views_equal_the_dense_ones_and_stay_quantized(layout: str, view: str) -> None:
+def test_views_equal_the_dense_ones_and_stay_quantized(view: str) -> None:
     op, stays = VIEWS[view]
-    for form, inference in itertools.product(KINDS.values(), (False, True)):
+    for layout, form, inference in itertools.product(LAYOUTS, KINDS.values(), (False, True)):
         FALLBACKS.clear()
         weight = quantized_weight(form, layout)
         with torch.inference_mode(inference):

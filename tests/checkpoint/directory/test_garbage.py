@@ -114,6 +114,7 @@ def chain(path):
     return sorted((path / "checkpoint-3").glob("*.anchor"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(20))
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_no_anchor_of_a_run_goes_while_any_file_of_it_is_damaged(tmp_path, seed, has_manifest):

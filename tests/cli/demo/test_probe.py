@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from transformers import AutoTokenizer
 
@@ -12,6 +13,7 @@ from hf_trainweights_cli.demo.probe import make_probe
 from hf_trainweights_cli.demo.run import Result
 
 
+@pytest.mark.slow
 def test_windows_start_with_the_begin_of_text_token_where_there_is_one(
     result: Result, out: Path, corpus: Corpus, tmp_path: Path
 ) -> None:

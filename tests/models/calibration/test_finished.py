@@ -41,6 +41,7 @@ def weights_of(out: Path) -> bytes:
     return (out / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_after", [1, 2])
 def test_a_call_after_an_interruption_chooses_only_what_is_left(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int

@@ -41,6 +41,7 @@ def without(summary: Summary) -> dict[str, str]:
     return {each.name: each.reason.removeprefix(prefix) for each in left}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ARCHITECTURES.values(), ids=lambda each: each.name)
 def test_every_architecture_can_be_calibrated(architecture: Architecture) -> None:
     model = architecture.build()
@@ -56,6 +57,7 @@ def test_every_architecture_can_be_calibrated(architecture: Architecture) -> Non
         model(**inputs[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"dtype": torch.bfloat16}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}],

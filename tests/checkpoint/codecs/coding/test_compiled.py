@@ -51,12 +51,14 @@ def assert_same_bytes(
     return encoded
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", INSTANCES, ids=name_of)
 def test_both_ways_give_the_same_bytes(monkeypatch, codec):
     for dtype, shape in itertools.product(sorted(codec.dtypes, key=str), SHAPES):
         assert_same_bytes(monkeypatch, codec, *inputs(codec, shape, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", LOSSY, ids=name_of)
 @pytest.mark.parametrize("shape", LARGE, ids=str)
 def test_so_do_large_tensors(monkeypatch, codec, shape):
