@@ -7,8 +7,6 @@ cores, so the seconds of an encoding are processor seconds of one rank, which is
 save is followed by another one a little later, which is stored as a difference to it; what is measured is the second.
 The standstill is how long `dcp.async_save` and `dcp.save` block, with this package's writer and with PyTorch's own, in
 turns.
-
-From the measured speed the script computes, on paper, what 70 billion parameters on 64 ranks take.
 """
 
 from __future__ import annotations
@@ -39,7 +37,6 @@ MODES = ("lossless", "near-lossless", "compact")
 COLUMNS = 1024
 # Of each parameter: a float32 weight and two float32 moments.
 BYTES_PER_PARAMETER = 12
-PLAN_PARAMETERS, PLAN_RANKS = 70_600_000_000, 64
 
 
 def state_of(megabytes: int, mesh: Any, seed: int) -> dict[str, Any]:
@@ -157,19 +154,6 @@ def measure(ranks: int, megabytes: int, repeats: int) -> dict[str, Any]:
     return {**shown, "modes": modes, "standstill_seconds": stand}
 
 
-def plan(result: dict[str, Any]) -> dict[str, Any]:
-    """Return what a save of 70 billion parameters costs each of 64 ranks, from what one rank measured."""
-    plain_bytes = PLAN_PARAMETERS * BYTES_PER_PARAMETER
-    modes = {}
-    for mode, row in result["modes"].items():
-        bytes_per_second = result["plain_bytes"] / result["ranks"] / row["cpu_seconds_per_rank"]
-        modes[mode] = {
-            "bytes": plain_bytes / row["ratio_delta"],
-            "seconds_per_rank": plain_bytes / PLAN_RANKS / bytes_per_second,
-        }
-    return {"parameters": PLAN_PARAMETERS, "ranks": PLAN_RANKS, "plain_bytes": plain_bytes, "modes": modes}
-
-
 def main() -> None:
     """Measure, print and store the results."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -188,7 +172,6 @@ def main() -> None:
         "megabytes": options.megabytes,
         "strong": strong,
         "weak": weak,
-        "plan": plan(strong[0]),
     }
     RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(results, indent=1))

@@ -374,18 +374,6 @@ def distributed() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
-def distributed_plan() -> str:
-    """Return what a large model would cost, from the speed that was measured."""
-    plan = read("distributed")["plan"]
-    rows = [["plain", f"{plan['plain_bytes'] / 1e9:.0f}", f"{plan['plain_bytes'] / plan['ranks'] / 1e9:.1f}", ""]]
-    for mode, row in plan["modes"].items():
-        per_rank = f"{row['bytes'] / plan['ranks'] / 1e9:.2f}"
-        rows.append([mode, f"{row['bytes'] / 1e9:.0f}", per_rank, f"{row['seconds_per_rank']:.0f}"])
-    header = ["a save", "GB", "GB per rank", "seconds on one core per rank"]
-    size = f"{plan['parameters'] / 1e9:.1f} billion parameters with AdamW in float32 on {plan['ranks']} ranks"
-    return f"{table(header, rows)}\n\nOn paper: {size}, at the ratios and the speed of one rank above."
-
-
 def calibration() -> str:
     """Return what calibration costs."""
     report = read("calibration")
@@ -452,7 +440,6 @@ TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-cores": checkpoint_cores,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
-    "distributed-plan": distributed_plan,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
     "fuzz": fuzz,
