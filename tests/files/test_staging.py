@@ -253,13 +253,14 @@ def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path)
     save(directory, models[1])
     whole.append(seen(directory))
     results = []
-    for number in range(0, 30, 3):
+    # Ten kills at least, and more where a busy machine lets only one of the models be finished in them.
+    while len(results) < 10 or not all(each in results for each in whole):
         child = os.fork()
         if child == 0:
             while True:
                 for files in models:
                     save(directory, files)
-        time.sleep(0.02 + 0.0037 * number)
+        time.sleep(0.02 + 0.011 * (len(results) % 10))
         os.kill(child, signal.SIGKILL)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
         assert seen(directory) in [None, *whole]
@@ -267,7 +268,6 @@ def test_kills_at_any_time_leave_a_whole_model_after_the_next_clean_up(tmp_path)
         assert seen(directory) in whole
         assert not list(directory.glob("_trainweights-*"))
         results.append(seen(directory))
-    assert all(each in results for each in whole)
 
 
 def test_one_file_of_any_name_is_replaced_in_one_step(tmp_path, monkeypatch):
