@@ -31,6 +31,7 @@ docs:
 
 bench:
 	python -m benchmarks.quality
+	python -m benchmarks.embeddings
 	trainweights demo --json > benchmarks/results/demo.json
 	python -m benchmarks.run --peers
 	python -m benchmarks.checkpoints

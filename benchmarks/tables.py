@@ -63,6 +63,24 @@ def curve() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def embeddings() -> str:
+    """Return what quantized embeddings and heads cost."""
+    report = read("embeddings")
+    rows = [
+        [
+            method,
+            f"{row['minilm']['mean_cosine']:.4f}",
+            f"{row['llama']['divergence_millinats']:.2f}",
+            f"{row['llama']['perplexity_lost_percent']:.2f}",
+            f"{100 * row['llama']['float_share']:.0f} %",
+        ]
+        for method, row in report["rows"].items()
+    ]
+    header = ["format", "mean cosine", "divergence, millinats", "perplexity lost, %", "bytes left in float"]
+    caption = "Cosine: MiniLM-L6-v2. The rest: the demo's Llama, whose head is its embedding; mean of three seeds."
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def demo() -> str:
     """Return what the demo measured."""
     report = read("demo")
@@ -448,6 +466,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "mutants": mutants,
     "quality": quality,
     "curve": curve,
+    "embeddings": embeddings,
     "calibration": calibration,
     "demo": demo,
     "ops": ops,

@@ -49,5 +49,5 @@ def print_summary(summary: Summary) -> None:
     table.add_section()
     table.add_row("total", len(summary.tensors), *show_sizes(summary.bytes_before, summary.bytes_after))
     print_table(table)
-    if summary.calibrated is not None:
-        say(str(summary.calibrated))
+    for remark in summary.remarks:
+        say(remark)

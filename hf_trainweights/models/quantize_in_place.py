@@ -27,9 +27,9 @@ from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.walk import Calibration, calibrate, require_gain
+from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose
-from hf_trainweights.models.choosing.slowness import say_if_slow
 from hf_trainweights.models.choosing.summary import Choice, Summary
 from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
@@ -115,6 +115,7 @@ def quantize_module(
         found = calibrate(module, todo, batches, spill, FinishedBlocks(directory, sha256))
     _put(module, todo, {} if found is None else found.weights)
     say_if_slow(module, config)
+    say_if_head_is_large(summary)
     return _told(_adopted(module, config) or summary, found)
 
 

@@ -18,9 +18,9 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.budget.load import measure_checkpoint
 from hf_trainweights.models.budget.pending_plan import PendingPlan
 from hf_trainweights.models.budget.plan import plan
+from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
-from hf_trainweights.models.choosing.slowness import say_if_slow
 from hf_trainweights.models.choosing.summary import Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
 from hf_trainweights.models.host.converters import offer_before_merging
@@ -233,6 +233,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             check_none_is_missing(model, self.summary(), self.state.stored)
         _logger.info("%s", self._summary)
         say_if_slow(model, self.quantization_config)
+        if not self.pre_quantized:
+            say_if_head_is_large(self.summary())
         return_freed_memory()
         # Our converters have no inverse, and a save needs none: it gets the names of the file.
         drop_conversions(model, TrainWeightsDeserialize)

@@ -16,8 +16,8 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.layers import is_transposed, is_weight
 from hf_trainweights.models.choosing.overrides import left_out, listed
-from hf_trainweights.models.choosing.summary import Choice, Summary, check_not_empty
-from hf_trainweights.models.host.models import tied_names
+from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty
+from hf_trainweights.models.host.models import output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -37,18 +37,20 @@ class _Rules(NamedTuple):
         selected: Each override's key to the names that it selects.
         left_out: The names that `modules_to_not_convert` selects.
         skipped: The names that the model itself keeps in float.
+        head: The model's output head.
     """
 
     config: TrainWeightsConfig
     selected: Mapping[str, frozenset[str]]
     left_out: set[str]
     skipped: set[str]
+    head: nn.Module | None
 
     @classmethod
-    def of(cls, config: TrainWeightsConfig, skip: Sequence[str], names: Sequence[str]) -> _Rules:
+    def of(cls, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], names: Sequence[str]) -> _Rules:
         names = list(dict.fromkeys(each for name in names for each in (*_names(name), *name_and_modules(name))))
         left = left_out(config.modules_to_not_convert or (), names)
-        return cls(config, select(config.overrides, names), left, listed(skip, names))
+        return cls(config, select(config.overrides, names), left, listed(skip, names), output_head(module))
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
@@ -67,7 +69,7 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     aliases = _aliases(module)
-    rules = _Rules.of(config, skip, list(aliases))
+    rules = _Rules.of(module, config, skip, list(aliases))
     return Summary(
         tuple(_choose(owners, aliases[name], name, parameter, rules) for name, parameter in module.named_parameters())
     )
@@ -200,9 +202,12 @@ def _wanted(
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
-    embedding = any(isinstance(owners[alias.rpartition(".")[0]], nn.Embedding) for alias in aliases)
-    if embedding and not rules.config.include_embeddings:
-        return None, "embedding (include_embeddings=True quantizes it)"
+    places = [owners[alias.rpartition(".")[0]] for alias in aliases]
+    if not rules.config.include_embeddings:
+        if any(place is rules.head for place in places):
+            return None, HEAD
+        if any(isinstance(place, nn.Embedding) for place in places):
+            return None, EMBEDDING
     if not rules.skipped.isdisjoint(_names(name)):
         return None, "kept in float by the model"
     return chosen, PLANNED if rules.config.plan else ""

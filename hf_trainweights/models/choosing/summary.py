@@ -14,7 +14,12 @@ from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
+# Why these are left alone.
+EMBEDDING = "embedding (include_embeddings=True quantizes it)"
+HEAD = "output head (include_embeddings=True quantizes it)"
+
 _LARGEST = 3
+_LARGE_HEAD = 0.2
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,23 @@ class Summary:
         """About how many bytes all parameters take in a file, without `compress`."""
         return sum(_in_file(choice) for choice in self.tensors)
 
+    @property
+    def large_head(self) -> str:
+        """What a head that is left in float is of what a token reads, if over a fifth, and what makes it small."""
+        heads = [choice for choice in self.tensors if choice.reason == HEAD]
+        # Of an embedding a token reads one row.
+        read = sum(choice.bytes_after for choice in self.tensors if choice.reason != EMBEDDING)
+        share = sum(choice.bytes_after for choice in heads) / max(1, read)
+        if share <= _LARGE_HEAD:
+            return ""
+        smaller = {choice.name.removesuffix(".weight"): "int8" for choice in heads}
+        return f"the output head in float is {100 * share:.0f} % of what a token reads; overrides={smaller} halves it"
+
+    @property
+    def remarks(self) -> tuple[str, ...]:
+        """What to know of the whole: a large head that is left in float, and what calibration was worth."""
+        return tuple(str(remark) for remark in (self.large_head, self.calibrated) if remark)
+
     def table(self) -> str:
         """Return a line for each parameter: name, format, bits per weight, bytes, and why it is left alone."""
         rows = [_HEAD, *map(_row, self.tensors)]
@@ -120,12 +142,12 @@ class Summary:
         quantized = ", ".join(f"{count} {what}" for what, count in done.items()) or "none"
         alone = ", ".join(f"{count} {why}" for why, count in left.items()) or "none"
         line = f"quantized: {quantized}; left alone: {alone}; {self._sizes()}"
-        return line if self.calibrated is None else f"{line}; {self.calibrated}"
+        return "; ".join([line, *self.remarks])
 
     def __repr__(self) -> str:
         lines = [
             self._caption(),
-            *([str(self.calibrated)] if self.calibrated else []),
+            *self.remarks,
             *("  " + "  ".join(row) for row in self._totals()),
         ]
         largest = sorted(self.tensors, key=lambda choice: choice.bytes_after, reverse=True)[:_LARGEST]

@@ -37,7 +37,7 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     """
     if not isinstance(module, PreTrainedModel):
         return []
-    tied, head = tied_names(module), module.get_output_embeddings()
+    tied, head = tied_names(module), output_head(module)
     embeddings = {name.removesuffix(".weight") for name in (*tied, *tied.values())}
     embeddings |= {name for name, submodule in module.named_modules() if submodule is head}
     last = {name.removesuffix(".weight") for name in [name for name, _ in module.named_parameters()][-1:]}
@@ -46,6 +46,11 @@ def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[s
     for attribute in ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict"):
         kept |= set(private_attribute(module, attribute) or ())
     return sorted(kept)
+
+
+def output_head(module: nn.Module) -> nn.Module | None:
+    """Return the layer that makes a model's outputs of its last states, the one that is as long as its vocabulary."""
+    return module.get_output_embeddings() if isinstance(module, PreTrainedModel) else None
 
 
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:

@@ -12,8 +12,8 @@ from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrained
 from hf_trainweights.errors import ConfigError, TrainWeightsError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
+from hf_trainweights.models.choosing.advice import advice_unsaid
 from hf_trainweights.models.choosing.config import QUANT_METHOD
-from hf_trainweights.models.choosing.slowness import slowness_unsaid
 from hf_trainweights.models.loading.load_state import spilled_to
 from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
 
@@ -74,7 +74,7 @@ def load_saved(
         raise ConfigError(str(source), "a class of Transformers in config.json's architectures", name, next_step)
     _check_index(Path(source))
     try:
-        with slowness_unsaid(), spilled_to(spill):
+        with advice_unsaid(), spilled_to(spill):
             model, report = cls.from_pretrained(source, dtype=dtype, output_loading_info=True, **options)
     except TrainWeightsError:
         raise

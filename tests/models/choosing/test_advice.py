@@ -1,7 +1,8 @@
-"""What is slow on a CPU is said once, when a model gets its weights, and only to those who multiply them there."""
+"""What takes longer than it must is said once, when a model gets its weights, and only to those who multiply them."""
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,15 @@ from transformers import AutoModelForCausalLM
 from hf_trainweights import TrainWeightsConfig, quantize_, quantize_directory
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.choosing import slowness
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.models.choosing import advice, summary
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 
 
 @pytest.fixture(autouse=True)
 def nothing_told_and_no_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slowness, "_told", set())
+    monkeypatch.setattr(advice, "_told", set())
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
 
 
@@ -31,7 +33,7 @@ def slow_formats(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
     def say(form: Format, *_: Any) -> str | None:
         return f"{form.name} is slow." if form.name in names else None
 
-    monkeypatch.setattr(slowness.kernels, "slowness", say)
+    monkeypatch.setattr(advice.kernels, "slowness", say)
 
 
 def layers(dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -73,13 +75,14 @@ def test_a_model_is_told_when_it_is_quantized_as_it_is_loaded_and_when_it_is_rel
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     slow_formats(monkeypatch, "int4")
+    monkeypatch.setattr(summary, "_LARGE_HEAD", 1)
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "float")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=INT4)
     assert caplog.messages == ["int4 is slow."]
     model.save_pretrained(tmp_path / "quantized")
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert caplog.messages == ["int4 is slow."]
-    slowness._told.clear()
+    advice._told.clear()
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
     assert caplog.messages == ["int4 is slow."] * 2
 
@@ -114,4 +117,34 @@ def test_nothing_is_said_of_weights_that_go_from_file_to_file(
     slow_formats(monkeypatch, "int4")
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "float")
     quantize_directory(tmp_path / "float", tmp_path / "quantized", INT4)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+def test_a_head_that_is_much_of_what_a_token_reads_is_told_when_a_model_is_quantized(
+    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = ARCHITECTURES[name].build()
+    model.save_pretrained(tmp_path / "float")
+    config = TrainWeightsConfig("int8")
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
+    weights = dict(quantized.named_parameters(remove_duplicate=False))
+    head = weights["lm_head.weight"].nbytes
+    read = quantized.hf_quantizer.summary().bytes_after - (0 if name == "llama_tied" else head)
+    smaller = {"model.embed_tokens" if name == "llama_tied" else "lm_head": "int8"}
+    text = f"he output head in float is {100 * head / read:.0f} % of what a token reads; overrides={smaller} halves it"
+    assert caplog.messages == [f"T{text}."]
+    assert f"; t{text}" in str(quantized.hf_quantizer.summary())
+    halved = copy.deepcopy(model)
+    quantize_(halved, TrainWeightsConfig("int8", overrides=smaller))
+    assert halved.get_output_embeddings().weight.format == Int8()
+    quantize_(model, config)  # is told the same, so not again
+    quantized.save_pretrained(tmp_path / "quantized")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
+    assert len(caplog.messages) == 1
+
+
+def test_nothing_is_said_of_a_head_that_is_quantized_or_not_there(caplog: pytest.LogCaptureFixture) -> None:
+    quantize_(ARCHITECTURES["llama"].build(), TrainWeightsConfig("int8", include_embeddings=True))
+    quantize_(ARCHITECTURES["vit"].build(), TrainWeightsConfig("int8"))
     assert caplog.messages == []

@@ -1,4 +1,4 @@
-"""Advice when a model gets its weights: which of them a CPU multiplies more slowly than float weights, what is fast."""
+"""Advice when a model gets its weights: which of them a CPU multiplies slowly, and whether the head stays too large."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_trainweights import kernels
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import parameter_places
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -34,15 +35,28 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     """
     if not _is_said or config.plan is not None or torch.accelerator.is_available():
         return
-    texts = {_slowness(weight): None for weight in _multiplied(module)}
-    new = [text for text in texts if text is not None and text not in _told]
+    _tell([text for text in {_slowness(weight): None for weight in _multiplied(module)} if text is not None])
+
+
+def say_if_head_is_large(summary: Summary) -> None:
+    """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads.
+
+    Args:
+        summary: The choices by which a float model is quantized.
+    """
+    if _is_said and summary.large_head:
+        _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
+
+
+def _tell(texts: list[str]) -> None:
+    new = [text for text in texts if text not in _told]
     if new:
         _told.update(new)
         _logger.warning("%s", " ".join(new))
 
 
 @contextlib.contextmanager
-def slowness_unsaid() -> Iterator[None]:
+def advice_unsaid() -> Iterator[None]:
     """Load within the context without advice: the weights go from one file to another and are not multiplied."""
     global _is_said
     before, _is_said = _is_said, False
