@@ -122,8 +122,8 @@ def quantize(
 ) -> None:
     """Quantize a saved model into another directory, tokenizer and processor included.
 
-    Each weight is quantized as it is read, so the float model need not fit into memory, but the quantized one must.
-    With --calibration both must.
+    Each weight goes from file to file by itself, so neither the float model nor the quantized one need fit into memory.
+    With --calibration the float one must.
     """
     overrides = _read_rules(rules) if rules else None
     chosen = activations and activations.value

@@ -84,3 +84,12 @@ def test_an_error_of_a_process_is_one_line_and_exit_code_1(tmp_path_factory: pyt
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith(f"error: {empty}: expected a directory with trainweights_files.json")
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(("command", "policy"), [("inspect", "PASSIVE"), ("run", None)])
+def test_threads_of_a_command_wait_without_spinning_and_those_of_a_program_as_they_like(
+    command: str, policy: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    CliRunner().invoke(app, [command, "no_such_thing"])
+    assert os.environ.pop("OMP_WAIT_POLICY", None) == policy
