@@ -191,47 +191,46 @@ def trl_sft_with_lora(directory: Path) -> None:
     assert (directory / "run" / "checkpoint-2" / "adapter_model.safetensors").exists()
 
 
-def diffusers_component(directory: Path) -> None:
-    """Quantize a component in place; its state dict goes through torch.save, which keeps quantized weights."""
-    from diffusers import UNet2DConditionModel
-
-    torch.manual_seed(0)
-    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "cross_attention_dim": 32}
-    blocks = {
-        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
-        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
-    }
-    config = {**sizes, **blocks, "norm_num_groups": 8, "attention_head_dim": 8}
-    model = UNet2DConditionModel(**config).eval()
-    quantize_(model, INT8)
-    assert count_quantized(model) > 0
-    inputs = (torch.ones(1, 4, 8, 8), 1, torch.ones(1, 3, 32))
-    expected = model(*inputs).sample
-    torch.save(model.state_dict(), directory / "unet.pt")
-    with torch.device("meta"):
-        reloaded = UNet2DConditionModel(**config).eval()
-    reloaded.load_state_dict(torch.load(directory / "unet.pt"), assign=True)
-    assert torch.equal(reloaded(*inputs).sample, expected)
-
-
-def diffusers_save_pretrained(directory: Path) -> None:
+def unet() -> Any:
     from diffusers import UNet2DModel
 
+    torch.manual_seed(0)
     sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 8}
     blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-    model = UNet2DModel(**sizes, **blocks)
-    quantize_(model, INT8)
-    model.save_pretrained(directory)
-    assert count_quantized(UNet2DModel.from_pretrained(directory)) == count_quantized(model)
+    return UNet2DModel(**sizes, **blocks).eval()
+
+
+def diffusers_load_save_reload(directory: Path) -> None:
+    from diffusers import UNet2DModel
+
+    import hf_trainweights.diffusers  # noqa: F401
+
+    unet().save_pretrained(directory / "float")
+    model = UNet2DModel.from_pretrained(directory / "float", quantization_config=INT8)
+    model.save_pretrained(directory / "int8")
+    reloaded = UNet2DModel.from_pretrained(directory / "int8")
+    assert count_quantized(reloaded) == count_quantized(model) > 0
+    assert torch.equal(reloaded(torch.ones(1, 3, 8, 8), 1).sample, model(torch.ones(1, 3, 8, 8), 1).sample)
+
+
+def diffusers_pipeline(directory: Path) -> None:
+    from diffusers import DDPMPipeline, DDPMScheduler, PipelineQuantizationConfig
+
+    import hf_trainweights.diffusers  # noqa: F401
+
+    DDPMPipeline(unet(), DDPMScheduler()).save_pretrained(directory / "float")
+    config = PipelineQuantizationConfig(quant_mapping={"unet": INT8})
+    DDPMPipeline.from_pretrained(directory / "float", quantization_config=config).save_pretrained(directory / "int8")
+    reloaded = DDPMPipeline.from_pretrained(directory / "int8")
+    assert count_quantized(reloaded.unet) > 0
+    assert reloaded(num_inference_steps=2, output_type="np").images.shape == (1, 8, 8, 3)
 
 
 def diffusers_save_file_and_load(directory: Path) -> None:
     """Save a component as config.json and one safetensors file, and load it without a float copy."""
     from diffusers import UNet2DModel
 
-    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 8}
-    blocks = {"down_block_types": ("DownBlock2D", "AttnDownBlock2D"), "up_block_types": ("AttnUpBlock2D", "UpBlock2D")}
-    model = UNet2DModel(**sizes, **blocks).eval()
+    model = unet()
     quantize_(model, INT8)
     expected = model(torch.ones(1, 3, 8, 8), 1).sample
     model.save_config(directory)
@@ -340,8 +339,8 @@ FLOWS: dict[str, tuple[str, Flow]] = {
         ("transformers", pipeline_vision),
         ("transformers", transformers_serve),
         ("trl", trl_sft_with_lora),
-        ("diffusers", diffusers_component),
-        ("diffusers", diffusers_save_pretrained),
+        ("diffusers", diffusers_load_save_reload),
+        ("diffusers", diffusers_pipeline),
         ("diffusers", diffusers_save_file_and_load),
         ("accelerate", accelerate_dispatch),
         ("accelerate", accelerate_save_state_with_lora),

@@ -1,7 +1,8 @@
 """Small weights and small training checkpoints for Hugging Face Transformers; importing it registers the quantizer.
 
 Public are the names in `__all__`, and those of `hf_trainweights.checkpoint`, `hf_trainweights.distributed`,
-`hf_trainweights.exports` and `hf_trainweights.formats`. All other paths may change with any release.
+`hf_trainweights.exports` and `hf_trainweights.formats`. `import hf_trainweights.diffusers` registers the quantizer with
+diffusers. All other paths may change with any release.
 """
 
 from importlib.metadata import version as _version

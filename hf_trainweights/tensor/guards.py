@@ -66,6 +66,16 @@ def guarded_names(names: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
+def guards_of(names: Iterable[str]) -> dict[str, Tensor]:
+    """Return what stands before the tensors of a file: the notice and the guards, under the names of the weights.
+
+    Args:
+        names: Full names of the quantized weights, in the order of the model; if there are none, neither is a notice.
+    """
+    guarded = guarded_names(names)
+    return {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])}
+
+
 def name_for_transformers(name: str) -> str:
     """Return the name under which a guard is handed to Transformers, to be taken back in its file.
 

@@ -94,7 +94,8 @@ def _copy(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
     )
     if not same:
         next_step = (
-            "Call load_state_dict(..., assign=True). Resize embeddings before they are quantized. For "
+            "Call load_state_dict(..., assign=True), or quantize the source in this format first, as PEFT's "
+            "set_base_model_state_dict needs it. Resize embeddings before they are quantized. For "
             "DistributedDataParallel give all processes the same quantized weights first: load one checkpoint, or set "
             "one seed before the module is made."
             if isinstance(target, QuantizedTensor)

@@ -23,7 +23,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.loading.stored_weights import check_weight_files
 from hf_trainweights.models.saving.saved_tensors import memory_key
-from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names, is_notice, make_guard
+from hf_trainweights.tensor.guards import guards_of, is_notice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
 
@@ -62,8 +62,7 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
     path = _checked(path)
     with staged_files(path.parent, lambda _: False) as staged:
         flat = flatten_state_dict(kept, None)
-        guarded = guarded_names(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor))
-        flat = {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])} | flat
+        flat = guards_of(name for name, tensor in kept.items() if isinstance(tensor, QuantizedTensor)) | flat
         tensors = {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}
         write_safetensors(staged.path / path.name, tensors, {**aliases, "format": "pt"})
 

@@ -22,8 +22,10 @@ from peft import (
     LoraConfig,
     PeftConfig,
     PeftModel,
+    get_base_model_state_dict,
     get_peft_model,
     initialize_lora_eva_weights,
+    set_base_model_state_dict,
 )
 from peft.utils.hotswap import hotswap_adapter
 from torch import Tensor, nn
@@ -489,3 +491,32 @@ def test_a_float_model_runs_the_functions_of_peft_beside_a_quantized_one(
         model.merge_adapter()
         model.unmerge_adapter()
         assert torch.allclose(model.merge_and_unload()(torch.ones(1, 64)), expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
+def test_the_state_dict_of_the_base_is_taken_out_and_put_back(config: TrainWeightsConfig) -> None:
+    base, other = quantized(config=config), quantized(config=config)
+    for weight in other.parameters():
+        if isinstance(weight, QuantizedTensor):
+            weight.qdata.bitwise_not_() if not weight.qdata.is_floating_point() else weight.qdata.zero_()
+    before, wanted = copy.deepcopy(base.state_dict()), other.state_dict()
+    model = get_peft_model(base, LoraConfig(r=4, target_modules=TARGETS))
+    assert same_state(get_base_model_state_dict(model), before)
+    assert not same_state(wanted, before)
+    set_base_model_state_dict(model, wanted)
+    assert same_state(get_base_model_state_dict(model), wanted)
+
+
+def test_a_float_state_dict_for_a_quantized_base_is_refused_with_the_way() -> None:
+    model = get_peft_model(quantized(), LoraConfig(r=4, target_modules=TARGETS))
+    with pytest.raises(RuntimeError, match="quantize the source in this format first"):
+        set_base_model_state_dict(model, ARCHITECTURES["llama"].build().state_dict())
+
+
+def same_state(state: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    def same(first: Tensor, second: Tensor) -> bool:
+        if isinstance(first, QuantizedTensor) and isinstance(second, QuantizedTensor):
+            return same_stored(first, second)
+        return torch.equal(first, second)
+
+    return state.keys() == other.keys() and all(same(state[name], other[name]) for name in state)
