@@ -45,6 +45,9 @@ def test_python_reads_what_is_written_in_pieces_with_and_without_their_checksums
     archive.finish()
     with zipfile.ZipFile(file) as found:
         assert found.testzip() is None
+        assert {(info.create_system, info.create_version, info.extract_version) for info in found.infolist()} == {
+            (3, 45, 45)
+        }
         assert {name: found.read(name) for name in found.namelist()} == {
             "archive/data/0": data,
             "archive/version": b"3\n",

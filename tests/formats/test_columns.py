@@ -64,6 +64,8 @@ def test_tensors_hold_the_values_that_were_chosen(config: dict[str, Any], column
     assert all(tensor.is_contiguous() for tensor in found.values())
     if config["format"] != "coded":  # which keeps the best round, not always the last
         torch.testing.assert_close(form.dequantize(found, weight.shape, torch.float32), values, rtol=1e-6, atol=0)
+    error = form.dequantize(found, weight.shape, torch.float32) - weight.float()
+    assert error.norm() < 0.6 * weight.float().norm()  # of two bits it is half as much
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=str)

@@ -169,11 +169,14 @@ def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
 @every_dtype
 def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
+    rows, multiply = [], cuda._int_mm
+    monkeypatch.setattr(cuda, "_int_mm", lambda first, second: rows.append(len(first)) or multiply(first, second))
     tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
     x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     before = x.clone()
     result = product(x, tensors, Int8(activations="int8"), bias)
     expected = stored.INT8_LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
+    assert rows == [25, 25]
     assert torch.equal(x, before)
     assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
 

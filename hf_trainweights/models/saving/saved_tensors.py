@@ -22,10 +22,10 @@ from hf_trainweights.tensor.stored_names import flatten_state_dict, parse_stored
 def flat_state_dict(
     model: PreTrainedModel,
     default: Format,
-    given: Mapping[str, Any] | None = None,
-    guarded: bool = False,
-    compress: bool = False,
-    spill: Spill | None = None,
+    given: Mapping[str, Any] | None,
+    guarded: bool,
+    compress: bool,
+    spill: Spill | None,
 ) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 

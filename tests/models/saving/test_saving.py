@@ -317,6 +317,12 @@ def test_a_given_state_dict_of_a_tied_model_is_saved_once(name: str, tied: PreTr
     assert contents(tmp_path / "given") == contents(tmp_path / "own")
 
 
+def test_a_given_state_dict_may_lack_the_tied_weight(tied: PreTrainedModel, tmp_path: Path) -> None:
+    state = {name: value for name, value in tied.state_dict().items() if ".norm" in name or "layernorm" in name}
+    tied.save_pretrained(tmp_path, state_dict=state)
+    assert {name for name in load_file(tmp_path / "model.safetensors") if not is_guard(name)} >= state.keys()
+
+
 def test_other_processes_write_nothing_and_do_not_hold_the_directory(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path / "new", is_main_process=False)
     assert contents(tmp_path / "new") == {}

@@ -21,6 +21,7 @@ from weights import FORMS, quantized_weight, same_stored
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor.distributed.agreement import check_shardable
+from hf_trainweights.tensor.distributed.sharded_ops import FlatWeight
 
 # Each test starts processes, and some need seconds.
 pytestmark = pytest.mark.slow
@@ -293,6 +294,20 @@ def test_experts_are_spread_one_by_one(layout: str, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_weight_that_is_stored_transposed_is_cut_by_columns(world_size: int) -> None:
     run_ranks(world_size, spread_as_whole, Transposed, torch.randn(5, 256))
+
+
+def test_no_rank_gets_nothing_of_a_weight_that_is_cut_by_columns() -> None:
+    weight = Transposed("int8").weight
+    assert isinstance(weight, QuantizedTensor)
+    assert [size for size in (0, 64, 100, 128) if weight.can_be_cut(size)] == [64, 128]
+
+
+def test_a_flattened_weight_computes_with_its_values_however_it_is_called() -> None:
+    weight = quantized_weight("int8")
+    flat, values = FlatWeight.of(weight), weight.dequantize()
+    assert torch.equal(flat.sum(dtype=torch.float64), values.sum(dtype=torch.float64))
+    with torch._C.DisableTorchFunctionSubclass():
+        assert torch.equal(flat.sum(dtype=torch.float64), values.sum(dtype=torch.float64))
 
 
 def cut_within_a_group(rank: int) -> str:
