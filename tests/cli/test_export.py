@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from architectures import ARCHITECTURES, DECODER
 from command_line import run, run_json, unwrapped
+from covering import exhaustive
 from tiny_tokenizers import byte_level
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -44,8 +45,8 @@ def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
     ("layout", "options", "name"),
     [
         ("torchscript", (), "model.pt"),
-        ("pt2", (), "model.pt2"),
-        pytest.param("onnx", (), "model.onnx", marks=NEEDS_ONNX),
+        *exhaustive(("pt2", (), "model.pt2")),
+        pytest.param("onnx", (), "model.onnx", marks=[NEEDS_ONNX, pytest.mark.exhaustive]),
         pytest.param("onnx", ("--runtime", "onnxruntime"), "model.onnx", marks=NEEDS_ONNX),
     ],
 )

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from command_line import run, unwrapped
+from covering import exhaustive
 
 PROGRAM = """
 import sys
@@ -27,7 +28,9 @@ def run_process(*arguments: object, launcher: Sequence[str] = ()) -> subprocess.
 
 
 @pytest.mark.slow  # the program imports Transformers
-@pytest.mark.parametrize("launcher", [(), ("-m", "torch.distributed.run", "--standalone")], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [*exhaustive(((),)), ("-m", "torch.distributed.run", "--standalone")], ids=["alone", "torchrun"]
+)
 def test_a_script_loads_a_quantized_model_with_its_own_arguments_and_ends_as_it_wants(
     launcher: Sequence[str], samples: Path, tmp_path: Path
 ) -> None:

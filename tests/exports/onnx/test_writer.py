@@ -11,7 +11,7 @@ import onnx
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from covering import exhaustive
+from covering import by_default, exhaustive
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
 from torch import nn
 
@@ -40,7 +40,7 @@ def octets(tensor: onnx.TensorProto) -> bytes:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", by_default(FORMATS.keys() - {"uint4 g32", "uint6", "int4 g64"}, FORMATS))
 def test_any_module_is_exported_with_names_and_free_dimensions_its_codes_and_no_float_copy(
     tmp_path: Path, config: str, runtime: Any
 ) -> None:
