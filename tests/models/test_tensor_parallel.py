@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig
 from hf_trainweights.errors import QuantizationError, SaveError, UnsupportedError
+from hf_trainweights.models.saving import saving
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor
 from hf_trainweights.tensor.distributed.shards import gather
 
@@ -236,6 +237,39 @@ def test_a_save_from_ranks_writes_the_files_of_one_process(name: str, tmp_path: 
     expected = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}
     for directory in (tmp_path / "all", tmp_path / "first"):
         assert {file.name: file.read_bytes() for file in directory.iterdir()} == expected
+
+
+class PushAside:
+    """In place of a push to the Hub: copies the files into a directory."""
+
+    card, tags, present = None, (), ()
+
+    def __init__(self, target: Path) -> None:
+        self.target, self.repo_id = target, target.name
+
+    def commit(self, directory: Path, names: Sequence[str], card: str, remove: Iterable[str]) -> str:
+        assert card
+        assert list(remove) == []
+        self.target.mkdir()
+        for name in names:
+            shutil.copy(directory / name, self.target)
+        return "a commit"
+
+
+def pushes(rank: int, path: Path, directory: Path) -> object:
+    begun: Any = lambda repo_id, private: PushAside(directory / f"{repo_id} private={private}")  # noqa: E731
+    saving.begin_push = begun
+    return on_ranks(path, CONFIGS["int8"]).push_to_hub("tiny", private=True)
+
+
+def test_the_first_rank_pushes_the_files_of_one_process(tmp_path: Path) -> None:
+    path = float_model(tmp_path, "llama")
+    assert run_ranks(2, pushes, path, tmp_path) == ["a commit", None]
+    one_process(path, CONFIGS["int8"]).save_pretrained(tmp_path / "one")
+    expected = {file.name: file.read_bytes() for file in (tmp_path / "one").iterdir()}
+    pushed = {file.name: file.read_bytes() for file in (tmp_path / "tiny private=True").iterdir()}
+    assert pushed.pop("README.md")
+    assert pushed == expected
 
 
 def saves_into_a_file(rank: int, path: Path, target: Path) -> None:

@@ -343,6 +343,13 @@ def test_save_original_format_chooses_the_names(options: dict[str, Any], tmp_pat
         assert computes_the_same(load(tmp_path / expected), neox)
 
 
+def test_a_distributed_checkpoint_of_a_model_in_one_piece_is_refused_as_transformers_does(
+    model: PreTrainedModel, tmp_path: Path
+) -> None:
+    with pytest.raises(ValueError, match="requires an FSDP- or TP-sharded model"):
+        model.save_pretrained(tmp_path, distributed_checkpoint=True)
+
+
 def test_a_distributed_checkpoint_as_bin_is_refused(model: PreTrainedModel, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"expected safetensors, found distributed_checkpoint as \.bin"):
         model.save_pretrained(tmp_path, distributed_checkpoint=True, safe_serialization=False)
