@@ -371,7 +371,7 @@ def main() -> None:
     os.environ["HF_HUB_OFFLINE"] = "1"
     names = sys.argv[1:] or list(FLOWS)
     results = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
-    rows = results.get("flows", {})
+    rows = {name: row for name, row in results.get("flows", {}).items() if name in FLOWS}
     for name in names:
         rows[name] = run(name)
         print(f"{name:<45} {rows[name]['outcome']}", flush=True)

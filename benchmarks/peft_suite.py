@@ -1,20 +1,25 @@
-"""PEFT's own quantization tests (`tests/test_quantization.py` of its sdist) on a base that this package quantized.
+"""Two of PEFT's own test files, from its sdist, on bases that this package quantized.
 
     pip download --no-deps --no-binary :all: peft && tar xzf peft-*.tar.gz
-    python -m benchmarks.peft_suite peft-0.21.2
+    pip install --no-deps --target /tmp/ecosystem diffusers datasets ...
+    PYTHONPATH=/tmp/ecosystem python -m benchmarks.peft_suite peft-0.21.2
 
-The tests run as they are, but for the list of quantizers, which becomes this package's formats, and for the model: a
-random OPT with as many layers as the one that they fetch from the Hub. It adds `peft_suite` to results/ecosystem.json.
+`test_quantization.py` runs as it is, but for the list of quantizers, which becomes this package's formats, and for the
+model: a random OPT with as many layers as the one that the tests fetch from the Hub. `test_custom_models.py` runs with
+the first configuration of each adapter on its MLP, once as it is and once with every MLP quantized to int8; counted are
+the cases that pass in float. It adds `peft_suite` to results/ecosystem.json.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
 import tempfile
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -50,47 +55,78 @@ QUANTIZATION_BACKENDS = [Loader(name) for name in {formats!r}]
 """
 
 
-def measure(sdist: Path) -> dict[str, Any]:
-    """Return how many of the tests passed in each format, and which failed.
+_CUSTOM = "test_custom_models.py"
+_MADE = "            return MLP().to(dtype)\n"
+_QUANTIZED = """            import hf_trainweights
+            made = MLP().to(dtype)
+            hf_trainweights.quantize_(made, "int8")
+            return made
+"""
+# One configuration of each adapter. Casts to other dtypes are tests of float weights.
+_SELECTED = "Vanilla and MLP and 1 and TestPeftCustomModel and not autocast and not float16"
+
+
+def run(sdist: Path, file: str, old: str, new: str, select: str = "") -> dict[str, list[str]]:
+    """Run a test file of PEFT with one text in it exchanged; return what each case reported, nothing if it passed.
 
     Args:
         sdist: PEFT's unpacked source distribution.
+        file: The test file.
+        old: The text.
+        new: What stands for it.
+        select: An expression for pytest's `-k`.
     """
     with tempfile.TemporaryDirectory() as directory:
         root = Path(directory)
         tests = shutil.copytree(sdist / "tests", root / "tests")
         (tests / "__init__.py").touch()
-        (root / "datasets.py").write_text("load_dataset = None  # imported, and not called by these tests\n")
+        source = (tests / file).read_text()
+        assert old in source
+        (tests / file).write_text(source.replace(old, new, 1))
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={root / 'report.xml'}"]
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        subprocess.run([*command, "-k", select, f"tests/{file}"], cwd=root, check=False, env=environment)
+        cases = ElementTree.parse(root / "report.xml").getroot().iter("testcase")
+        return {case.attrib["name"]: [child.tag for child in case] for case in cases}
+
+
+def counts(outcomes: dict[str, list[str]]) -> dict[str, Any]:
+    """Return how many cases passed, failed and skipped, and of which tests those are that failed."""
+    failed = sorted(case for case, tags in outcomes.items() if {"failure", "error"} & set(tags))
+    skipped = sum("skipped" in tags for tags in outcomes.values())
+    by_test = Counter(case.partition("[")[0] for case in failed)
+    passed = len(outcomes) - len(failed) - skipped
+    return {"passed": passed, "failed": len(failed), "skipped": skipped, "tests_with_failures": dict(by_test)}
+
+
+def quantization_tests(sdist: Path) -> dict[str, Any]:
+    """Return the counts of `test_quantization.py` in each format."""
+    with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         sizes = {"hidden_size": 64, "ffn_dim": 256, "num_hidden_layers": 12, "num_attention_heads": 4}
         config = OPTConfig(vocab_size=256, word_embed_proj_dim=64, max_position_embeddings=64, **sizes)
-        OPTForCausalLM(config).save_pretrained(root / "opt")
-        source = (tests / _TESTS).read_text()
-        loaders = _LOADERS.format(model=str(root / "opt"), formats=FORMATS)
-        (tests / _TESTS).write_text(source.replace(_LIST, loaders + _LIST, 1))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={root / 'report.xml'}"]
-        subprocess.run([*command, f"tests/{_TESTS}"], cwd=root, check=False)
-        cases = ElementTree.parse(root / "report.xml").getroot().iter("testcase")
-        outcomes = {case.attrib["name"]: [child.tag for child in case] for case in cases}
-    report: dict[str, Any] = {"version": sdist.name}
-    for name in FORMATS:
-        own = {case: tags for case, tags in outcomes.items() if f"-{name}]" in case or f"[{name}-" in case}
-        failed = sorted(case for case, tags in own.items() if {"failure", "error"} & set(tags))
-        skipped = sum("skipped" in tags for tags in own.values())
-        by_test = sorted({case.partition("[")[0] for case in failed})
-        report[name] = {
-            "passed": len(own) - len(failed) - skipped,
-            "failed": len(failed),
-            "skipped": skipped,
-            "tests_with_failures": {test: sum(case.startswith(f"{test}[") for case in failed) for test in by_test},
-        }
-    return report
+        OPTForCausalLM(config).save_pretrained(Path(directory) / "opt")
+        loaders = _LOADERS.format(model=str(Path(directory) / "opt"), formats=FORMATS)
+        outcomes = run(sdist, _TESTS, _LIST, loaders + _LIST)
+    return {
+        name: counts({case: tags for case, tags in outcomes.items() if f"-{name}]" in case or f"[{name}-" in case})
+        for name in FORMATS
+    }
+
+
+def custom_model_tests(sdist: Path) -> dict[str, Any]:
+    """Return the counts of `test_custom_models.py` in int8, over the cases that pass in float."""
+    in_float = run(sdist, _CUSTOM, _MADE, _MADE, _SELECTED)
+    quantized = run(sdist, _CUSTOM, _MADE, _QUANTIZED, _SELECTED)
+    return counts({case: tags for case, tags in quantized.items() if in_float.get(case) == []})
 
 
 def main() -> None:
     """Measure, and write the counts beside the other flows."""
     results = json.loads(RESULTS.read_text())
-    results["peft_suite"] = measure(Path(sys.argv[1]).resolve())
+    sdist = Path(sys.argv[1]).resolve()
+    results["peft_suite"] = {"version": sdist.name, **quantization_tests(sdist)}
+    results["peft_suite"]["custom_models_int8"] = custom_model_tests(sdist)
     RESULTS.write_text(json.dumps(results, indent=2, sort_keys=True) + "\n")
     print(json.dumps(results["peft_suite"], indent=2))
 
