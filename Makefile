@@ -43,7 +43,7 @@ bench:
 	python -m benchmarks.tables
 
 fuzz:
-	python -m tests.fuzz --seconds $(or $(SECONDS),600)
+	PYTHONPATH=tests python -m tests.fuzz --seconds $(or $(SECONDS),600)
 
 release:
 	.ci/release

@@ -318,7 +318,8 @@ def fuzz() -> str:
     ]
     total = sum(row["inputs"] for row in report["rows"])
     header = ["what is mutated", "inputs", "accepted", "refused by name", "findings", "peak memory, MiB"]
-    caption = f"{total:,} inputs in {report['seconds'] / 60:.0f} minutes, {_run_of(report)}."
+    build = ", under AddressSanitizer and UndefinedBehaviorSanitizer" if report.get("sanitized") else ""
+    caption = f"{total:,} inputs in {report['seconds'] / 60:.0f} minutes{build}, {_run_of(report)}."
     return f"{table(header, rows)}\n\n{caption}"
 
 

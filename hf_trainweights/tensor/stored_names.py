@@ -82,7 +82,8 @@ def parse_stored_name(name: str) -> tuple[str, str] | None:
 @functools.cache
 def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
     # The shortest parameter, so that the suffix is the longest: of "_weight_zero_point" it is not "point".
-    return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>\w+?)_(?P<suffix>{'|'.join(map(re.escape, suffixes))})")
+    suffix = "|".join(map(re.escape, suffixes))
+    return re.compile(rf"(?P<module>.*\.|)_(?P<parameter>[^.]+?)_(?P<suffix>{suffix})", re.DOTALL)
 
 
 def flatten_weight(

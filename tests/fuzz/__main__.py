@@ -105,8 +105,15 @@ def _record(options: argparse.Namespace, totals: dict[str, Tally]) -> dict[str, 
         "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "versions": versions()},
         "seconds": options.seconds,
         "seed": options.seed,
+        "sanitized": sanitized(),
         "rows": _rows(totals),
     }
+
+
+def sanitized() -> bool:
+    """Return whether AddressSanitizer watches over this process, and what is compiled for it."""
+    maps = Path("/proc/self/maps")
+    return maps.exists() and "libasan" in maps.read_text(encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -171,13 +171,13 @@ def change_tensors(rng: random.Random, saved: Tree, tree: dict[str, Content]) ->
 
 
 _TENSOR_CHANGES = [
-    lambda tensor: tensor[: max(1, len(tensor) // 2)],
+    lambda tensor: tensor[: max(1, len(tensor) // 2)] if tensor.dim() else tensor,
     lambda tensor: tensor.t() if tensor.dim() == 2 else tensor,
     lambda tensor: tensor.flatten(),
     lambda tensor: tensor.float() if tensor.dtype != torch.float32 else tensor.half(),
     lambda tensor: torch.full_like(tensor, float("nan") if tensor.dtype.is_floating_point else 127),
-    lambda tensor: tensor[:0],
-    lambda tensor: torch.cat([tensor, tensor]),
+    lambda tensor: tensor[:0] if tensor.dim() else tensor,
+    lambda tensor: torch.cat([tensor, tensor]) if tensor.dim() else tensor.repeat(2),
     lambda tensor: torch.zeros((), dtype=tensor.dtype),
     lambda tensor: tensor.view(torch.uint8) if tensor.dim() else tensor,
 ]

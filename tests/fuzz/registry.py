@@ -8,10 +8,13 @@ from tests.fuzz.targets.configurations import Configurations
 from tests.fuzz.targets.encoded_files import EncodedBytes, EncodedPayloads, EncodedStructures
 from tests.fuzz.targets.exports import Exports
 from tests.fuzz.targets.gguf_exports import GgufExports
+from tests.fuzz.targets.imports import ImportedDirectories, ImportedWeights
 from tests.fuzz.targets.model_directories import ModelDirectories, ModelFiles
 from tests.fuzz.targets.onnx_exports import OnnxExports
 from tests.fuzz.targets.pickled_weights import PickledFiles, PickledWeights
+from tests.fuzz.targets.programs import OnnxFiles, ProgramExports
 from tests.fuzz.targets.run_directories import Manifests, RunDirectories
+from tests.fuzz.targets.single_files import SavedWeights, SingleFiles
 from tests.fuzz.targets.training_states import TrainingStates
 
 _TARGETS: tuple[type[Target], ...] = (
@@ -27,8 +30,14 @@ _TARGETS: tuple[type[Target], ...] = (
     Manifests,
     RunDirectories,
     TrainingStates,
+    SingleFiles,
+    SavedWeights,
+    ImportedWeights,
+    ImportedDirectories,
     Exports,
     GgufExports,
     OnnxExports,
+    OnnxFiles,
+    ProgramExports,
 )
 TARGETS: dict[str, type[Target]] = {target.name: target for target in _TARGETS}

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import pytest
-from covering import exhaustive
+from covering import by_default, exhaustive
 
 from tests.fuzz.finding import CORPUS
 from tests.fuzz.harness import memory_directory, run_count
 from tests.fuzz.registry import TARGETS
+from tests.fuzz.targets.imports import ImportedDirectories
 from tests.fuzz.targets.onnx_exports import OnnxExports
+from tests.fuzz.targets.programs import OnnxFiles, ProgramExports
 
-(SLOW,) = exhaustive(OnnxExports.name)
+# Each input of these takes a second.
+_EXHAUSTIVE = (OnnxExports.name, OnnxFiles.name, ProgramExports.name, ImportedDirectories.name)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("share", [1 / 16, *exhaustive(1.0)], ids=["a sixteenth", "all"])
-@pytest.mark.parametrize("name", [name if name != OnnxExports.name else SLOW for name in TARGETS])
+@pytest.mark.parametrize("name", by_default(TARGETS.keys() - set(_EXHAUSTIVE), TARGETS))
 def test_no_mutated_input_breaks_a_promise(name, share):
     target = TARGETS[name]()
     inputs = min(target.inputs_in_suite, max(30, int(share * target.inputs_in_suite)))

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from hf_trainweights.files.signed_json import sign_json
-from tests.fuzz.__main__ import main
+from tests.fuzz.__main__ import main, sanitized
 from tests.fuzz.registry import TARGETS
 from tests.fuzz.target import Outcome, Target
 
@@ -47,9 +47,10 @@ def test_a_run_without_findings_is_recorded_and_ends_with_0(run, tmp_path, capsy
     record = tmp_path / "fuzz.json"
     assert run("--seconds", "0.5", "--targets", "sound", "--seed", "3", "--record", str(record)) == 0
     recorded = json.loads(record.read_text())
-    assert set(recorded) == {"date", "commit", "machine", "seconds", "seed", "rows"}
+    assert set(recorded) == {"date", "commit", "machine", "seconds", "seed", "sanitized", "rows"}
     (row,) = recorded["rows"]
     assert (row["target"], row["findings"], recorded["seed"]) == ("sound", 0, 3)
+    assert recorded["sanitized"] is sanitized()
     assert row["inputs"] == row["accepted"] > 0
     assert f"{row['inputs']:,}" in capsys.readouterr().out
 

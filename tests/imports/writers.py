@@ -170,6 +170,40 @@ def float8(method: str, scale_name: str, per: str, block: int = 128) -> Layout:
     return Layout({"quant_method": method, **sizes}, write)
 
 
+def _bitsandbytes(weight: Tensor) -> tuple[Tensors, Tensor]:
+    largest = weight.float().abs().amax(1)
+    codes = (weight.float() / largest[:, None] * 127).round().to(torch.int8)
+    order = torch.tensor(0, dtype=torch.uint8)
+    return {"weight": codes, "SCB": largest, "weight_format": order}, codes * (largest / 127)[:, None]
+
+
+def _torchao(weight: Tensor) -> tuple[Tensors, Tensor]:
+    codes, scale = codes_and_scale(weight, 8, 32)
+    tensors = {"_weight_qdata": codes, "_weight_scale": scale, "_weight_zero_point": torch.zeros_like(codes[:, :2])}
+    return tensors, codes * scale.repeat_interleave(32, 1)
+
+
+# Every layout that is read.
+LAYOUTS = {
+    "gptq": gptq(),
+    "gptq-activation-order": Layout(gptq(shuffled=True).config, gptq().write),
+    "awq": awq(),
+    "ct-int4": compressed_tensors("int", 4, "group", 32),
+    "ct-int4-asymmetric": compressed_tensors("int", 4, "group", 32, symmetric=False),
+    "ct-int4-channel-asymmetric": compressed_tensors("int", 4, "channel", symmetric=False),
+    "ct-int8": compressed_tensors("int", 8, "channel", packed=False),
+    "ct-float8": compressed_tensors("float", 8, "channel"),
+    "fp8": float8("fp8", "weight_scale_inv", "tensor"),
+    "fp8-blocks": float8("fp8", "weight_scale_inv", "block"),
+    "fbgemm": float8("fbgemm_fp8", "weight_scale", "row"),
+    "bitsandbytes": Layout({"quant_method": "bitsandbytes", "load_in_8bit": True}, _bitsandbytes),
+    "torchao": Layout({"quant_method": "torchao"}, _torchao),
+}
+_TORCHAO = {"_type": "Int8Tensor", "_data": {"block_size": [1, 32]}, "_tensor_data_names": ["qdata", "zero_point"]}
+# What the header of a torchao file says of the module `m`.
+METADATA = {"m.weight": json.dumps(_TORCHAO)}
+
+
 def write_model(
     directory: Path, layout: Layout, architecture: str = "llama", dtype: torch.dtype = torch.bfloat16
 ) -> Tensors:

@@ -34,6 +34,7 @@ class OnnxModel:
 
     def __init__(self, path: str | os.PathLike[str], providers: Sequence[str] | None = None):
         runtime = require("onnxruntime", "onnx")
+        self._path = str(path)
         available = runtime.get_available_providers()
         chosen = [name for name in _PROVIDERS if name in available] if providers is None else list(providers)
         if missing := set(chosen) - set(available):
@@ -43,9 +44,7 @@ class OnnxModel:
             self._session = runtime.InferenceSession(os.fspath(path), providers=chosen)
         # It has an exception of its own for each of its error codes.
         except Exception as error:
-            raise CorruptFileError(
-                str(path), "a model that ONNX Runtime reads", str(error), "Export it again."
-            ) from error
+            raise self._refused("a model that ONNX Runtime reads", error, "Export it again.") from error
         self._inputs = {each.name: each for each in self._session.get_inputs()}
         self.output_names = tuple(each.name for each in self._session.get_outputs())
 
@@ -79,8 +78,15 @@ class OnnxModel:
 
         Raises:
             ConfigError: An input is missing, unknown, or of another shape than the file's.
+            CorruptFileError: ONNX Runtime cannot compute what the file says, with these inputs.
         """
-        return dict(zip(self.output_names, self._session.run(None, self._checked(inputs)), strict=True))
+        arrays = self._checked(inputs)
+        try:
+            outputs = self._session.run(None, arrays)
+        except Exception as error:
+            next_step = "Check the values of the inputs; if they are right, export it again."
+            raise self._refused("a model that ONNX Runtime computes with these inputs", error, next_step) from error
+        return dict(zip(self.output_names, outputs, strict=True))
 
     def predict_batch(self, inputs: OnnxInputs, batch_size: int = 32) -> dict[str, np.ndarray]:
         """Run the model over parts of a large batch.
@@ -129,6 +135,9 @@ class OnnxModel:
                 found = f"{array.dtype} {list(array.shape)}"
                 raise ConfigError(f"input {name}", f"{kind} {shape}", found, "Change shape or dtype, or export again.")
         return arrays
+
+    def _refused(self, expected: str, error: Exception, next_step: str) -> CorruptFileError:
+        return CorruptFileError(self._path, expected, str(error), next_step)
 
     def _shown(self) -> str:
         return ", ".join(self._inputs)

@@ -36,7 +36,8 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         path: The file. What is there stays whole until the new file is.
 
     Raises:
-        ConfigError: A value is no tensor, a tensor has no values, or the name does not end in `.safetensors`.
+        ConfigError: A value is no tensor, a tensor has no values or the name of a part of a quantized weight, or the
+            file's name does not end in `.safetensors`.
         SaveError: The file cannot be written, or the disk is full; what was there before is untouched.
 
     Examples:
@@ -54,6 +55,12 @@ def save_file(weights: nn.Module | Mapping[str, Tensor], path: str | os.PathLike
         if not isinstance(tensor, Tensor) or tensor.is_meta:
             found = "one on the meta device" if isinstance(tensor, Tensor) else type(tensor).__name__
             raise ConfigError(name, "a tensor with values", found, "Leave it out, or load it first.")
+        if parse_stored_name(name) is not None and not isinstance(tensor, QuantizedTensor):
+            expected, found = (
+                "another name: load_file takes this one for a part of a quantized weight",
+                "a plain tensor",
+            )
+            raise ConfigError(name, expected, found, "Rename it, or save what load_file returns.")
     first: dict[object, str] = {}
     aliases = {name: first.setdefault(memory_key(tensor), name) for name, tensor in state.items()}
     # "format" is Transformers' own entry of the metadata.

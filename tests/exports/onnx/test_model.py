@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from exports.models import Convolutional, images, quantized
+from torch import nn
 
+from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.exports import OnnxModel, export_onnx
 
@@ -84,3 +86,12 @@ def test_a_file_that_is_no_model_is_refused(tmp_path: Path, content: bytes | Non
         path.write_bytes(content)
     with pytest.raises(CorruptFileError, match=r"model\.onnx: expected a model that ONNX Runtime reads"):
         OnnxModel(path)
+
+
+def test_values_that_the_graph_cannot_compute_with_are_a_typed_error(tmp_path: Path) -> None:
+    table = nn.Sequential(nn.Embedding(8, 32))
+    quantize_(table, TrainWeightsConfig("int8", include_embeddings=True))
+    ids = torch.zeros(1, 3, dtype=torch.long)
+    export_onnx(table, tmp_path / "model.onnx", example_inputs=ids)
+    with pytest.raises(CorruptFileError, match=r"computes with these inputs, found .*Check the values"):
+        OnnxModel(tmp_path / "model.onnx").predict(ids + 99)

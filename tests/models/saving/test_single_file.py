@@ -294,3 +294,11 @@ def test_a_reader_of_plain_names_takes_no_quantized_weight_for_a_missing_one(tmp
 def test_a_file_of_float_weights_has_no_guards(tmp_path: Path) -> None:
     save_file({"weight": torch.ones(2)}, tmp_path / "model.safetensors")
     assert safetensors.torch.load_file(tmp_path / "model.safetensors").keys() == {"weight"}
+
+
+def test_a_plain_tensor_that_a_reader_would_take_for_a_part_of_a_weight_is_refused(tmp_path: Path) -> None:
+    module = nn.Sequential(nn.Linear(64, 32))
+    quantize_(module, TrainWeightsConfig("int8"))
+    with pytest.raises(ConfigError, match=r"^0\._weight_qdata: expected another name"):
+        save_file({**module.state_dict(), "0._weight_qdata": torch.zeros(3)}, tmp_path / "model.safetensors")
+    assert list(tmp_path.iterdir()) == []
