@@ -40,18 +40,20 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.float_tiles import (
+from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
+from hf_trainweights.checkpoint.codecs.coding.tiles import (
+    Tile,
+    empty,
+    matrix_shape,
     moved_from,
     round_to_,
+    scratch,
     split_misfits,
     to_float32,
     work_in,
     zeros_in,
 )
-from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
-from hf_trainweights.checkpoint.codecs.coding.matrix import Tile, matrix_shape
-from hf_trainweights.checkpoint.codecs.coding.memory import empty, scratch
-from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
 # A number for each row of a tile, float32 [r], and one for each column, float32 [c].

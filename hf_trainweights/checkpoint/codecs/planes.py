@@ -21,9 +21,15 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ROLES, Json, References
-from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, chunk_count, chunk_ranges
-from hf_trainweights.checkpoint.codecs.coding.memory import empty, scratch
+from hf_trainweights.checkpoint.codecs.coding.entropy import (
+    BlockReader,
+    BlockWriter,
+    ChunkedCodec,
+    Chunks,
+    chunk_count,
+    chunk_ranges,
+)
+from hf_trainweights.checkpoint.codecs.coding.tiles import empty, scratch
 from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, unfold_, word_layout, words_of
 
 CACHED = 1 << 16

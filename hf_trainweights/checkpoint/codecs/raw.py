@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.coding.memory import empty
+from hf_trainweights.checkpoint.codecs.coding.tiles import empty
 
 
 @dataclass(frozen=True)

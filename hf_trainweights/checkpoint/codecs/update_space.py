@@ -30,10 +30,17 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.float_tiles import round_to_, split_misfits, to_float32, work_in
 from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
-from hf_trainweights.checkpoint.codecs.coding.matrix import Tile, matrix_shape
-from hf_trainweights.checkpoint.codecs.coding.memory import empty, scratch
+from hf_trainweights.checkpoint.codecs.coding.tiles import (
+    Tile,
+    empty,
+    matrix_shape,
+    round_to_,
+    scratch,
+    split_misfits,
+    to_float32,
+    work_in,
+)
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
-from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.coding.entropy import ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import path_text

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
-from hf_trainweights.checkpoint.codecs.coding.chunks import ChunkedCodec, Chunks
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter
+from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter, ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import path_text

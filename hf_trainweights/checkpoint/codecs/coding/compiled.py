@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from hf_trainweights.checkpoint.codecs.coding.memory import scratch
+from hf_trainweights.checkpoint.codecs.coding.tiles import scratch
 from hf_trainweights.files.native_library import address, load_library
 
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
@@ -147,7 +147,7 @@ def find_exact(levels: np.ndarray) -> np.ndarray:
 
 
 def pack_tiles(levels: np.ndarray, order: np.ndarray | None, count: int) -> Iterator[Packed]:
-    """Yield the symbols of each tile of levels, int16 [R, C], as `symbols` says; all but the width are scratch.
+    """Yield the symbols of each tile of levels, int16 [R, C], as `levels` says; all but the width are scratch.
 
     They are the width, the first two blocks, uint8, of which what comes first counts, and the escapes, int16. `order`
     is that of the rows, int64 [R].

@@ -1,4 +1,4 @@
-"""Shared entropy coding: blocks of bytes through zstd's Huffman coder.
+"""Entropy coding: blocks of bytes through zstd's Huffman coder.
 
 The reader knows the length of each *block* of bytes beforehand, from the tensor's shape, so no frame can make it
 allocate more. A payload is
@@ -9,19 +9,26 @@ allocate more. A payload is
 | table | one uint32 per block: its stored size; equal to the block's own size means stored as it is |
 
 `hf_trainweights.files.huffman` codes each block.
+
+A `ChunkedCodec` encodes a tensor chunk by chunk, so that a large one takes little memory, and several threads. Its
+first payload has the blocks of the chunks one after the other, and where chunks have flags a last block of these, a
+byte for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.codecs.coding.memory import ByteBuffer
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
 from hf_trainweights.files.huffman import decode_block, encode_block
 
 CHUNK = 1 << 18
@@ -37,6 +44,34 @@ def chunk_ranges(count: int, size: int = CHUNK) -> Iterator[slice]:
 def chunk_count(count: int) -> int:
     """Return how many slices `chunk_ranges` yields."""
     return -(-count // CHUNK)
+
+
+class ByteBuffer:
+    """Bytes that others are appended to.
+
+    Args:
+        expected_bytes: Memory is set aside for so many, and more as it is needed; none of it is touched before.
+    """
+
+    def __init__(self, expected_bytes: int = 0):
+        self._memory = np.empty(expected_bytes, np.uint8)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, data: np.ndarray) -> None:
+        """Append a copy of a 1-D uint8 array."""
+        start, self._length = self._length, self._length + len(data)
+        if self._length > len(self._memory):
+            grown = np.empty(max(2 * start, self._length), np.uint8)
+            grown[:start] = self._memory[:start]
+            self._memory = grown
+        self._memory[start : self._length] = data
+
+    def view(self) -> np.ndarray:
+        """Return all that was appended, uint8; a view."""
+        return self._memory[: self._length]
 
 
 class BlockWriter:
@@ -113,3 +148,61 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
     """Undo `int16_to_bytes`."""
     low, high = planes.reshape(2, -1)
     return high.astype(np.int16) * np.int16(256) + low
+
+
+@dataclass(frozen=True)
+class Chunks:
+    """A tensor that is about to be encoded.
+
+    Args:
+        size_bytes: Of the tensor.
+        parts: What `write` takes for each chunk.
+        write: Writes the blocks of a chunk, and returns its flag.
+        has_flags: Whether flags are stored.
+        others: The other payloads.
+    """
+
+    size_bytes: int
+    parts: Sequence[Any]
+    write: Callable[[BlockWriter, Any], bool]
+    has_flags: bool = False
+    others: tuple[Tensor, ...] = ()
+
+    def encode(self, parts: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[bool]]:
+        """Return the blocks of some chunks, and their flags; of fewer chunks if these take more bytes than that."""
+        writer = BlockWriter(self.size_bytes * len(parts) // max(len(self.parts), 1))
+        flags: list[bool] = []
+        for part in parts:
+            if writer.size_bytes > most_bytes:
+                break
+            flags.append(self.write(writer, part))
+        return writer, flags
+
+    def all(self, writer: BlockWriter, flags: Sequence[bool]) -> EncodedTensor:
+        """Return the tensor, given what `encode` returned for all of its chunks."""
+        return EncodedTensor([self.complete(writer, flags), *self.others], {})
+
+    def complete(self, writer: BlockWriter, flags: Sequence[bool], earlier_sizes: Sequence[int] = ()) -> Tensor:
+        """Return the rest of the payload: the writer's blocks and what comes behind those of the last chunk.
+
+        `flags` are those of all chunks, `earlier_sizes` those of blocks that are not in the writer.
+        """
+        if self.has_flags:
+            writer.write(np.array(flags, np.uint8))
+        return writer.payload(earlier_sizes)
+
+
+class ChunkedCodec(Codec):
+    """A codec whose chunks do not depend on each other."""
+
+    def chunks(self, tensor: Tensor, references: References | None = None) -> Chunks:
+        """Do as `encode` does up to the point where chunks are encoded."""
+        return self._chunks(*self._checked(tensor, references))
+
+    def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
+        chunks = self._chunks(tensor, references)
+        return chunks.all(*chunks.encode(chunks.parts))
+
+    @abstractmethod
+    def _chunks(self, tensor: Tensor, references: References) -> Chunks:
+        """Cut a checked, contiguous CPU tensor into chunks."""

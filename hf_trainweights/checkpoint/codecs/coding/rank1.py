@@ -15,7 +15,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.coding.matrix import tiles
+from hf_trainweights.checkpoint.codecs.coding.tiles import tiles
 
 MEAN_UNITS = 128
 """Means are whole multiples of 1 / MEAN_UNITS."""

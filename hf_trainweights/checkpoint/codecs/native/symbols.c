@@ -1,9 +1,9 @@
-// Levels <-> symbols of some bits, packed into bytes; levels.py and symbols.py specify them.
+// Levels <-> symbols of some bits, packed into bytes; levels.py specifies them.
 #include "levels.h"
 
 // Levels among which an escape is looked for at once: most runs of this length have none.
 #define RUN 32
-// Levels coded together, as in symbols.py: a tile. It is some rows, or a part of a longer row.
+// Levels coded together, as in levels.py: a tile. It is some rows, or a part of a longer row.
 #define TILE 65536
 // As there: a tile's width is chosen by so many of its levels, and one in so many of them may be an escape.
 #define SAMPLE 4096

@@ -10,7 +10,7 @@ from checkpoint.codecs.cases import INSTANCES, SHAPES, bits_equal, decode, input
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.symbols import EXACT, SAME, decode_levels, encode_levels
+from hf_trainweights.checkpoint.codecs.coding.levels import EXACT, SAME, _decode_levels, _encode_levels
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
@@ -98,13 +98,13 @@ def test_symbols_of_every_width_are_the_same(monkeypatch, largest, shape):
     levels[few < 0.004], levels[few > 0.997] = EXACT, SAME
     levels[(few > 0.5) & (few < 0.502)] = generator.integers(-32767, 32766)
     row_sizes = np.abs(levels.astype(np.float64)).sum(1)
-    payload = encode_levels(levels, row_sizes)
-    back, exact_count = decode_levels(DeltaUniform, payload, *shape)
+    payload = _encode_levels(levels, row_sizes)
+    back, exact_count = _decode_levels(DeltaUniform, payload, *shape)
     assert np.array_equal(back, levels)
     assert exact_count == np.count_nonzero(levels == EXACT)
     by_numpy(monkeypatch)
-    assert bits_equal(encode_levels(levels, row_sizes), payload)
-    again, numpy_count = decode_levels(DeltaUniform, payload, *shape)
+    assert bits_equal(_encode_levels(levels, row_sizes), payload)
+    again, numpy_count = _decode_levels(DeltaUniform, payload, *shape)
     assert np.array_equal(again, levels)
     assert numpy_count == exact_count
 

@@ -9,6 +9,7 @@ from hf_trainweights.checkpoint.codecs.coding.entropy import (
     CHUNK,
     BlockReader,
     BlockWriter,
+    ByteBuffer,
     bytes_to_int16,
     chunk_count,
     chunk_ranges,
@@ -94,3 +95,14 @@ def test_every_int16_survives_being_split_into_bytes():
     assert planes[[0, 1, 2**16, 2**16 + 256]].tolist() == [0, 1, 128, 129]
     assert np.array_equal(bytes_to_int16(planes), numbers)
     assert len(bytes_to_int16(int16_to_bytes(numbers[:0]))) == 0
+
+
+def test_a_buffer_moves_only_when_more_is_appended_than_was_expected():
+    buffer = ByteBuffer(4)
+    buffer.append(np.array([1, 2], np.uint8))
+    first = buffer.view()
+    buffer.append(np.array([3, 4], np.uint8))
+    assert np.shares_memory(buffer.view(), first)
+    buffer.append(np.array([5], np.uint8))
+    assert not np.shares_memory(buffer.view(), first)
+    assert (buffer.view().tolist(), len(buffer)) == ([1, 2, 3, 4, 5], 5)
