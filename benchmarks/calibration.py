@@ -2,8 +2,9 @@
 
 Run `python -m benchmarks.calibration`; it needs no network and takes an hour on one core. All blocks of a Llama are
 alike, so a few of them tell what all cost; the rest is in proportion. Weights and tokens are random, which changes no
-cost. Memory is what the process holds beyond mapped files, above what it held before. It writes
-`benchmarks/results/calibration.json`, where rows of other shapes stay if they were measured alike.
+cost. Memory is what the process holds beyond mapped files, above what it held before. The factor of second moments is
+taken in float32 and in float64. It writes `benchmarks/results/calibration.json`, where rows of other shapes stay if
+they were measured alike; with `--shapes` and no shape only the factors are measured.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import transformers
 
 from benchmarks.machine import commit, cpu_name, versions
 from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.models.calibration.moments import Moments
 from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.quantize_in_place import quantize_module
 
@@ -36,6 +38,8 @@ SHAPES = {
 BLOCKS = {"1.2B": 16, "7B": 32}
 FORMAT = {"format": "int4", "group_size": 128}
 WINDOW, BATCH = 512, 8
+# Inputs of the layers whose factors are compared, and how often they are taken.
+FACTOR_INPUTS, FACTOR_RUNS = 2048, 3
 
 
 @contextmanager
@@ -92,18 +96,44 @@ def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
     }
 
 
+def factors() -> dict[str, Any]:
+    """Return what the factor of second moments costs in float64, in times of float32, and how far they are apart."""
+    K, generator = FACTOR_INPUTS, torch.Generator().manual_seed(0)
+    # Columns that depend on one another and differ in size a thousandfold, as those of models do.
+    mixed = torch.randn(2 * K, K // 8, generator=generator) @ torch.randn(K // 8, K, generator=generator)
+    x = (mixed + 0.1 * torch.randn(2 * K, K, generator=generator)) * torch.logspace(-1.5, 1.5, K)
+    moments = Moments(K, x.device)
+    moments.add(x, x)
+    narrow, wide = float("inf"), float("inf")
+    for _ in range(FACTOR_RUNS):
+        start = time.process_time()
+        found = moments.factor()
+        middle = time.process_time()
+        exact = _exact_factor(moments)
+        narrow, wide = min(narrow, middle - start), min(wide, time.process_time() - middle)
+    difference = ((found - exact).norm() / exact.norm()).item()
+    return {"K": K, "float64_over_float32": round(wide / narrow, 2), "difference": float(f"{difference:.1e}")}
+
+
+def _exact_factor(moments: Moments) -> torch.Tensor:
+    """Return the factor, taken in float64."""
+    damped = moments.damped().flip(0, 1).double()
+    lower = torch.linalg.cholesky(damped).flip(0, 1)
+    return torch.linalg.solve_triangular(lower, torch.eye(len(lower), dtype=lower.dtype), upper=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=32_768)
-    parser.add_argument("--shapes", nargs="+", default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     arguments = parser.parse_args()
     report: dict[str, Any] = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "format": "int4, groups of 128"}
     earlier = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     rows = earlier["rows"] if report.items() <= earlier.items() else []
     rows = [row for row in rows if row["shape"] not in arguments.shapes]
     rows += [measure(shape, arguments.blocks, arguments.tokens) for shape in arguments.shapes]
-    report |= {"commit": commit(), "versions": versions(), "rows": rows}
+    report |= {"commit": commit(), "versions": versions(), "factors": factors(), "rows": rows}
     RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 

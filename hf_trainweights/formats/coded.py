@@ -32,7 +32,7 @@ from hf_trainweights.formats.arithmetic import (
     scale_codes,
 )
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.columns import ColumnCodes, FileBits
 from hf_trainweights.formats.unpacked import Unpacked
 
 _LOWEST_BITS, _HIGHEST_BITS = 2.0, 8.0
@@ -190,14 +190,16 @@ class _Columns(ColumnCodes):
         self._codes[column] = codes
         return codes.mul_(self._factor)
 
-    def again(self) -> bool:
+    def again(self, file_bits: FileBits) -> bool:
         """Take the lengths and the step that these codes suggest; after a few rounds, keep the nearest rate."""
-        codes = self._codes.flatten()
-        rate = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
+        codes, tensors = self._codes.flatten(), {"qdata": self._codes.t().contiguous(), "scale": self._scale}
+        # The header of a tiny weight takes more than its codes could make up for.
+        most = _file_bits(huffman_bits(codes) / len(codes)) + self._overhead
+        rate = min(file_bits(tensors) / len(codes), most)
         off = abs(rate - self._bits)
         self._round += 1
         if self._round > 1 and (self._best is None or off < self._best[0]):
-            self._best = off, {"qdata": self._codes.t().contiguous(), "scale": self._scale}
+            self._best = off, tensors
         if self._round >= _COLUMN_ROUNDS or (self._round > 2 and off < _CLOSE_BITS):
             return False
         chances = torch.bincount(codes.to(torch.int16).add_(128), minlength=256).float().add_(0.5)

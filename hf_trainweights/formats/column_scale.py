@@ -23,7 +23,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.columns import ColumnCodes, FileBits
 from hf_trainweights.formats.unpacked import Unpacked
 
 COLUMN_SCALE = "column_scale"
@@ -164,9 +164,9 @@ class _Columns(ColumnCodes):
         factor = self._wide[column]
         return self._inner.encode(column, values / factor).mul_(factor)
 
-    def again(self) -> bool:
-        """Return the inner format's answer."""
-        return self._inner.again()
+    def again(self, file_bits: FileBits) -> bool:
+        """Return the inner format's answer, the factors being in the file too."""
+        return self._inner.again(lambda tensors: file_bits({**tensors, COLUMN_SCALE: self._factors}))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the inner format's tensors and the factors."""

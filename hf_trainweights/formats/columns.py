@@ -7,8 +7,12 @@ scales and codes come nearest to them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
 
 from torch import Tensor
+
+# Returns how many bits a weight takes in a file whose stored tensors these are.
+FileBits = Callable[[Mapping[str, Tensor]], float]
 
 
 class ColumnCodes(ABC):
@@ -41,8 +45,13 @@ class ColumnCodes(ABC):
             New float32 `[N]`: the values of the codes.
         """
 
-    def again(self) -> bool:
-        """Return whether to choose all columns once more, because the whole shows that other codes are better."""
+    def again(self, file_bits: FileBits) -> bool:
+        """Return whether to choose all columns once more, because the whole shows that other codes are better.
+
+        Args:
+            file_bits: Returns how many bits a weight takes in a file, from the stored tensors.
+        """
+        del file_bits
         return False
 
     @abstractmethod

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
@@ -26,6 +28,11 @@ def a_weight(dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+def file_bits(tensors: Mapping[str, Tensor]) -> float:
+    """Return how many bits a weight takes in a file."""
+    return 8 * encode_tensors(tensors).numel()
+
+
 def chosen(form: Format, weight: Tensor, importance: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """Return the tensors, and the values of the codes as they were chosen."""
     codes = form.columns(weight, importance)
@@ -33,13 +40,13 @@ def chosen(form: Format, weight: Tensor, importance: Tensor) -> tuple[dict[str, 
     columns, size, rounds = weight.float().t().contiguous(), codes.group_size, 0
     while True:
         values = []
-        for column in range(K):
+        for column in range(weight.shape[1]):
             if size and column % size == 0:
                 codes.begin_group(column // size, columns[column : column + size])
             values.append(codes.encode(column, columns[column]))
         rounds += 1
         assert rounds < 9
-        if not codes.again():
+        if not codes.again(file_bits):
             return codes.tensors(), torch.stack(values, dim=1)
 
 
@@ -96,6 +103,15 @@ def test_coded_columns_have_the_rate_and_less_error_than_nearest_codes(bits: flo
     plain = form.quantize(weight)
     errors = [(form.dequantize(each, weight.shape, torch.float32) - weight.float()).norm() for each in (found, plain)]
     assert errors[0] < errors[1]
+
+
+@pytest.mark.parametrize("bits", [3.0, 4.25])
+@pytest.mark.parametrize("column_scale", [False, True])
+def test_a_coded_file_has_the_bits_that_were_asked_for(bits: float, column_scale: bool) -> None:
+    form = get_format({"format": "coded", "bits": bits, "column_scale": column_scale})
+    weight = torch.randn(512, 512, generator=torch.Generator().manual_seed(0)).bfloat16()
+    found, _ = chosen(form, weight, torch.ones(512))
+    assert abs(file_bits(found) / weight.numel() - bits) < 0.007
 
 
 @pytest.mark.parametrize("name", WITHOUT)

@@ -12,16 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
+from hf_trainweights.models.calibration.blocks import PRODUCTS
 from hf_trainweights.models.calibration.feedback import quantize_with_feedback
 from hf_trainweights.models.calibration.moments import Moments
-
-_PRODUCTS = {F.linear, torch.matmul, torch.mm, torch.bmm, Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.__matmul__}
 
 
 class ExpertInputs(TorchFunctionMode):
@@ -41,7 +39,7 @@ class ExpertInputs(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Look at a product, and let it be done."""
-        if func in _PRODUCTS and len(args) > 1:
+        if func in PRODUCTS and len(args) > 1:
             self._see(args[0], args[1])
         return func(*args, **(kwargs or {}))
 

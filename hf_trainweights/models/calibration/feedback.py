@@ -6,9 +6,12 @@ reached, by squared errors that count as much as the later columns cannot make u
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
+from hf_trainweights.files.coded_tensors import encode_tensors
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.models.calibration.moments import Moments
@@ -35,8 +38,13 @@ def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, facto
     target = moments.corrected(weight.float(), factor).t().contiguous()
     while True:
         _choose(target.clone(), factor, codes)
-        if not codes.again():
+        if not codes.again(_file_bits):
             return codes.tensors()
+
+
+def _file_bits(tensors: Mapping[str, Tensor]) -> float:
+    """Return how many bits the entropy-coded tensors of a weight take in a file."""
+    return 8 * encode_tensors(tensors).numel()
 
 
 def _importance(factor: Tensor) -> Tensor:

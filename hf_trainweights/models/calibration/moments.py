@@ -54,13 +54,18 @@ class Moments:
         """The moments of one token, `[K, K]`."""
         return self._own / max(1, self.tokens)
 
-    def factor(self) -> Tensor:
-        """Return U, float32 upper triangular `[K, K]`, with U'U the inverse of the damped moments."""
+    def damped(self) -> Tensor:
+        """Return the moments of one token `[K, K]`, with so much on the diagonal that noise counts little."""
         moments = self.mean
         usual = moments.diagonal().mean()
         damping = min(_MOST_DAMPING, max(_LEAST_DAMPING, 0.1 * len(moments) / max(1, self.tokens)))
         # Inputs that are all zero tell nothing; any number keeps the matrix regular.
         moments.diagonal().add_(damping * usual if usual > 0 else 1.0)
+        return moments
+
+    def factor(self) -> Tensor:
+        """Return U, float32 upper triangular `[K, K]`, with U'U the inverse of the damped moments."""
+        moments = self.damped()
         # With rows and columns in reverse order the lower factor of the matrix is an upper one whose inverse is U.
         lower, failed = torch.linalg.cholesky_ex(moments.flip(0, 1))
         if failed:

@@ -24,6 +24,7 @@ from hf_trainweights.models.calibration.blocks import (
     Stopped,
     Stream,
     capture,
+    fast_products,
     find_chains,
     inputs_of,
     without_padding,
@@ -76,7 +77,7 @@ def calibrate(
         SaveError: The disk is full or refuses.
     """
     walk = _Walk(module, choices, batches, spill, finished)
-    with torch.no_grad(), _evaluating(module), one_by_one(module):
+    with torch.no_grad(), _evaluating(module), one_by_one(module), fast_products(module):
         chains = walk.chains()
         with logging.tqdm(total=sum(map(len, chains)), desc="Calibrating", unit="block") as bar:
             for chain in chains:

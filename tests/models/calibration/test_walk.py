@@ -10,10 +10,12 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, Architecture
+from cpus import ICE_LAKE
 from torch import Tensor, nn
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.kernels import cpu_features
 from hf_trainweights.models.choosing.summary import Summary
 
 CONFIG = TrainWeightsConfig("int4", group_size=32)
@@ -87,6 +89,16 @@ def test_the_same_batches_give_the_same_codes() -> None:
         if isinstance(a, QuantizedTensor):
             assert isinstance(b, QuantizedTensor)
             assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral"])
+def test_a_model_in_a_dtype_that_the_cpu_is_slow_in_is_calibrated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu_features, "capabilities", lambda: ICE_LAKE)
+    model = ARCHITECTURES[name].build().bfloat16()
+    summary = quantize_(model, CONFIG, calibration=batches())
+    assert not without(summary)
+    assert summary.calibrated is not None
+    assert summary.calibrated.error_after < summary.calibrated.error_before
 
 
 def test_padding_does_not_matter() -> None:
