@@ -7,8 +7,8 @@ import json
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,6 +23,8 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON."
 Debug = Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")]
 
 _SHOWN_CHARACTERS = 2000
+# When a command that writes into a file says for the first time that it is at work.
+FIRST_LINE_SECONDS = 10.0
 
 # What the library's advice calls by the name of a function.
 _COMMANDS = {
@@ -140,17 +142,37 @@ def with_progress(action: str, directories: Sequence[Path]) -> Iterator[Path]:
             yield directory
 
 
-def status(action: str) -> AbstractContextManager[object]:
-    """Return a context that shows `action` with a spinner if stderr is a terminal, and turns other bars off."""
+@contextlib.contextmanager
+def status(action: str) -> Iterator[None]:
+    """Show `action` with a spinner if stderr is a terminal, else as `working` does, and turn other bars off."""
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    return Console(stderr=True).status(action)
+    console = Console(stderr=True)
+    with console.status(action) if console.is_terminal else working(action):
+        yield
 
 
-def loading_bars() -> None:
-    """Turn off the bars of Transformers unless stderr is a terminal, so that log files stay free of them."""
+@contextlib.contextmanager
+def working(action: str) -> Iterator[None]:
+    """Say on stderr that `action` goes on, after ten seconds and whenever twice as many have passed.
+
+    A terminal has the bars of Transformers instead, which are off elsewhere.
+    """
+    done = threading.Event()
     if not sys.stderr.isatty():
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
+        threading.Thread(target=_say_on, args=(action, done), daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
+
+
+def _say_on(action: str, done: threading.Event) -> None:
+    seconds, passed = FIRST_LINE_SECONDS, 0.0
+    while not done.wait(seconds - passed):
+        say(f"{action}, {seconds:g} seconds so far", err=True)
+        seconds, passed = 2 * seconds, seconds

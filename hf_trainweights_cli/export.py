@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, loading_bars, print_json, say
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, working
 from hf_trainweights_cli.sources import Model, local_copy, require_nothing_at
 from hf_trainweights_cli.tables import show_size
 
@@ -64,8 +64,7 @@ def export(
         raise typer.BadParameter(f"{to} has no runtimes; only onnx has.", param_hint="--runtime")
     # Where the weights of a graph go that is too large for one file.
     beside = [out.with_name(f"{out.name}.data")] if to is Layout.ONNX else []
-    loading_bars()
-    with errors_in_one_line(debug), warnings.catch_warnings():
+    with errors_in_one_line(debug), working(f"exporting {model}"), warnings.catch_warnings():
         require_nothing_at(out, *beside)
         _export(local_copy(model), out, to, runtime or Runtime.PORTABLE)
     files = [out, *beside] if out.is_file() else [*out.glob("*.safetensors")]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, loading_bars, print_json, say
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, working
 from hf_trainweights_cli.sources import NewDirectory, require_source
 from hf_trainweights_cli.summaries import print_summary, summary_as_json
 
@@ -24,8 +24,7 @@ def import_model(
     """
     from hf_trainweights import import_directory
 
-    loading_bars()
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), working(f"importing {model}"):
         require_source(model)
         summary = import_directory(model, out)
     if as_json:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, loading_bars, print_json, say
+from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, working
 from hf_trainweights_cli.sources import Model, local_copy
 
 
@@ -32,8 +32,7 @@ def push(
     from hf_trainweights.models.directory_push import push_directory
 
     options = {"revision": revision, "create_pr": create_pr, "commit_message": message}
-    loading_bars()
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), working(f"pushing to {repo_id}"):
         try:
             commit = push_directory(local_copy(model), repo_id, private=private or None, **options)
         except HFValidationError as error:

@@ -14,9 +14,9 @@ from hf_trainweights_cli.console import (
     AsJson,
     Debug,
     errors_in_one_line,
-    loading_bars,
     print_json,
     say,
+    working,
     wrong_option,
 )
 from hf_trainweights_cli.sources import Model, NewDirectory, read_texts, require_source
@@ -135,8 +135,7 @@ def quantize(
     # Imported here, so that `--help` does not wait for Transformers.
     from hf_trainweights.models.directory import quantize_directory
 
-    loading_bars()
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), working(f"quantizing {model}"):
         require_source(model)
         kept = dtype.value if dtype else "auto"
         summary = quantize_directory(model, out, config, dtype=kept, calibration=texts)
@@ -169,8 +168,7 @@ def dequantize(
     """
     from hf_trainweights.models.dequantize import dequantize_directory
 
-    loading_bars()
-    with errors_in_one_line(debug):
+    with errors_in_one_line(debug), working(f"dequantizing {model}"):
         require_source(model)
         dequantize_directory(model, out, dtype=dtype.value if dtype else "auto")
     disk_bytes = sum(file.stat().st_size for file in out.glob("*.safetensors"))

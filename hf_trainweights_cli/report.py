@@ -38,7 +38,7 @@ def report(
 
     read = None if texts is None else read_texts(texts, "--texts")
     out = html or Path(f"{Path(source).absolute().name}-report.html")
-    with errors_in_one_line(debug), status("reading"):
+    with errors_in_one_line(debug), status(f"reading {source}"):
         other = None if against is None else local_copy(against)
         written = write_report(local_copy(source), out, other, read)
     if as_json:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,7 @@ from hf_trainweights.checkpoint.directory.rewriting import compress_directory
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.files.signed_json import sign_json
-from hf_trainweights_cli.console import _COMMANDS, errors_in_one_line, one_line, printable
+from hf_trainweights_cli.console import _COMMANDS, errors_in_one_line, one_line, printable, status, working
 from hf_trainweights_cli.export import Layout
 from hf_trainweights_cli.main import app
 
@@ -101,3 +104,21 @@ def test_every_function_that_advice_may_name_is_public_and_its_command_is_there(
     commands = {command.name or command.callback.__name__ for command in app.registered_commands if command.callback}
     assert {name.partition(" ")[0] for name in _COMMANDS.values()} <= commands
     assert {name.partition("--to ")[2] for name in _COMMANDS.values()} - {""} == {layout.value for layout in Layout}
+
+
+@pytest.mark.parametrize("shown", [working, status])
+def test_a_long_command_says_in_a_file_that_it_goes_on_and_a_short_one_nothing(
+    shown: Callable[[str], AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with shown("quantizing"):
+        pass
+    assert capsys.readouterr() == ("", "")
+    monkeypatch.setattr("hf_trainweights_cli.console.FIRST_LINE_SECONDS", 0.25)
+    said = ""
+    with shown("quantizing"):
+        while said.count("\n") < 2:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+    assert said.splitlines()[:2] == ["quantizing, 0.25 seconds so far", "quantizing, 0.5 seconds so far"]
