@@ -16,6 +16,8 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, __version__, quantize_
 from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.hub import Push
+from hf_trainweights.models.saving.saving import choose_card
 
 BASE = "someone/tiny-llama"
 THEIRS = "---\nlicense: mit\ntags:\n- mine\n---\n# My words\n"
@@ -114,6 +116,16 @@ def test_a_model_of_unknown_base_has_that_of_the_card_beside_it(tmp_path: Path) 
     assert metadata(model_card(reloaded, "me/small", earlier=earlier))["base_model"] == "a/b"
     (tmp_path / CARD_NAME).write_text(f"---\nbase_model: {BASE}\n---\n")
     assert metadata(model_card(reloaded, "me/small", earlier=earlier))["base_model"] == BASE
+
+
+@pytest.mark.parametrize("place", ["on the Hub", "beside the files"])
+def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) -> None:
+    quantized_from("").save_pretrained(tmp_path)
+    earlier = model_card(quantized_from(BASE), "me/small")
+    assert is_generated(earlier)
+    on_hub, beside = (earlier, None) if place == "on the Hub" else (None, earlier)
+    push = Push("me/small", frozenset(), on_hub, (), None, None, None, None, create_pr=False)
+    assert metadata(choose_card(LlamaForCausalLM.from_pretrained(tmp_path), push, beside))["base_model"] == BASE
 
 
 LICENSE = {"license": "other", "license_name": "llama3.2", "license_link": "LICENSE.txt"}
