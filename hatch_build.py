@@ -29,7 +29,8 @@ _THREADS = "-fopenmp"
 _ONE_THREAD = "on one thread, because this compiler does not take its threads from PyTorch's OpenMP library"
 _AVX2 = [_THREADS, _NO_PRE, "-mavx2", "-mfma", "-mf16c"]
 _AVX512 = [*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vnni"]
-_AMX = [*_AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw"]
+_AVX512_BF16 = [*_AVX512, "-mavx512bf16"]
+_AMX = [*_AVX512_BF16, "-mamx-tile", "-mamx-int8", "-mamx-bf16", "-mprfchw"]
 _NEON = [_THREADS, _NO_PRE, "-march=armv8.2-a+dotprod"]
 # Each operation is rounded once, as numpy does. Loops that set errno or may trap do not become vectors.
 _ROUNDED = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
@@ -44,6 +45,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
 
 
 _OF_ALL = ("interface.c", "dequantize.c", "float8.c", "words/uint.c")
+_PANELS = ("tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 _OF_ANY_CPU = (
     Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
@@ -51,8 +53,9 @@ _OF_ANY_CPU = (
 _X86 = (
     Library(_PRODUCTS / "avx2.so", (*_OF_ALL, "words/integers.c"), _AVX2),
     Library(_PRODUCTS / "avx_vnni.so", (*_OF_ALL, "bytes/*.c"), [*_AVX2, "-mavxvnni"]),
-    Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c"), _AVX512),
-    Library(_PRODUCTS / "amx.so", (*_OF_ALL, "bytes/*_rows.c", "tiles/*.c"), _AMX),
+    Library(_PRODUCTS / "avx512.so", (*_OF_ALL, "bytes/*.c", *_PANELS), _AVX512),
+    Library(_PRODUCTS / "avx512_bf16.so", (*_OF_ALL, "bytes/*.c", *_PANELS, "tiles/bfloat16.c"), _AVX512_BF16),
+    Library(_PRODUCTS / "amx.so", (*_OF_ALL, "bytes/*.c", "tiles/*.c"), _AMX),
     *_OF_ANY_CPU,
 )
 _ARM = (Library(_PRODUCTS / "neon.so", (*_OF_ALL, "bytes/*.c"), _NEON), *_OF_ANY_CPU)

@@ -23,7 +23,7 @@ def _cpu(name: str, **found: bool) -> dict[str, object]:
 # As the system describes it to a process that may use AMX, and to one whose compiled products may not.
 AMX = _cpu("Intel Xeon", **_AVX512, amx_bf16=True, amx_int8=True, avx512_fp16=True, avx512_bf16=True, avx_vnni=True)
 AMX_WITHOUT_TILES = {**AMX, "amx_int8": False}
-GENOA = _cpu("AMD EPYC", **_AVX512, avx512_bf16=True)
+GENOA = _cpu("AMD EPYC", **_AVX512, avx512_bf16=True, fast_avx512_bf16=True)
 COOPER_LAKE = _cpu("Intel Xeon", **_AVX512, avx512_bf16=True)
 ICE_LAKE = _cpu("Intel Xeon", **_AVX512)
 ALDER_LAKE = _cpu("Intel Core", **_AVX2, avx_vnni=True)

@@ -13,6 +13,11 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.cpu_features import product_dtype
+from hf_trainweights.kernels.thresholds import most_rows
+
+_FORMATS = (Int8, Int4, UInt, Float8E4M3, Codebook4)
+# What counts as many, of a weight of so many elements.
+_MANY_ROWS, _WEIGHTS = 64, 1 << 20
 
 
 def slowness(form: Format, dtype: torch.dtype) -> str | None:
@@ -24,26 +29,27 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
 
 
 def _slowness(form: Format, dtype: torch.dtype) -> str | None:
-    is_fast = product_dtype(dtype, 1 << 10) == dtype
-    if isinstance(form, (UInt, Float8E4M3)) and is_fast:
-        return (
-            f"{form.name} weights: on this CPU a product of many tokens dequantizes them first and takes longer than "
-            "one with float weights. int8 is fast."
-        )
     is_rounded = isinstance(form, Int8) and form.activations is not None
-    is_slow = is_fast and compiled.instructions() in ("avx2", "neon")
-    if is_rounded or not isinstance(form, (Int8, Int4, Codebook4)) or not is_slow:
+    if is_rounded or not isinstance(form, _FORMATS) or _is_fast(form, dtype):
         return None
+    fast = "int8" if _is_fast(Int8(), dtype) else 'int8 with activations="int8"'
     return (
         f"{form.name} weights in {str(dtype).removeprefix('torch.')}: on this CPU a product of many tokens takes "
-        'longer than one with float weights. int8 with activations="int8" is fast.'
+        f"longer than one with float weights. {fast} is fast."
     )
+
+
+def _is_fast(form: Format, dtype: torch.dtype) -> bool:
+    """Return whether many tokens take a compiled product, or one that is faster than that of PyTorch in this dtype."""
+    if product_dtype(dtype, _MANY_ROWS) != dtype:
+        return True
+    return most_rows(form, dtype, _WEIGHTS, compiled.instructions() or "") >= _MANY_ROWS
 
 
 def _slowness_uncompiled(form: Format, dtype: torch.dtype) -> str | None:
     if isinstance(form, Int8) and form.group_size is None and dtype != torch.float32:
         return None
-    if not isinstance(form, (Int8, Int4, UInt, Float8E4M3, Codebook4)):
+    if not isinstance(form, _FORMATS):
         return None
     return (
         f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "

@@ -1,9 +1,9 @@
 """Products on a CPU by the C functions of `native/`, which the installation compiled if it could.
 
-They serve float32, bfloat16 and float16 activations with the codes of weights as they are stored.
-There is one library for CPUs with AMX, one for AVX512_VNNI, one for AVX-VNNI, one for AVX2, and one for ARM CPUs whose
-NEON multiplies bytes. The package needs none:
-without a C compiler at installation, or on another CPU, `find` returns None and every product takes another way.
+They serve float32, bfloat16 and float16 activations with the codes of weights as they are stored. There is one library
+for CPUs with AMX, one for AVX512_VNNI with AVX512_BF16 and one without, one for AVX-VNNI, one for AVX2, and one for ARM
+CPUs whose NEON multiplies bytes. The package needs none: without a C compiler at installation, or on another CPU,
+`find` returns None and every product takes another way.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _AVX512 = ("avx512_f", "avx512_bw", "avx512_vl", "avx512_dq", "avx512_vnni")
 # The instructions that each library needs, the faster library first.
 _LIBRARIES = {
     "amx": (*_AVX512, "avx512_bf16", "amx_int8", "amx_bf16"),
+    "avx512_bf16": (*_AVX512, "fast_avx512_bf16"),
     "avx512": _AVX512,
     "avx_vnni": ("avx2", "fma3", "f16c", "avx_vnni"),
     "avx2": ("avx2", "fma3", "f16c"),

@@ -24,7 +24,7 @@ _SHORT_ROWS = 256
 _CODEBOOK_ROWS = 64
 # Integer codes in float32, and float8, with AVX2; integer codes with NEON, where nothing was measured.
 _WIDENED_ROWS = 16
-# Float8 with more than AVX2.
+# Float8 with more than AVX2, and uint, where products of many rows do not serve.
 _FLOAT8_ROWS = 8
 _UINT_ROWS = 16
 
@@ -33,6 +33,7 @@ _UINT_ROWS = 16
 _LARGE_WEIGHTS = 1 << 23
 _AMX_ROWS = {
     "float8": (16, 8),
+    "uint": (_UINT_ROWS, _UINT_ROWS),
     "int4": (256, 256),
     "codebook4": (_CODEBOOK_ROWS, _CODEBOOK_ROWS),
     "int8": (128, 64),
@@ -43,18 +44,19 @@ _AMX_ROWS = {
 
 def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> int:
     """Return up to how many rows of x the functions of a library serve a weight of so many elements; `ALL` for any."""
-    if isinstance(form, UInt):
-        return _UINT_ROWS
     if library == "amx" and _takes_tiles(form, dtype):
         return ALL
     if dtype == torch.bfloat16 and has_amx():
         return _AMX_ROWS[_kind(form)][weights >= _LARGE_WEIGHTS]
-    if isinstance(form, Float8E4M3):
-        return _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
+    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
+    is_widened = library == "avx512_bf16" and dtype == torch.bfloat16
+    if isinstance(form, (UInt, Float8E4M3)):
+        if is_widened or (library in ("avx512", "avx512_bf16", "amx") and (dtype == torch.float32 or not is_fast)):
+            return ALL
+        return _UINT_ROWS if isinstance(form, UInt) else _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
     if library == "neon":
         return ALL if dtype == torch.float32 and _is_rounding(form) else _WIDENED_ROWS
-    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
-    if not is_fast or _is_rounding(form):
+    if not is_fast or _is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
         return ALL
     if dtype == torch.float32:
         return _WIDENED_ROWS if library == "avx2" else ALL
@@ -70,12 +72,19 @@ def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
     """Return whether products of many rows take tiles: `take_tiles` of native/tiles/integers.c."""
     if isinstance(form, Int4) and dtype == torch.bfloat16:
         return True
-    return isinstance(form, (Int8, Int4)) and (form.group_size or 0) % 64 == 0
+    return isinstance(form, (Int8, Int4)) and _group_size(form) % 64 == 0
+
+
+def _group_size(form: Format) -> int:
+    """Return how many columns share a scale, 0 for all."""
+    return getattr(form, "group_size", None) or 0
 
 
 def _kind(form: Format) -> str:
     if isinstance(form, Float8E4M3):
         return "float8"
+    if isinstance(form, UInt):
+        return "uint"
     if isinstance(form, (Int4, Codebook4)):
         return form.name
     assert isinstance(form, Int8)

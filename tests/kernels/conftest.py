@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from cpus import ALDER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, runs_here, use_cpu, use_library
+from cpus import ALDER_LAKE, CPUS, GENOA, GRAVITON, HASWELL, ICE_LAKE, runs_here, use_cpu, use_library
 from emulated_neon import library as emulated_neon
 
 from hf_trainweights.kernels import compiled
@@ -28,7 +28,9 @@ def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     return request.param
 
 
-@pytest.fixture(params=[GENOA, ALDER_LAKE, HASWELL, GRAVITON], ids=["avx512", "avx_vnni", "avx2", "neon"])
+@pytest.fixture(
+    params=[GENOA, ICE_LAKE, ALDER_LAKE, HASWELL, GRAVITON], ids=["avx512_bf16", "avx512", "avx_vnni", "avx2", "neon"]
+)
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply by each library."""
     _use(request.param, monkeypatch)

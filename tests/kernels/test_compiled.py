@@ -227,8 +227,9 @@ def test_a_program_from_elsewhere_runs_without_the_library(op: str, form: Format
     ("missing", "chosen"),
     [
         ((), "amx"),
-        (("amx_int8",), "avx512"),
-        (("avx512_bf16",), "avx512"),
+        (("amx_int8",), "avx512_bf16"),
+        (("avx512_bf16",), "avx512_bf16"),
+        (("avx512_bf16", "fast_avx512_bf16"), "avx512"),
         (("avx512_vnni",), "avx_vnni"),
         (("avx512_bw",), "avx_vnni"),
         (("avx512_vnni", "avx_vnni"), "avx2"),

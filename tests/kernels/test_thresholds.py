@@ -52,18 +52,18 @@ def most_rows(form: Format, dtype: torch.dtype, N: int = 1024, K: int = 1024) ->
 @pytest.mark.parametrize(
     ("cpu", "dtype", "expected"),
     [
-        (AMX, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
+        (AMX, FLOAT32, [ALL] * 6),
         (AMX, BFLOAT16, [ALL, ALL, ALL, ALL, 16, 16]),
         (AMX, FLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
-        (AMX_WITHOUT_TILES, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
+        (AMX_WITHOUT_TILES, FLOAT32, [ALL] * 6),
         (AMX_WITHOUT_TILES, BFLOAT16, [128, 128, 256, 256, 16, 16]),
         (AMX_WITHOUT_TILES, FLOAT16, [256, 256, ALL, 256, 8, 16]),
-        (GENOA, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
-        (GENOA, BFLOAT16, [256, 256, ALL, 256, 8, 16]),
-        (GENOA, FLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
-        (COOPER_LAKE, BFLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
-        (ICE_LAKE, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
-        (ICE_LAKE, BFLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
+        (GENOA, FLOAT32, [ALL] * 6),
+        (GENOA, BFLOAT16, [ALL] * 6),
+        (GENOA, FLOAT16, [ALL] * 6),
+        (COOPER_LAKE, BFLOAT16, [ALL] * 6),
+        (ICE_LAKE, FLOAT32, [ALL] * 6),
+        (ICE_LAKE, BFLOAT16, [ALL] * 6),
         (ALDER_LAKE, FLOAT32, [ALL, ALL, ALL, ALL, 8, 16]),
         (ALDER_LAKE, BFLOAT16, [ALL, ALL, ALL, ALL, 8, 16]),
         (HASWELL, FLOAT32, [16, 16, ALL, 16, 16, 16]),
@@ -86,7 +86,7 @@ def test_large_weights_in_bfloat16_are_left_to_amx_from_fewer_rows_on(monkeypatc
     assert [most_rows(form, BFLOAT16, 4096, 2048) for form in KINDS.values()] == [64, 128, 256, 256, 8, 16]
     assert most_rows(Int8(), BFLOAT16, 4096, 2047) == 128
     use_cpu(GENOA, monkeypatch)
-    assert most_rows(Int8(), BFLOAT16, 4096, 2048) == 256
+    assert most_rows(Int8(), BFLOAT16, 4096, 2048) == ALL
 
 
 def test_groups_that_tiles_do_not_take_are_multiplied_as_without_them(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,10 +152,11 @@ MANY, DEQUANTIZED = "longer than one with float weights. int8", "each product de
 @pytest.mark.parametrize(
     ("cpu", "dtype", "expected"),
     [
-        (AMX, FLOAT32, [None, None, None, None, MANY, MANY]),
+        (AMX, FLOAT32, [None] * 6),
         (AMX, BFLOAT16, [None, None, None, None, MANY, MANY]),
-        (GENOA, BFLOAT16, [None, None, None, None, MANY, MANY]),
-        (ICE_LAKE, FLOAT32, [None, None, None, None, MANY, MANY]),
+        (GENOA, BFLOAT16, [None] * 6),
+        (ICE_LAKE, FLOAT32, [None] * 6),
+        (ALDER_LAKE, FLOAT32, [None, None, None, None, MANY, MANY]),
         (ICE_LAKE, BFLOAT16, [None] * 6),
         (ALDER_LAKE, FLOAT16, [None] * 6),
         (HASWELL, FLOAT32, [MANY, MANY, None, MANY, MANY, MANY]),

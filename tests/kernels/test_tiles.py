@@ -1,4 +1,4 @@
-"""Products by AMX tiles, with tiles that plain C emulates: few machines that run these tests have such a CPU."""
+"""Products by panels, in vectors and in AMX tiles, which plain C emulates: few machines that run tests have them."""
 
 from __future__ import annotations
 
@@ -22,14 +22,18 @@ from weights import random_weight
 from hf_trainweights.files.native_library import load_library
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt3, UInt6
 from hf_trainweights.kernels import compiled
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 FORMATS = [Int8(), Int8(64), Int8(128), Int4(32), Int4(64), Int4(128)]
-# On both sides of every threshold, of a tile of tokens and of two; the last of more than one panel.
+INTEGERS = [*FORMATS, Codebook4(), UInt3(16), UInt6(32)]
+# On both sides of every threshold, of a tile of tokens and of two; the last of more than one panel of tiles.
 ROWS = (5, 16, 17, 33, 65, 130)
 # Panels of so few bytes that 300 columns of 17 tokens do not fit.
 SMALL = ("-DHELD_BYTES=8192", "-DROW_BYTES=128", "-DROW_BYTES_OF_BFLOAT16=256")
@@ -61,7 +65,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if not all(map(compiled.capabilities().get, (*compiled._LIBRARIES["avx512"], "avx512_bf16"))):
         pytest.skip("needs AVX512_VNNI and AVX512_BF16")
     folder, native = tmp_path_factory.mktemp("tiles"), compiled._NATIVE
-    shared = ("interface.c", "dequantize.c", "float8.c", "words/uint.c", "bytes/few_rows.c", "bytes/many_rows.c")
+    shared = (
+        "interface.c",
+        "dequantize.c",
+        "float8.c",
+        "words/uint.c",
+        "bytes/integers.c",
+        "bytes/few_rows.c",
+        "bytes/many_rows.c",
+    )
     compile_sources((*(native / name for name in shared), *(native / "tiles").glob("*.c")), folder)
     if b"__kmpc_" in (link(folder) / "amx.so").read_bytes():
         pytest.skip("needs a compiler that takes its threads from PyTorch's OpenMP library")
@@ -74,11 +86,16 @@ def load(folder: Path) -> ctypes.CDLL:
     return library
 
 
-@pytest.fixture(scope="module")
-def library(folder: Path) -> ctypes.CDLL:
-    found = load(folder)
-    assert found.prepare() == 0
-    return found
+@pytest.fixture(scope="module", params=["amx", "avx512_bf16", "avx512"])
+def library(request: pytest.FixtureRequest) -> ctypes.CDLL:
+    if request.param == "amx":
+        found = load(request.getfixturevalue("folder"))
+        assert found.prepare() == 0
+        return found
+    if not all(map(compiled.capabilities().get, compiled._LIBRARIES[request.param])):
+        pytest.skip("this machine does not run that library")
+    found = compiled._open(compiled._path(request.param))
+    return found or pytest.skip("there was no C compiler at installation")
 
 
 class Fenced:
@@ -121,16 +138,17 @@ def product(
     at_end: bool = True,
 ) -> Tensor:
     """Return a product whose every argument, and no memory around it, may be read or written."""
-    assert isinstance(form, Int8 | Int4)
     (M, K), N = x.shape, len(tensors["qdata"])
     dtypes = [compiled._DTYPES[each] for each in (x.dtype, tensors["scale"].dtype)]
     digits = 1 if "activations" in form.get_config() else 3 if x.dtype == torch.float32 else 2
-    weight = compiled.Weight(N, K, form.group_size or 0, *dtypes, digits, 8 if isinstance(form, Int8) else 4)
+    weight = compiled.Weight(N, K, getattr(form, "group_size", None) or 0, *dtypes, digits, *compiled._codes(form))
     given = [fenced(each, at_end) for each in (x, tensors["qdata"], tensors["scale"], bias)]
+    groups = [fenced(tensors[name], at_end) for name in form.tensor_names[2:]]
     out = Fenced(M * N * x.itemsize, at_end)
     scratch = Fenced(library.product_bytes(ctypes.addressof(weight), M, threads), at_end)
     addresses = [None if each is None else each.address for each in (*given, out)]
-    library.product(ctypes.addressof(weight), *addresses, M, threads, scratch.address, None, None)
+    numbers = [*(None if each is None else each.address for each in groups), None, None][:2]
+    library.product(ctypes.addressof(weight), *addresses, M, threads, scratch.address, *numbers)
     result = torch.empty(M, N, dtype=x.dtype)
     ctypes.memmove(result.data_ptr(), out.address, result.nbytes)
     return result
@@ -139,7 +157,7 @@ def product(
 @pytest.mark.slow
 @pytest.mark.covering(2)
 @every_dtype
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*INTEGERS, Float8E4M3()], ids=str)
 @pytest.mark.parametrize(("N", "K"), [(1, 128), (50, 384)])
 def test_products_are_as_exact_as_dequantizing(
     library: ctypes.CDLL, form: Format, N: int, K: int, dtype: torch.dtype
@@ -151,7 +169,12 @@ def test_products_are_as_exact_as_dequantizing(
 
 
 @pytest.mark.parametrize(
-    ("form", "K"), [*((Int8(), K) for K in (1, 3, 70, 130, 800)), *((Int4(32), K) for K in (32, 96, 416))], ids=str
+    ("form", "K"),
+    [
+        *((form, K) for form in (Int8(), Float8E4M3()) for K in (1, 3, 70, 130, 800)),
+        *((form, K) for form in (Int4(32), Codebook4(), UInt3(16)) for K in (32, 96, 416)),
+    ],
+    ids=str,
 )
 def test_columns_that_fill_no_tile_are_multiplied_and_nothing_around_them(
     library: ctypes.CDLL, form: Format, K: int
@@ -161,6 +184,15 @@ def test_columns_that_fill_no_tile_are_multiplied_and_nothing_around_them(
         weight = form.dequantize(tensors, (N, K), torch.float32)
         multiply = functools.partial(product, library, form, tensors, at_end=False)
         assert_close_products(multiply, weight, dtype, (17, 130) if K < 500 else (17,))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", [Int8(), Int4(32), UInt3(16), Float8E4M3()], ids=str)
+@pytest.mark.parametrize(("M", "N", "K"), [(17, 3, 2112), (530, 33, 64)])
+def test_long_rows_and_many_tokens_are_multiplied(library: ctypes.CDLL, form: Format, M: int, N: int, K: int) -> None:
+    tensors = form.quantize(random_weight(N, K, dtype=torch.bfloat16))
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    assert_close_products(functools.partial(product, library, form, tensors), weight, torch.bfloat16, (M,))
 
 
 @every_dtype
@@ -179,7 +211,7 @@ def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(library: ctypes.
 
 @pytest.mark.slow
 @every_dtype
-@pytest.mark.parametrize("form", FORMATS, ids=str)
+@pytest.mark.parametrize("form", [*INTEGERS, Float8E4M3()], ids=str)
 def test_threads_change_no_bit(library: ctypes.CDLL, form: Format, dtype: torch.dtype) -> None:
     tensors = form.quantize(random_weight(100, 384, dtype=dtype))
     for M in (17, 65):
@@ -191,7 +223,7 @@ def test_threads_change_no_bit(library: ctypes.CDLL, form: Format, dtype: torch.
 
 @pytest.mark.covering(2)
 @every_dtype
-@pytest.mark.parametrize("form", [*FORMATS, Int8(activations="int8")], ids=str)
+@pytest.mark.parametrize("form", [*INTEGERS, Int8(activations="int8")], ids=str)
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(
     library: ctypes.CDLL, form: Format, value: float, dtype: torch.dtype
@@ -207,7 +239,7 @@ def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("top", [0.0, 1e-44, 1e-38, 1e32, 3e38])
-@pytest.mark.parametrize("form", [*FORMATS, Int8(activations="int8")], ids=str)
+@pytest.mark.parametrize("form", [*INTEGERS, Int8(activations="int8")], ids=str)
 def test_the_smallest_and_the_largest_rows_are_multiplied(
     library: ctypes.CDLL, form: Format, top: float, dtype: torch.dtype
 ) -> None:

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from cpus import HASWELL, use_cpu
 from helpers import assert_close_products
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -97,8 +98,8 @@ def test_a_gradient_flows_to_the_input() -> None:
     torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand(3, 64), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.usefixtures("library")
-def test_many_rows_in_float32_are_multiplied_with_the_dequantized_weight() -> None:
+def test_without_panels_many_rows_are_multiplied_with_the_dequantized_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cpu(HASWELL, monkeypatch)
     form, x = UInt3(), random_weight(17, 64)
     tensors = form.quantize(random_weight(20, 64))
     multiply = prepare_few_rows(tensors, form, torch.float32)

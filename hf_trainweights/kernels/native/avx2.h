@@ -87,12 +87,16 @@ static inline void store_float(void *to, int dtype, int64_t index, float value) 
 
 // As `store_float` rounds.
 static inline __m128i to_bfloat16(__m256 values) {
+#ifdef __AVX512BF16__
+    return (__m128i)_mm256_cvtneps_pbh(values);  // subnormal numbers become 0
+#else
     __m256i bits = _mm256_castps_si256(values);
     __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
     __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff))), 16);
     __m256i nan = _mm256_castps_si256(_mm256_cmp_ps(values, values, _CMP_UNORD_Q));
     rounded = _mm256_blendv_epi8(rounded, _mm256_set1_epi32(0x7fc0), nan);
     return _mm_packus_epi32(_mm256_castsi256_si128(rounded), _mm256_extracti128_si256(rounded, 1));
+#endif
 }
 
 static inline void store_floats(void *to, int dtype, int64_t index, int64_t count, Floats values) {

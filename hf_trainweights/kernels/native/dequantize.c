@@ -43,17 +43,18 @@ static inline __attribute__((always_inline)) void write_row(const Product *p, in
     if (kind_of(p) == KIND && p->weight.dtype == DTYPE) write_row(p, n, scale, KIND, DTYPE, at);
 #define CASES(KIND) CASE(KIND, FLOAT32) CASE(KIND, BFLOAT16) CASE(KIND, FLOAT16)
 
-int64_t row_scale_bytes(const Product *p) { return scale_length(p) * 4; }
+int64_t row_bytes(const Product *p) {
+    return p->weight.code_units ? uint_row_bytes(p) : scale_length(p) * 4;
+}
 
-// Write the integer codes of `count` rows from `first` on as floats; `memory` has room for a row of scales a thread.
-void dequantize_integers(const Product *p, int64_t first, int64_t count, int threads, float *memory) {
-    int64_t scales = scale_length(p);
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        int64_t n = first + i, at = i * p->weight.K;
-        float *scale = memory + thread_index() * scales;
-        if (p->weight.codebook) write_factors(p, n, 1, scale);
-        else write_scales(p, n, scales, scale);
-        CASES(BYTE_CODES) CASES(NIBBLES) CASES(INDEXES)
-    }
+static void dequantize_integers_row(const Product *p, int64_t n, int64_t at, float *scale) {
+    if (p->weight.codebook) write_factors(p, n, 1, scale);
+    else write_scales(p, n, scale_length(p), scale);
+    CASES(BYTE_CODES) CASES(NIBBLES) CASES(INDEXES)
+}
+
+void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
+    if (p->weight.code_units) dequantize_uint_row(p, n, at, memory);
+    else if (p->weight.bits) dequantize_integers_row(p, n, at, (float *)memory);
+    else dequantize_float8_row(p, n, at);
 }

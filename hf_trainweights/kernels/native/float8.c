@@ -66,19 +66,16 @@ void multiply_float8(const Product *p, int threads, int8_t *memory) {
     for (int64_t n = 0; n < p->weight.N; n += LANES) multiply_rows(p, x, n, least(LANES, p->weight.N - n));
 }
 
-void dequantize_float8(const Product *p, int64_t first, int64_t count, int threads) {
+void dequantize_float8_row(const Product *p, int64_t n, int64_t at) {
     int64_t K = p->weight.K;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        const uint8_t *codes = p->qdata + (first + i) * K;
-        Floats weight[2], factor = all_floats(256 * row_scale(p, first + i));
-        for (int64_t k = 0; k < K; k += STEP) {
-            fetch_ahead(codes + k);
-            load_float8(codes + k, K - k, weight);
-            for (int half = 0; half < 2; half++) {
-                int64_t column = k + half * LANES;
-                store_floats(p->out, p->weight.dtype, i * K + column, K - column, weight[half] * factor);
-            }
+    const uint8_t *codes = p->qdata + n * K;
+    Floats weight[2], factor = all_floats(256 * row_scale(p, n));
+    for (int64_t k = 0; k < K; k += STEP) {
+        fetch_ahead(codes + k);
+        load_float8(codes + k, K - k, weight);
+        for (int half = 0; half < 2; half++) {
+            int64_t column = k + half * LANES;
+            store_floats(p->out, p->weight.dtype, at + column, K - column, weight[half] * factor);
         }
     }
 }

@@ -6,9 +6,10 @@ int32_t abi(void) { return ABI; }
 // Return the scratch memory that a product of M rows needs, at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
-    int64_t bytes = weight->code_units ? uint_bytes(&product, threads)
-                    : weight->bits     ? integers_bytes(&product, threads)
-                                       : float8_bytes(&product);
+    int64_t bytes = takes_panels(&product) ? panels_bytes(&product, threads)
+                    : weight->code_units   ? uint_bytes(&product, threads)
+                    : weight->bits         ? integers_bytes(&product, threads)
+                                           : float8_bytes(&product);
     return bytes + ALIGNMENT;
 }
 
@@ -19,7 +20,8 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     product.group_scale = group_scale;
     product.zero_point = zero_point;
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
-    if (weight->code_units) multiply_uint(&product, threads, memory);
+    if (takes_panels(&product)) multiply_panels(&product, threads, memory);
+    else if (weight->code_units) multiply_uint(&product, threads, memory);
     else if (weight->bits) multiply_integers(&product, threads, memory);
     else multiply_float8(&product, threads, memory);
 }
@@ -27,7 +29,7 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
 // Return the scratch memory that `dequantize` needs, at any address.
 int64_t dequantized_bytes(const Weight *weight, int threads) {
     Product product = {.weight = *weight};
-    return threads * (weight->code_units ? uint_row_bytes(&product) : row_scale_bytes(&product)) + ALIGNMENT;
+    return threads * row_bytes(&product) + ALIGNMENT;
 }
 
 // Fill out [count][K] with rows of the weight from `first` on, in the dtype of x.
@@ -37,7 +39,7 @@ void dequantize(const Weight *weight, const uint8_t *qdata, const void *scale, v
     product.group_scale = group_scale;
     product.zero_point = zero_point;
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
-    if (weight->code_units) dequantize_uint(&product, first, count, threads, memory);
-    else if (weight->bits) dequantize_integers(&product, first, count, threads, (float *)memory);
-    else dequantize_float8(&product, first, count, threads);
+#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
+    for (int64_t i = 0; i < count; i++)
+        dequantize_row(&product, first + i, i * weight->K, memory + thread_index() * row_bytes(&product));
 }

@@ -66,8 +66,25 @@ int64_t uint_bytes(const Product *p, int threads);
 void multiply_integers(const Product *p, int threads, int8_t *memory);
 void multiply_float8(const Product *p, int threads, int8_t *memory);
 void multiply_uint(const Product *p, int threads, int8_t *memory);
-void dequantize_integers(const Product *p, int64_t first, int64_t count, int threads, float *memory);
-void dequantize_float8(const Product *p, int64_t first, int64_t count, int threads);
-void dequantize_uint(const Product *p, int64_t first, int64_t count, int threads, int8_t *memory);
+
+// Write row n of the weight at an element of out, in the dtype of x, with memory of `row_bytes`.
+int64_t row_bytes(const Product *p);
+void dequantize_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 int64_t uint_row_bytes(const Product *p);
-int64_t row_scale_bytes(const Product *p);
+// Return row n as integers, which its scale multiplies, and zeros up to a multiple of 64.
+const int16_t *write_uint_row(const Product *p, int64_t n, int8_t *memory);
+void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
+void dequantize_float8_row(const Product *p, int64_t n, int64_t at);
+
+// Of many rows of x, which native/tiles holds as panels, where AVX-512 is.
+#ifdef __AVX512F__
+int takes_panels(const Product *p);
+int64_t panels_bytes(const Product *p, int threads);
+void multiply_panels(const Product *p, int threads, int8_t *memory);
+#else
+static inline int takes_panels(const Product *p) { return (void)p, 0; }
+static inline int64_t panels_bytes(const Product *p, int threads) { return (void)p, threads; }
+static inline void multiply_panels(const Product *p, int threads, int8_t *memory) {
+    (void)p, (void)threads, (void)memory;
+}
+#endif

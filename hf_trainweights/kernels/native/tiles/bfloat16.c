@@ -14,15 +14,6 @@ static inline __mmask32 first_of_32(int64_t count) {
     return count >= 32 ? ~0u : count > 0 ? (1u << count) - 1 : 0;
 }
 
-static void measure_tokens(const Panel *panel, int64_t tile, const uint16_t *x, int64_t tokens) {
-    const Weight *w = &panel->product->weight;
-    float unit = codes_hold_scales(panel) ? 1 : CODE_UNIT;
-    for (int64_t i = 0; i < tokens; i++) {
-        float top = largest_magnitude(x + i * w->K, BFLOAT16, w->K);
-        panel->worth[tile * TILE_ROWS + i] = top != top ? top : 1 / unit;
-    }
-}
-
 // Write 64 columns of a token, those of two steps.
 static inline __attribute__((always_inline)) void load_pair(const uint16_t *x, int64_t left, int bits, Integers *first,
                                                             Integers *second) {
@@ -57,8 +48,8 @@ void write_tokens_as_bfloat16(const Panel *panel, int64_t tile) {
     const Product *p = panel->product;
     int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
     const uint16_t *x = (const uint16_t *)p->x + first * p->weight.K;
-    if (panel->column == 0) measure_tokens(panel, tile, x, tokens);
-    if (p->weight.bits == 8) write_tile(panel, tile, x, tokens, 8);
+    if (panel->column == 0) measure_tokens(panel, tile, codes_hold_scales(panel) ? 1 : 1 / CODE_UNIT);
+    if (has_other_codes(p) || p->weight.bits == 8) write_tile(panel, tile, x, tokens, 8);
     else write_tile(panel, tile, x, tokens, 4);
 }
 
@@ -81,8 +72,8 @@ static void write_row(const uint8_t *row, int64_t columns, const float *scale, i
 
 // Write codes of 4 bits times their scale: a group has 16 products, and each code takes its own from that table. In
 // groups of 32 the 64 columns of two steps have two tables, whose 32 numbers fill a vector in any case.
-static void write_row_of_nibbles(const uint8_t *row, int64_t columns, const float *scale, int64_t group, int8_t *to) {
-    const Floats codes = to_floats(lane_numbers() - 8);
+static void write_row_of_nibbles(const uint8_t *row, int64_t columns, Floats codes, const float *scale, int64_t group,
+                                 int8_t *to) {
     const __m512i nibble = _mm512_set1_epi16(15);
     const __m512i second = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
     __m512i table = _mm512_setzero_si512();
@@ -105,11 +96,13 @@ void write_rows_as_bfloat16(const Panel *panel, const Block *block) {
     const Product *p = panel->product;
     const Weight *w = &p->weight;
     int64_t steps = steps_of(panel, panel->columns), G = groups_of(p), group = group_columns(p);
+    Integers values = w->codebook ? widen_bytes(load_bytes(CODEBOOK, 16), 0) - 128 : lane_numbers() - 8;
+    Floats codes = to_floats(values);
     for (int64_t r = 0; r < least(BLOCK_ROWS, w->N - block->first); r++) {
         const uint8_t *row = row_of(p, block->first + r) + (panel->column * w->bits >> 3);
         const float *scale = block->scale + r * G + panel->column / group;
         int8_t *to = block->tiles + r / TILE_ROWS * steps * TILE_BYTES + r % TILE_ROWS * 64;
-        if (w->bits == 4) write_row_of_nibbles(row, panel->columns, scale, group, to);
+        if (w->bits == 4) write_row_of_nibbles(row, panel->columns, codes, scale, group, to);
         else write_row(row, panel->columns, codes_hold_scales(panel) ? scale : NULL, group, to);
     }
 }

@@ -2,7 +2,7 @@
 #include "../bytes/digits.h"
 #include "panel.h"
 
-static void measure_tokens(const Panel *panel, int64_t tile, const char *x, int64_t tokens) {
+static void measure_digits(const Panel *panel, int64_t tile, const char *x, int64_t tokens) {
     const Weight *w = &panel->product->weight;
     for (int64_t i = 0; i < tokens; i++) {
         float top = largest_magnitude(x + i * w->K * itemsize(w->dtype), w->dtype, w->K);
@@ -35,7 +35,7 @@ void write_tokens_as_digits(const Panel *panel, int64_t tile) {
     int64_t first = panel->token + tile * TILE_ROWS, tokens = least(TILE_ROWS, p->M - first);
     int dtype = p->weight.dtype, digits = panel->digits;
     const char *x = (const char *)p->x + first * p->weight.K * itemsize(dtype);
-    if (panel->column == 0) measure_tokens(panel, tile, x, tokens);
+    if (panel->column == 0) measure_digits(panel, tile, x, tokens);
     if (dtype == FLOAT32 && digits == 1) write_tile(panel, tile, x, tokens, FLOAT32, 1);
     else if (dtype == FLOAT32) write_tile(panel, tile, x, tokens, FLOAT32, 3);
     else if (digits == 1) write_tile(panel, tile, x, tokens, dtype, 1);

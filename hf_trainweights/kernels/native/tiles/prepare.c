@@ -36,11 +36,11 @@ static int are_close(const Example *example, int dtype) {
 
 static int equals_others(Example *example, Weight weight, Way way) {
     Product p = {.weight = weight, .M = TOKENS, .x = example->x, .qdata = example->codes};
-    int64_t bytes = tiles_bytes(&p, way, 1), others = many_rows_bytes(&p, 1);
+    int64_t bytes = bytes_of_way(&p, way, 1), others = many_rows_bytes(&p, 1);
     if (bytes > (int64_t)sizeof example->memory || others > (int64_t)sizeof example->memory) return 0;
     p.scale = example->scale;
     p.out = example->by_tiles;
-    multiply_by_tiles(&p, way, 1, example->memory);
+    multiply_by_way(&p, way, 1, example->memory);
     p.out = example->without;
     multiply_many_rows(&p, 1, example->memory);
     return are_close(example, weight.dtype);

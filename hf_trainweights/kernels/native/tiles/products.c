@@ -1,6 +1,7 @@
 // Products of blocks of 32 rows of the weight with all tokens of a panel. Sums of 32 rows and 32 tokens, a unit, are
 // finished part by part between the steps of the next ones, while tiles multiply.
 #include "../bytes/digits.h"
+#include "in_vectors.h"
 #include "panel.h"
 
 // Sums that are to be scaled, added to what was kept of columns before, and kept or stored.
@@ -47,6 +48,7 @@ static inline __attribute__((always_inline)) void finish(const Product *p, Pendi
     if (half) store_results(p, pending, tile);
 }
 
+#ifdef HAS_TILES
 #define ADD_PRODUCTS(C, A, B)                                           \
     do {                                                                \
         if (way == DIGITS) add_products_of_bytes_in_tiles(C, A, B);     \
@@ -84,6 +86,7 @@ static inline __attribute__((always_inline)) void multiply_tiles(const Product *
         store_tile(3, sums + 3 * TILE_BYTES);
     }
 }
+#endif
 
 // Fetch what the next steps need: in each unit some rows of the next block, and the lines that its results go to. An
 // address behind the weight does no harm there.
@@ -128,7 +131,7 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
                                                                  int digits) {
     const Product *p = panel->product;
     int64_t steps = steps_of(panel, panel->columns), stride = steps * TILE_BYTES;
-    // Sums of bytes are scaled group by group, those of bfloat16 when they are complete.
+    // Sums of bytes are scaled group by group, those of floats when they are complete.
     int64_t count = way == DIGITS && groups_of(p) > 1 ? group_columns(p) / 64 : steps;
     int8_t *sums = block->sums, *others = block->sums + SUMS_BYTES;
     Pending pending = {.count = 0};
@@ -138,9 +141,12 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
         for (int64_t step = 0; step < steps; step += count) {
             const int8_t *tokens = token_tiles(panel, 2 * unit) + step * TILE_BYTES;
             const int8_t *rows = block->tiles + step * TILE_BYTES;
-            for (int i = 0; i < columns; i += 2, tokens += 2 * stride)
+            if (!is_in_tiles(way)) multiply_in_vectors(rows, tokens, stride, columns > 1, count, way, sums);
+#ifdef HAS_TILES
+            for (int i = 0; is_in_tiles(way) && i < columns; i += 2, tokens += 2 * stride)
                 multiply_tiles(p, rows, tokens, stride, columns - i > 1, count, sums + 2 * i * TILE_BYTES, &pending,
                                way, digits);
+#endif
             while (pending.next < pending.count) finish(p, &pending, way, digits);
             pending = pending_of(panel, block, unit, step, count, sums);
             int8_t *free = others;
@@ -156,42 +162,68 @@ static inline __attribute__((always_inline)) void multiply_block(const Panel *pa
     static void multiply_block_##WAY##_##DIGITS_(const Panel *panel, const Block *block) {      \
         multiply_block(panel, block, WAY, DIGITS_);                                             \
     }
+CASE(FLOATS, 1)
+#ifdef __AVX512BF16__
+CASE(WIDENED, 1)
+#endif
+#ifdef HAS_TILES
 CASE(DIGITS, 1)
 CASE(DIGITS, 2)
 CASE(DIGITS, 3)
-CASE(WIDENED, 1)
+#endif
+
+static void write_tokens(const Panel *panel, int64_t tile) {
+    if (panel->way == FLOATS) write_tokens_as_floats(panel, tile);
+#ifdef __AVX512BF16__
+    if (panel->way == WIDENED) write_tokens_as_bfloat16(panel, tile);
+#endif
+#ifdef HAS_TILES
+    if (panel->way == DIGITS) write_tokens_as_digits(panel, tile);
+#endif
+}
+
+// Write rows of the weight, and multiply them with the tokens that the panel holds.
+static void write_and_multiply(const Panel *panel, const Block *block) {
+    if (has_other_codes(panel->product)) write_rows_as_numbers(panel, block);
+    if (panel->way == FLOATS) multiply_block_FLOATS_1(panel, block);
+#ifdef __AVX512BF16__
+    if (panel->way == WIDENED) {
+        if (!has_other_codes(panel->product)) write_rows_as_bfloat16(panel, block);
+        multiply_block_WIDENED_1(panel, block);
+    }
+#endif
+#ifdef HAS_TILES
+    if (panel->way != DIGITS) return;
+    write_rows_as_bytes(panel, block);
+    if (panel->digits == 1) multiply_block_DIGITS_1(panel, block);
+    else if (panel->digits == 2) multiply_block_DIGITS_2(panel, block);
+    else multiply_block_DIGITS_3(panel, block);
+#endif
+}
 
 // Multiply the rows of the weight from `first` on with the tokens that the panel holds.
 static void multiply_rows(const Panel *panel, int64_t first) {
     const Weight *w = &panel->product->weight;
     Block block = block_at(panel, thread_index());
-    int64_t G = groups_of(panel->product), scales = least(BLOCK_ROWS, w->N - first) * G;
     block.first = first;
-    copy_as_float32(panel->product->scale, w->scale_dtype, first * G, scales, round_up(scales, LANES), block.scale);
-    if (panel->way == WIDENED) write_rows_as_bfloat16(panel, &block);
-    else write_rows_as_bytes(panel, &block);
-    if (panel->way == WIDENED) multiply_block_WIDENED_1(panel, &block);
-    else if (panel->digits == 1) multiply_block_DIGITS_1(panel, &block);
-    else if (panel->digits == 2) multiply_block_DIGITS_2(panel, &block);
-    else multiply_block_DIGITS_3(panel, &block);
+    if (!has_other_codes(panel->product))
+        write_scales_of_rows(panel->product, first, least(BLOCK_ROWS, w->N - first), block.scale);
+    write_and_multiply(panel, &block);
 }
 
 static void multiply_panel(const Panel *panel, int threads) {
 #pragma omp parallel num_threads(threads) if (threads > 1)
     {
 #pragma omp for
-        for (int64_t tile = 0; tile < (panel->tokens + TILE_ROWS - 1) / TILE_ROWS; tile++) {
-            if (panel->way == WIDENED) write_tokens_as_bfloat16(panel, tile);
-            else write_tokens_as_digits(panel, tile);
-        }
-        begin_tiles();
+        for (int64_t tile = 0; tile < (panel->tokens + TILE_ROWS - 1) / TILE_ROWS; tile++) write_tokens(panel, tile);
+        if (is_in_tiles(panel->way)) begin_tiles();
 #pragma omp for
         for (int64_t n = 0; n < panel->product->weight.N; n += BLOCK_ROWS) multiply_rows(panel, n);
-        end_tiles();
+        if (is_in_tiles(panel->way)) end_tiles();
     }
 }
 
-void multiply_by_tiles(const Product *p, Way way, int threads, int8_t *memory) {
+void multiply_by_way(const Product *p, Way way, int threads, int8_t *memory) {
     Panel panel = panel_at(p, way, memory);
     for (int64_t token = 0; token < p->M; token += panel.most_tokens)
         for (int64_t column = 0; column < p->weight.K; column += panel.most_columns) {

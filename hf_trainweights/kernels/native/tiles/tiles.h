@@ -1,15 +1,19 @@
 // The eight tiles of AMX, of 16 rows of 64 bytes each: to C[m][n] is added the sum over k and i of A[m][k][i] *
 // B[k][n][i], where i counts the four bytes or the two numbers of bfloat16 of 32 bits. The number of a tile has to be a
-// literal.
+// literal. A library for CPUs without AMX has none of them: there in_vectors.h multiplies what tiles would hold.
 #pragma once
 #include "../vectors.h"
 
 #define TILE_ROWS 16
 #define TILE_BYTES 1024
 
-#ifdef EMULATED_TILES
+#if defined(EMULATED_TILES) || defined(__AMX_TILE__)
+#define HAS_TILES
+#endif
+
+#if defined(EMULATED_TILES)
 #include "emulated.h"
-#else
+#elif defined(HAS_TILES)
 #include <errno.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -51,4 +55,7 @@ static inline void end_tiles(void) { _tile_release(); }
 #define store_tile(tile, to) _tile_stored(tile, to, 64)
 #define add_products_of_bytes_in_tiles(c, a, b) _tile_dpbssd(c, a, b)
 #define add_products_of_bfloat16_in_tiles(c, a, b) _tile_dpbf16ps(c, a, b)
+#else
+static inline void begin_tiles(void) {}
+static inline void end_tiles(void) {}
 #endif

@@ -14,18 +14,17 @@ typedef struct {
     int16_t *offsets;   // [G]: what is subtracted then
 } Row;
 
-static int64_t row_length(const Product *p) { return padded_columns(p) + 2 * round_up(groups_of(p), 16); }
+int64_t uint_row_bytes(const Product *p) { return (padded_columns(p) + 2 * round_up(groups_of(p), 16)) * 2; }
 
-// Return a thread's part of the memory for rows.
-static Row row_at(const Product *p, int8_t *memory) {
-    Row row = {.integers = (int16_t *)memory + thread_index() * row_length(p)};
+static Row row_in(const Product *p, int8_t *memory) {
+    Row row = {.integers = (int16_t *)memory};
     row.factors = row.integers + padded_columns(p);
     row.offsets = row.factors + round_up(groups_of(p), 16);
     return row;
 }
 
 int64_t uint_bytes(const Product *p, int threads) {
-    return numbers_at(p, 0).end - (int8_t *)0 + threads * row_length(p) * 2;
+    return numbers_at(p, 0).end - (int8_t *)0 + threads * uint_row_bytes(p);
 }
 
 static void write_groups(const Product *p, int64_t n, const Row *row) {
@@ -97,7 +96,7 @@ static void multiply_row_of(const int16_t *row, const int16_t *values, int64_t p
 
 static void multiply_tokens(const Product *p, const Numbers *numbers, int64_t token, int64_t tokens, int64_t n) {
     const Weight *w = &p->weight;
-    Row row = row_at(p, numbers->end);
+    Row row = row_in(p, numbers->end + thread_index() * uint_row_bytes(p));
     int64_t padded = padded_columns(p);
     float scale = row_scale(p, n), bias = p->bias ? load_floats(p->bias, w->dtype, n, 1)[0] : 0;
     write_row_of(p, n, &row);
@@ -122,18 +121,18 @@ void multiply_uint(const Product *p, int threads, int8_t *memory) {
     }
 }
 
-int64_t uint_row_bytes(const Product *p) { return row_length(p) * 2; }
+const int16_t *write_uint_row(const Product *p, int64_t n, int8_t *memory) {
+    Row row = row_in(p, memory);
+    write_row_of(p, n, &row);
+    return row.integers;
+}
 
-void dequantize_uint(const Product *p, int64_t first, int64_t count, int threads, int8_t *memory) {
+void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
     int64_t K = p->weight.K;
-#pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-    for (int64_t i = 0; i < count; i++) {
-        Row row = row_at(p, memory);
-        Floats scale = all_floats(row_scale(p, first + i));
-        write_row_of(p, first + i, &row);
-        for (int64_t k = 0; k < K; k += LANES) {
-            Floats values = to_floats(load_words(row.integers + k)) * scale;
-            store_floats(p->out, p->weight.dtype, i * K + k, K - k, values);
-        }
+    Floats scale = all_floats(row_scale(p, n));
+    const int16_t *integers = write_uint_row(p, n, memory);
+    for (int64_t k = 0; k < K; k += LANES) {
+        Floats values = to_floats(load_words(integers + k)) * scale;
+        store_floats(p->out, p->weight.dtype, at + k, K - k, values);
     }
 }

@@ -1,0 +1,61 @@
+// Which products take panels, and how.
+#include "panel.h"
+
+// From more rows of x on, one product of bfloat16 takes less time than two of digits, each of which takes as long in
+// tiles and in vectors: docs/performance.md, "Tiles of AMX" and "Thresholds".
+#define DIGIT_ROWS_OF_INT4 16
+#ifdef HAS_TILES
+#define DIGIT_ROWS_OF_GROUPS 64
+#define DIGIT_ROWS 127
+// Codes of 8 bits with one scale in a row are widened up to so many columns.
+#define WIDENED_COLUMNS 768
+#else
+#define DIGIT_ROWS_OF_GROUPS 48
+#define DIGIT_ROWS 48
+#define WIDENED_COLUMNS INT64_MAX
+#endif
+
+// Up to so many rows of x, products without panels take less time: of uint, and of float8 with float32.
+#define ROWS_WITHOUT_PANELS 8
+
+#ifdef __AVX512BF16__
+// Whether integer codes are multiplied as bfloat16, not with digits of x.
+static int are_widened(const Product *p) {
+    const Weight *w = &p->weight;
+    if (w->dtype != BFLOAT16 || w->digits == 1) return 0;
+    if (w->bits == 4) return p->M > DIGIT_ROWS_OF_INT4;
+    if (w->group_size) return p->M > DIGIT_ROWS_OF_GROUPS;
+    return p->M > DIGIT_ROWS && w->K <= WIDENED_COLUMNS;
+}
+
+// Groups that no step of columns is cut by.
+static int fits(const Product *p, int64_t columns) { return p->weight.group_size % columns == 0; }
+#endif
+
+static Way way_of_others(const Product *p) {
+    const Weight *w = &p->weight;
+    if (p->M <= ROWS_WITHOUT_PANELS && (w->code_units || w->dtype != BFLOAT16)) return NO_WAY;
+#if defined(__AVX512BF16__) && !defined(HAS_TILES)
+    if (w->dtype == BFLOAT16) return WIDENED;
+#endif
+    return FLOATS;
+}
+
+static Way way_of(const Product *p) {
+    if (p->M <= FEW_ROWS) return NO_WAY;
+    if (has_other_codes(p)) return way_of_others(p);
+#if defined(HAS_TILES)
+    if (!tiles_are_granted || p->weight.codebook) return NO_WAY;
+    return are_widened(p) && fits(p, p->weight.bits == 4 ? 32 : 64) ? WIDENED : fits(p, 64) ? DIGITS : NO_WAY;
+#elif defined(__AVX512BF16__)
+    return are_widened(p) && fits(p, 32) ? WIDENED : NO_WAY;
+#else
+    return NO_WAY;
+#endif
+}
+
+int takes_panels(const Product *p) { return way_of(p) != NO_WAY; }
+
+int64_t panels_bytes(const Product *p, int threads) { return bytes_of_way(p, way_of(p), threads); }
+
+void multiply_panels(const Product *p, int threads, int8_t *memory) { multiply_by_way(p, way_of(p), threads, memory); }
