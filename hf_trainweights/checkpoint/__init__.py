@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
     from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
     from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-    from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+    from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
     from hf_trainweights.checkpoint.encoded.base_files import register_base
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.loop.training_state import (
@@ -53,14 +53,14 @@ __getattr__ = _lazy(
         "VersionedModelSaver": "versions",
         "build_checkpoint": "loop.training_state",
         "collect_garbage": "directory.garbage",
-        "compress_directory": "directory.rewriting",
+        "compress_directory": "directory.layout",
         "find_checkpoints": "directory.discovery",
         "latest": "directory.discovery",
         "load_checkpoint": "loop.training_state",
         "register_base": "encoded.base_files",
         "register_codec": "codecs",
         "restore_checkpoint": "loop.training_state",
-        "restore_directory": "directory.rewriting",
+        "restore_directory": "directory.layout",
         "save_checkpoint": "loop.training_state",
         "verify_checkpoint": "run.verification",
     },

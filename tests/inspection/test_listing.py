@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.difference import compare_checkpoints
 from hf_trainweights.inspection.listing import Entry, inspect_weights, total_bytes

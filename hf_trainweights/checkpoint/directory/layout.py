@@ -1,14 +1,20 @@
-"""The two layouts of a checkpoint on the disk behind one interface: here alone is asked which one it is."""
+"""The two layouts of a checkpoint on the disk behind one interface, and a checkpoint of either made small or plain.
+
+Here alone is asked which one it is.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
 from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
 from hf_trainweights.checkpoint.manifest.manifest import Manifest
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
+from hf_trainweights.checkpoint.planning.modes import ModeName
+from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -61,3 +67,89 @@ def register_checkpoint(path: Path) -> None:
     """Look for anchors in a checkpoint, wherever it was when it was written."""
     for directory in layout_of(path).directories:
         register_anchor_directory(directory)
+
+
+def compress_directory(
+    path: str | Path,
+    *,
+    mode: ModeName = "lossless",
+    rules: Mapping[str, Any] | None = None,
+    keep_weights: bool = False,
+    buffers: Collection[str] | None = None,
+    optimizer_names: Mapping[Any, str] | None = None,
+    metrics: Mapping[str, Any] | None = None,
+    anchor_every: int = ANCHOR_EVERY_SAVES,
+    anchor: str | Path | None = None,
+    keep_base: bool = False,
+    weights_only: bool = False,
+) -> Manifest:
+    """Turn a checkpoint directory of the Trainer, or of torch.save, into a small one.
+
+    Weights become one `pytorch_model.bin` (`adapter_model.bin`), other torch files keep their names; a file that
+    cannot be encoded stays as it is, with a warning. Calling it again with the same choices changes nothing.
+
+    Args:
+        path: The directory. Others called `checkpoint-<step>` beside it may hold the anchor.
+        mode: A mode of `Policy`.
+        rules: Rules of `Policy`.
+        keep_weights: Leave the weight files as they are, plain.
+        buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
+        optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
+        metrics: For the manifest.
+        anchor_every: The most checkpoints one anchor serves.
+        anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
+        keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
+        weights_only: Take a model without training state as well. `restore_directory` gives it back its safetensors.
+
+    Returns:
+        The manifest that was written.
+
+    Raises:
+        ConfigError: Mode or rules are wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
+            or there is a model without training state and not `weights_only`.
+        CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
+            tells which one is newer; nothing has changed.
+        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
+        SaveError: The disk is full or refuses; every file is whole, old or new.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = Path(tempfile.mkdtemp())
+        >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")
+        >>> compress_directory(path).mode
+        'lossless'
+    """
+    path = Path(path).absolute()
+    base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
+    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base)
+    return compress(job, Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only))
+
+
+def compress(job: SaveJob, choices: Choices) -> Manifest:
+    """Make a checkpoint small where it lies, as `compress_directory` does; of several ranks the first calls it."""
+    return layout_of(job.path).compress(job, choices)
+
+
+def restore_directory(path: str | Path) -> Manifest:
+    """Turn a small checkpoint directory back into plain files that torch.load reads without this package.
+
+    Args:
+        path: The directory. It may have been moved.
+
+    Returns:
+        The manifest that was written, its mode "plain".
+
+    Raises:
+        ConfigError: There is no checkpoint at `path`.
+        CorruptFileError: Something in it is damaged; nothing has changed unless only decoding shows it.
+        MissingAnchorError: It was moved without the anchor it needs.
+        SaveError: The disk is full or refuses; every file is whole, small or plain.
+
+    Examples:
+        >>> import tempfile, torch
+        >>> path = Path(tempfile.mkdtemp())
+        >>> torch.save({"weight": torch.zeros(64, 64)}, path / "pytorch_model.bin")
+        >>> compress_directory(path).mode, restore_directory(path).mode
+        ('lossless', 'plain')
+    """
+    return layout_of(Path(path).absolute()).restore()

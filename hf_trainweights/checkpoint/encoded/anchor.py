@@ -14,9 +14,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, verify_anchor
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
-from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
-from hf_trainweights.checkpoint.encoded.structure import cut_payload
+from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 
 MOST_ANCHORS = 8

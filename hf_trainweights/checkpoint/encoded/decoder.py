@@ -22,9 +22,8 @@ from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
-from hf_trainweights.checkpoint.encoded.storage_decoder import decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
-from hf_trainweights.checkpoint.encoded.structure import cut_payload, open_structure
+from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages, open_structure
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 

@@ -18,9 +18,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
-from hf_trainweights.checkpoint.encoded.storage_paths import storage_paths
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
-from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL
+from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, storage_paths
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
 from hf_trainweights.files.torch_zip import open_pickle

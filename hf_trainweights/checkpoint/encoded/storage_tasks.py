@@ -1,7 +1,8 @@
-"""The work on the storages of a tree as tasks that several threads may do, in the order in which a file holds them.
+"""The storages of a tree -> bytes, by the codec of its plan that gives the fewest, as tasks that threads share.
 
-A task is a storage, or a second moment with the first moment that refers to it, or a part of a large storage: so what
-threads hold at once does not follow the largest tensor where its codec works in chunks.
+Tasks come in the order in which a file holds their results. One is a storage, or a second moment with the first moment
+that refers to it, or a part of a large storage: so what threads hold at once does not follow the largest tensor where
+its codec works in chunks.
 """
 
 from __future__ import annotations
@@ -14,21 +15,19 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json
+from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter, ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storage_encoder import (
-    anchor_reference,
-    chunks_of,
-    decoded_tensor,
-    encode_storage,
-)
 from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
+from hf_trainweights.errors import QuantizationError, UnsupportedError
 
+# With fewer elements than the first number a coder's headers outweigh its gain, with more than the second never.
+_RAW_ELEMENTS = (64, 4096)
 # Larger storages are encoded in parts of so many chunks, if their codec has chunks.
 _LARGE_BYTES = 16 << 20
 _CHUNKS = 4
@@ -154,13 +153,13 @@ class StorageTasks:
 
     def _large_storage(self, index: int) -> LargeStorage | None:
         tensor, references = self._read(index)
-        found = chunks_of(tensor, self.storages[index], self.plans[index], references)
+        found = _chunks_of(tensor, self.storages[index], self.plans[index], references)
         return found and LargeStorage(index, *found, has_anchor="anchor" in references)
 
     def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a storage's elements and what it may be stored against in other files."""
         plan, tensor = self.plans[index], self.storages[index].read()
-        references = anchor_reference(self._anchor, plan.anchor, tensor)
+        references = _anchor_reference(self._anchor, plan.anchor, tensor)
         if plan.role == "weight" and plan.name in self._second_moments:
             references["exp_avg_sq"] = self._second_moments[plan.name].detach().cpu()
         return tensor, references
@@ -176,11 +175,96 @@ class StorageTasks:
                 moment = moments.get(index)
                 if moment in decoded:
                     references["exp_avg_sq"] = decoded.pop(moment)
-                codec, encoded = encode_storage(tensor, self.storages[index], self.plans[index], references)
+                codec, encoded = _encode_storage(tensor, self.storages[index], self.plans[index], references)
                 if index in moments.values():
-                    decoded[index] = decoded_tensor(codec, encoded, tensor, references)
+                    decoded[index] = _decoded_tensor(codec, encoded, tensor, references)
                 coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
         return coded
+
+
+def _anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the anchor's tensor of that name, in the tensor's dtype, as references; none where there is no such."""
+    if anchor is None or name is None or name not in anchor:
+        return {}
+    reference = anchor.tensor(name)
+    # What a float out of range becomes as an integer depends on the machine.
+    if reference.dtype != tensor.dtype and not (reference.is_floating_point() and tensor.is_floating_point()):
+        return {}
+    return {"anchor": reference.to(tensor.dtype)}
+
+
+def _encode_storage(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[Codec, EncodedTensor]:
+    """Encode a storage by the codec of its plan with the smallest result; if none can be used, by an exact one.
+
+    UnsupportedError: no codec takes the dtype; it names the key path.
+    """
+    usable, exact, references = _candidates(tensor, storage, plan, references)
+    best = _smallest(tensor, usable, references) or _smallest(tensor, exact, {})
+    if best is None:
+        raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
+    return best
+
+
+def _chunks_of(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[ChunkedCodec, Chunks] | None:
+    """Return codec and chunks of a storage; None if there is a choice of codecs, or its codec knows no chunks."""
+    usable, exact, references = _candidates(tensor, storage, plan, references)
+    codecs = usable or exact
+    if len(codecs) != 1 or not isinstance(codecs[0], ChunkedCodec) or tensor.dtype not in codecs[0].dtypes:
+        return None
+    return codecs[0], codecs[0].chunks(tensor, references)
+
+
+def _candidates(
+    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
+) -> tuple[list[Codec], list[Codec], References]:
+    """Return the codecs of the plan that can be used, exact ones if none of them can, and the references that fit."""
+    references = {name: each for name, each in references.items() if each.shape == tensor.shape}
+    missing = {name for name in ("anchor", "exp_avg_sq") if getattr(plan, name) is not None} - references.keys()
+    usable = [
+        codec
+        for codec in plan.candidates
+        if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
+    ]
+    exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
+    if tensor.numel() >= _RAW_ELEMENTS[0]:
+        exact.append(get_codec("planes")())
+    return usable, exact, references
+
+
+def _smallest(tensor: Tensor, codecs: Sequence[Codec], references: References) -> tuple[Codec, EncodedTensor] | None:
+    best: tuple[int, EncodedTensor] | None = None
+    # Codecs with chunks come last: they give up once they have written more than another one needs.
+    for place, codec in sorted(enumerate(codecs), key=lambda each: isinstance(each[1], ChunkedCodec)):
+        most_bytes = math.inf if best is None else best[1].payload_bytes - (place > best[0])
+        try:
+            encoded = _encode_within(codec, tensor, references, most_bytes)
+        except (QuantizationError, UnsupportedError):
+            continue
+        if encoded is not None and encoded.payload_bytes <= most_bytes:
+            best = place, encoded
+    return best and (codecs[best[0]], best[1])
+
+
+def _encode_within(codec: Codec, tensor: Tensor, references: References, most_bytes: float) -> EncodedTensor | None:
+    """Encode a tensor; None if chunks show early that it takes more bytes."""
+    if not isinstance(codec, ChunkedCodec):
+        return codec.encode(tensor, references)
+    chunks = codec.chunks(tensor, references)
+    writer, flags = chunks.encode(chunks.parts, most_bytes)
+    return chunks.all(writer, flags) if len(flags) == len(chunks.parts) else None
+
+
+def _decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
+    """Return the tensor that decoding will give, without decoding where the codec or its result has it already."""
+    if codec.lossless:
+        return tensor
+    if encoded.decoded is not None:
+        return encoded.decoded
+    return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
 
 
 def plain_bytes(storage: Storage) -> int:

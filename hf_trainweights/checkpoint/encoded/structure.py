@@ -35,18 +35,18 @@ import json
 import math
 import sys
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
 from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
-from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
-from hf_trainweights.checkpoint.encoded.views import require_sizes
+from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, require_sizes
+from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
@@ -188,3 +188,60 @@ def payload_crc32(pieces: Iterable[Tensor]) -> int:
     for piece in pieces:
         value = zlib.crc32(piece.numpy().data, value)
     return value
+
+
+def decode_storage(
+    structure: Mapping[str, Any], index: int, pieces: Sequence[Tensor], references: Mapping[str, Tensor]
+) -> Tensor:
+    """Decode a storage of what `open_structure` returned, given its pieces and references, to a new CPU tensor.
+
+    CorruptFileError names the tensor: its bytes have another checksum, or do not fit the structure.
+    """
+    entry = structure["storages"][index]
+    if payload_crc32(pieces) != entry["crc32"]:
+        start = pieces[0].storage_offset() if pieces else 0
+        where = f"{storage_name(structure, index)}, from byte {start} of the payload on"
+        raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
+    codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
+    try:
+        return codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
+    except CorruptFileError as error:
+        where = f"{storage_name(structure, index)}, {error.where}"
+        raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
+
+
+def empty_storages(structure: Mapping[str, Any]) -> list[Tensor]:
+    """Return a tensor on "meta" for each storage, of its shape and dtype."""
+    entries = structure["storages"]
+    return [torch.empty(each["shape"], dtype=DTYPES[each["dtype"]], device="meta") for each in entries]
+
+
+def storage_name(structure: Mapping[str, Any], index: int) -> str:
+    """Return the name of a storage in messages, e.g. `tensor state.0.exp_avg`, or `storage 3` if no tensor views it."""
+    path = storage_paths(structure).get(index)
+    return f"storage {index}" if path is None else f"tensor {path_text(path)}"
+
+
+def storage_paths(structure: Mapping[str, Any]) -> dict[int, KeyPath]:
+    """Return the key path of the first tensor that views a storage, by its number; `structure` may be malformed."""
+    views = structure.get("tensors")
+    table = dict(enumerate(views)) if type(views) is list else {}
+    paths: dict[int, KeyPath] = {}
+    for tensor, path in _tensor_paths(structure.get("tree"), ()):
+        view = table.get(tensor) if type(tensor) is int else None
+        if type(view) is dict and type(view.get("storage")) is int:
+            paths.setdefault(view["storage"], path)
+    return paths
+
+
+def _tensor_paths(node: Any, path: KeyPath) -> Iterator[tuple[Any, KeyPath]]:
+    kind, content = next(iter(node.items()), (None, None)) if type(node) is dict else ("tuple", node)
+    if kind == "tensor":
+        yield content, path
+    if type(content) is not list or len(path) >= MAX_DEPTH:
+        return
+    for index, item in enumerate(content):
+        if kind == "tuple":
+            yield from _tensor_paths(item, (*path, index))
+        elif kind in MAPPING_TYPES and type(item) is list and len(item) == 2:
+            yield from _tensor_paths(item[1], (*path, item[0]))

@@ -28,8 +28,7 @@ from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog
-from hf_trainweights.checkpoint.trainer.compression import Compression, drop_stale_manifest
+from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, drop_stale_manifest
 from hf_trainweights.checkpoint.trainer.sharding import Sharding, plain_buffer_names, plain_names, sharding_of
 from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import ConfigError

@@ -12,8 +12,7 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.encoded.storages import find_storages
-from hf_trainweights.checkpoint.encoded.views import build_tensors
+from hf_trainweights.checkpoint.encoded.storages import build_tensors, find_storages
 from hf_trainweights.errors import CorruptFileError
 
 

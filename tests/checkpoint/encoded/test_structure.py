@@ -18,7 +18,9 @@ from hf_trainweights.checkpoint.encoded.structure import (
     padded_length,
     payload_crc32,
     seal_structure,
+    storage_name,
 )
+from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.errors import CorruptFileError
 
 # Written down once, to be read for ever.
@@ -119,3 +121,12 @@ def test_loading_twice_gives_separate_memory():
     first, second = (torch.load(io.BytesIO(data), weights_only=True) for _ in range(2))
     first["tied"].zero_()
     assert fingerprint(second) == fingerprint(TREE)
+
+
+def test_storage_is_called_by_the_key_path_of_its_first_tensor():
+    weight = torch.zeros(4)
+    structure, _ = flatten({"lr": torch.tensor(1.0), "tied": [weight, weight[1:]], "state": {0: {"x": weight[:2]}}})
+    assert storage_name(structure, 1) == "tensor tied.0"
+    assert storage_name(structure, 7) == "storage 7"
+    for index in (1.0, True, None, [], -1, 99):
+        assert storage_name({"tree": {"tensor": index}, "tensors": [{"storage": 0}] * 2}, 0) == "storage 0"

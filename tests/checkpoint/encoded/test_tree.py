@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
-from hf_trainweights.checkpoint.encoded.storage_paths import storage_name
+from hf_trainweights.checkpoint.encoded.structure import storage_name
 from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, unflatten
 from hf_trainweights.errors import CorruptFileError
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, read_manifest
 from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
 from hf_trainweights.checkpoint.run.job import rewriting

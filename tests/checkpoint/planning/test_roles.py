@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
 
 MOMENT = torch.linspace(-1.0, 1.0, 6400).view(80, 80)

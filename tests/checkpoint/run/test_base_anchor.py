@@ -14,7 +14,7 @@ from bases import COMMIT, REPOSITORY, forget_directories, put_into_cache, traine
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded import base_files
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from trees import each_flipped_bit
 
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded import anchor_files, base_files
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file

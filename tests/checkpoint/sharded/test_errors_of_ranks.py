@@ -22,8 +22,7 @@ from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog
-from hf_trainweights.checkpoint.trainer.compression import Compression, Savings
+from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, Savings
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk

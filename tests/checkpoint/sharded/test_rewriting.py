@@ -21,7 +21,7 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
-from hf_trainweights.checkpoint.directory.rewriting import compress
+from hf_trainweights.checkpoint.directory.layout import compress
 from hf_trainweights.checkpoint.encoded import anchor_files
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob

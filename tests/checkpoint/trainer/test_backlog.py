@@ -16,14 +16,14 @@ from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.checkpoint.trainer import backlog as work
 from hf_trainweights.checkpoint.trainer import callback as callback_module
-from hf_trainweights.checkpoint.trainer import compression
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.errors import SaveError
 
 pytestmark = pytest.mark.slow  # each trains
 
-REAL = compression.compress
+REAL = work.compress
 
 
 def run(root: Path, *callbacks: Any, model: str = "llama", **options: Any) -> int:
@@ -44,12 +44,12 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: BaseException, *names: str,
             raise error
         return REAL(job, choices)
 
-    monkeypatch.setattr(compression, "compress", compress)
+    monkeypatch.setattr(work, "compress", compress)
     return calls
 
 
-def waiting(path: Path) -> compression.Compression:
-    return compression.Compression(SaveJob(path, Policy(), ANCHOR_EVERY_SAVES), Choices())
+def waiting(path: Path) -> work.Compression:
+    return work.Compression(SaveJob(path, Policy(), ANCHOR_EVERY_SAVES), Choices())
 
 
 TRANSIENT = OSError(5, "Input/output error")
@@ -167,7 +167,7 @@ def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
     def fail(job: SaveJob, _: Choices) -> Any:
         raise MemoryError("full") if job.path.name == "checkpoint-1" else TRANSIENT
 
-    monkeypatch.setattr(compression, "compress", fail)
+    monkeypatch.setattr(work, "compress", fail)
     backlog = Backlog("raise")
     for step in (1, 2, 3):
         save(tmp_path, step, manifest=False)

@@ -28,12 +28,12 @@ from trees import fingerprint
 
 from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.trainer import compression
+from hf_trainweights.checkpoint.trainer import backlog as work
 from hf_trainweights.errors import ConfigError, SaveError
 
 pytestmark = pytest.mark.slow  # most train a second or two
@@ -153,7 +153,7 @@ def test_models_whose_files_have_other_names_resume_exactly(
         first.train()
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
     else:
-        monkeypatch.setattr(compression, "compress", fail)
+        monkeypatch.setattr(work, "compress", fail)
         first.train()
         assert latest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
@@ -262,7 +262,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     seen: list[tuple[str, bool, int]] = []
-    original = compression.compress
+    original = work.compress
 
     def watched(job: SaveJob, choices: Choices) -> Any:
         thread = threading.current_thread()
@@ -270,7 +270,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
         seen.append((thread.name, thread.daemon, len(jobs)))
         return original(job, choices)
 
-    monkeypatch.setattr(compression, "compress", watched)
+    monkeypatch.setattr(work, "compress", watched)
     trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build(name))[0].train()
     assert [thread for thread, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
     assert all(not daemon for _, daemon, _ in seen)
@@ -280,7 +280,7 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
 def test_a_full_disk_leaves_checkpoints_plain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(compression.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1})())
+    monkeypatch.setattr(work.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 1})())
     callback = TrainWeightsCheckpointCallback(on_error="raise")
     trainer_of(tmp_path, callback, save_steps=8)[0].train()
     assert (tmp_path / "checkpoint-8" / "model.safetensors").exists()

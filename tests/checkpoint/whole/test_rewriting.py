@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from trees import fingerprint, trained
 
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.directory.rewriting import compress_directory, restore_directory
+from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
