@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, print_json, say, working
-from hf_trainweights_cli.sources import NewDirectory, require_source
+from hf_trainweights_cli.sources import NewDirectory, local_copy
 from hf_trainweights_cli.summaries import print_summary, summary_as_json
 
 
@@ -25,8 +25,7 @@ def import_model(
     from hf_trainweights import import_directory
 
     with errors_in_one_line(debug), working(f"importing {model}"):
-        require_source(model)
-        summary = import_directory(model, out)
+        summary = import_directory(local_copy(model), out)
     if as_json:
         print_json({"source": model, "out": str(out), **summary_as_json(summary)})
     else:

@@ -38,3 +38,10 @@ def test_a_model_that_cannot_be_held_exits_with_1_and_one_line(tmp_path: Path) -
     assert len(result.stderr.splitlines()) == 1
     assert "activation order" in result.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_is_nowhere_is_one_line_that_says_where_it_was_looked_for(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["import", "nobody/nothing", str(tmp_path / "out")])
+    assert result.exit_code == 1
+    assert len(result.stderr.splitlines()) == 1
+    assert "expected a path, or the id of a model on the Hub" in result.stderr
