@@ -55,14 +55,15 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             a dict such as `{"format": "int8", "group_size": 64}`, or None to leave the weight alone. Overrides win over
             `modules_to_not_convert`.
         include_embeddings: Whether to quantize the input embeddings and the output head too; tied ones stay tied.
-        activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token. Small
-            weights, and a few tokens of 16 bits, keep float activations, because integers are not faster there. Only
-            with format "int8" and no groups; the error of a product is about four times that of bfloat16.
+        activations: "int8" to round activations to int8 too, for speed: dynamically, with one scale per token, in every
+            product on a CPU. Only with format "int8" and no groups; the error of a product is about four times that of
+            bfloat16.
         column_scale: Whether each input column has a factor of its own, chosen so that the columns of a group are of
             one size. It costs 16 bits a column, and a multiplication of the input in each product.
         bits: Bits per weight to choose formats for, scales included, in place of `format`: each weight gets the format
             by which the model loses least. The mean over the quantized weights is at most this, those counted that
-            `overrides` and `modules_to_not_convert` except.
+            `overrides` and `modules_to_not_convert` except. With format "coded" they are the bits of a weight in a
+            file, from 2 to 8, 4 if it is None.
         size: Bytes to choose formats for, in place of `format`, as a number or a text such as `"1.2GB"` or `"900MiB"`:
             the weight files that `save_pretrained` writes take at most this, float weights and headers included.
         plan: The formats that were chosen for `bits` or `size`, by the weights' full names. It is set when a model is
@@ -75,7 +76,6 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             can hold. Other exports hold every format.
         version: Version of this configuration's layout.
         quant_method: The name of this method in config.json.
-        bits: Bits of a weight in a file, scales included, with format "coded": from 2 to 8, 4 if not given.
         compress: Whether saved files keep all weights entropy-coded, without loss, where that saves 2 % or more. Files
             need this version of the package or a newer one.
 
