@@ -159,6 +159,21 @@ def abilities_by_format() -> str:
     return f"{table(['format', *columns], rows)}\n\n{caption}"
 
 
+def export_formats() -> str:
+    """Return which formats each export holds and which it refuses."""
+    formats = read("abilities_by_format")["formats"]
+    columns = list(next(iter(formats.values())))
+    rows = []
+    for column in columns[columns.index("ONNX, portable") :]:
+        held = [name for name, found in formats.items() if found[column]["outcome"] == "yes"]
+        others = [name for name in formats if name not in held]
+        rows.append([column, "; ".join(held) if others else "every format", "; ".join(others)])
+    caption = (
+        "From the runs of [every format](choosing.md#what-each-format-can-do); `bits=4.5` is a budget of a mixture."
+    )
+    return f"{table(['export', 'holds', 'refuses'], rows)}\n\n{caption}"
+
+
 def _with_activations(speeds: dict[str, float], method: str) -> str:
     """Return the speed of a method, and in parentheses that of the same one with 8-bit activations."""
     other = speeds.get(f"{method}, 8-bit activations")
@@ -464,6 +479,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "distributed": distributed,
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
+    "export-formats": export_formats,
     "fuzz": fuzz,
     "soak": soak,
     "exhaustive": exhaustive,

@@ -19,6 +19,9 @@ from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, lar
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.unpacked import Unpacked
 
+# Layouts of other programs, to group sizes; None stands for whole rows.
+TargetGroups = Mapping[str, tuple[int | None, ...]]
+
 
 @dataclass(frozen=True)
 class Format(ABC):
@@ -36,6 +39,8 @@ class Format(ABC):
     bit_packed: ClassVar[Mapping[str, int]] = {}
     # Whether a file keeps the stored tensors entropy-coded, whatever the configuration says.
     is_coded_in_files: ClassVar[bool] = False
+    # Layouts of other programs that a budget may plan this format for, to the group sizes that it chooses from there.
+    groups_for_targets: ClassVar[TargetGroups] = {}
     # Whether a row is quantized alike whichever rows of its matrix are quantized with it.
     has_independent_rows: ClassVar[bool] = True
 

@@ -26,7 +26,7 @@ from hf_trainweights.formats.arithmetic import (
     round_scale,
     scale_codes,
 )
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, TargetGroups
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
@@ -53,6 +53,11 @@ class Int4(Format):
     """
 
     name: ClassVar[str] = "int4"
+    # Blocks of GGUF are of 32 weights whatever the groups.
+    groups_for_targets: ClassVar[TargetGroups] = {
+        "gguf": (32,),
+        "compressed-tensors": GROUP_SIZES,
+    }
     group_size: int = 128
 
     def __post_init__(self) -> None:

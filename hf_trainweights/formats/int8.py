@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import round_scale, round_to_int8, scale_codes
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, TargetGroups
 from hf_trainweights.formats.unpacked import Unpacked
 
 
@@ -38,6 +38,10 @@ class Int8(Format):
     """
 
     name: ClassVar[str] = "int8"
+    groups_for_targets: ClassVar[TargetGroups] = {
+        "gguf": (None,),
+        "compressed-tensors": (None,),
+    }
     group_size: int | None = None
     activations: str | None = None
 

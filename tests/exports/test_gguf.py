@@ -183,6 +183,21 @@ def test_transformers_computes_the_same(tmp_path: Path, architecture: str, name:
         assert torch.equal(loaded(ids).logits, model(ids).logits)
 
 
+@pytest.mark.parametrize(("architecture", "key"), [("phi3", "phi3"), ("stablelm", "stablelm")])
+def test_a_file_says_which_part_of_each_head_turns_and_transformers_takes_its_default(
+    tmp_path: Path, architecture: str, key: str
+) -> None:
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+    model = build(architecture, rope_parameters=rope)
+    quantize_(model, TrainWeightsConfig(**FORMATS["int8"]))
+    export_gguf(model, tmp_path / "model.gguf", byte_level())
+    half = model.config.hidden_size // model.config.num_attention_heads // 2
+    assert fields(tmp_path / "model.gguf")[f"{key}.rope.dimension_count"] == half
+    config = transformers.AutoConfig.from_pretrained(tmp_path, gguf_file="model.gguf")
+    # docs/export.md says so; where a reader keeps it, that sentence goes.
+    assert config.rope_parameters.get("partial_rotary_factor") != 0.5
+
+
 def test_a_directory_is_read_with_its_tokenizer_name_and_licence(tmp_path: Path) -> None:
     model, tokenizer = quantized(), byte_level(adds=["<s>"])
     model.save_pretrained(tmp_path / "my-llama")

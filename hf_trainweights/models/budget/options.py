@@ -8,10 +8,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats import get_format
+from hf_trainweights.formats import FORMATS, get_format
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
-from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.models.choosing.limit import TARGETS
 
 # From the smallest to the most exact. codebook4 stands where uint4 in groups of 32 would, which takes as much and loses
 # more. Column scales are left out: what they gain is not seen in the error of a weight.
@@ -28,11 +27,19 @@ CANDIDATES: tuple[Format, ...] = tuple(
     )
 )
 
-# Where a model is to be exported to a layout that does not hold all of these: what it holds. Blocks of GGUF are of 32
-# weights whatever the groups.
+# Where a model is to be exported to a layout that does not hold all of these: what it holds, from the smallest too.
 OF_TARGETS: dict[str, tuple[Format, ...]] = {
-    "gguf": (Int4(group_size=32), Int8()),
-    "compressed-tensors": (*map(Int4, reversed(GROUP_SIZES)), Int8()),
+    target: tuple(
+        sorted(
+            (
+                get_format({"format": name, "group_size": size})
+                for name, form in FORMATS.items()
+                for size in form.groups_for_targets.get(target, ())
+            ),
+            key=lambda form: form.stored_bytes((1, 1024), torch.bfloat16),
+        )
+    )
+    for target in TARGETS
 }
 
 # Candidates are measured on so many elements of a weight: rows, evenly spaced, and enough of them not to miss that some
