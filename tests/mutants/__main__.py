@@ -61,7 +61,10 @@ ROOMS = {
     "models/saving": Room(
         tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors", "bin_files", "guard_names")),
         (
-            *(f"models/saving/test_{name}.py" for name in ("saving", "guards", "interrupted_save", "single_file")),
+            *(
+                f"models/saving/test_{name}.py"
+                for name in ("card", "saving", "guards", "interrupted_save", "single_file")
+            ),
             *("models/test_quantizer.py", "models/test_tensor_parallel.py", "hub"),
         ),
         ("models/test_tensor_parallel.py",),
