@@ -12,6 +12,7 @@ from hf_trainweights_cli.tables import new_table, print_note, print_table, show_
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import Comparison, Difference
+    from hf_trainweights.models.choosing.summary import Calibrated
 
 _SHOWN_PROBLEMS = 10
 
@@ -53,10 +54,20 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
             table.add_row(*_row(each.to_dict()))
         table.add_section()
     print_table(table)
+    if comparison.calibrated is not None:
+        _print_outputs(comparison.calibrated)
     left_out = len(differing) - len(shown)
     equal = len(comparison.tensors) - len(differing)
     counts = [f"{left_out} more differ"] * bool(left_out) + [f"{equal} of {len(comparison.tensors)} are equal"]
     print_note(f"{', '.join(counts)}; dB: 20 log10 of |a| / |a - b|; L2: |a - b| / |a|; A, B: bytes stored")
+
+
+def _print_outputs(calibrated: Calibrated) -> None:
+    """Print what calibration was worth to each block: errors of weights grow by it, those of outputs fall."""
+    table = new_table("outputs of, % off", right=("without texts", "with texts"))
+    for name, errors in calibrated.blocks.items():
+        table.add_row(name, *(f"{100 * error:.3g}" for error in errors))
+    print_table(table)
 
 
 def _row(difference: dict[str, Any]) -> tuple[str, ...]:

@@ -36,14 +36,26 @@ def inspect(
     """
     from hf_trainweights.inspection.listing import inspect_weights
     from hf_trainweights.kernels import compiled
+    from hf_trainweights.models.choosing.summary import Calibrated
 
     with errors_in_one_line(debug), status("reading"):
-        inspection = inspect_weights(local_copy(path))
+        local = local_copy(path)
+        inspection, calibrated = inspect_weights(local), Calibrated.beside(local)
     if as_json:
         entries = [asdict(entry) for entry in inspection.entries]
-        print_json({"path": path, "tensors": entries, "unsafe": inspection.unsafe, "products": compiled.describe()})
+        print_json(
+            {
+                "path": path,
+                "tensors": entries,
+                "unsafe": inspection.unsafe,
+                "products": compiled.describe(),
+                "calibrated": calibrated and asdict(calibrated),
+            }
+        )
     else:
         _print_formats(inspection.entries)
+        if calibrated is not None:
+            typer.echo(calibrated)
         typer.echo(f"on this machine: {compiled.describe()}\n")
         _print_tensors(inspection.entries, None if tensors else _LARGEST)
     for file, calls in inspection.unsafe.items():

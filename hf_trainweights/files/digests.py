@@ -12,8 +12,9 @@ One JSON object that carries its own digest, as in signed_json.py:
     }
 
 `quantization_config_sha256` is that of the part of config.json that says how the codes are read, as canonical JSON:
-people edit the rest. The first files of digests lack it. Files of a variant have a file of digests of their own,
-`trainweights_files.<variant>.json`. Digests find damage, not forgery.
+people edit the rest. The first files of digests lack it. A calibrated model has `calibration` besides: the tokens, and
+how far the outputs of its blocks were off without texts and with them. Files of a variant have a file of digests of
+their own, `trainweights_files.<variant>.json`. Digests find damage, not forgery.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ _FORMAT = "trainweights-files"
 _FORMAT_VERSION = 1
 _PACKAGES = ("hf_trainweights", "safetensors", "torch", "transformers")
 _CONFIG_KEY = "quantization_config_sha256"
+_CALIBRATION_KEY = "calibration"
 _MAX_BYTES = 16 << 20  # about 150 bytes a file; the largest models have a few hundred
 
 
@@ -82,7 +84,11 @@ def digests_name(variant: str | None = None) -> str:
 
 
 def write_digests(
-    directory: Path, names: Iterable[str], variant: str | None = None, known: Mapping[str, str] | None = None
+    directory: Path,
+    names: Iterable[str],
+    variant: str | None = None,
+    known: Mapping[str, str] | None = None,
+    calibration: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the digests of some files beside them; equal files give equal bytes.
 
@@ -91,6 +97,7 @@ def write_digests(
         names: Their names.
         variant: As for `save_pretrained`.
         known: The SHA-256 of those that were read for it already.
+        calibration: What calibration was worth, as JSON values; None for a model without.
 
     Raises:
         CorruptFileError: config.json is none.
@@ -102,6 +109,8 @@ def write_digests(
     config_sha256 = quantization_sha256(directory)
     if config_sha256 is not None:
         content[_CONFIG_KEY] = config_sha256
+    if calibration is not None:
+        content[_CALIBRATION_KEY] = calibration
     (directory / digests_name(variant)).write_bytes(_signed(content))
 
 
@@ -167,6 +176,21 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
         problems,
         tuple(sorted(set(present) - files.keys())),
         bool(configs) and None not in configs,
+    )
+
+
+def read_calibration(directory: Path) -> Mapping[str, Any] | None:
+    """Return what calibration was worth, as `write_digests` was given it; None for a model without.
+
+    Args:
+        directory: The model's; it may be missing.
+
+    Raises:
+        CorruptFileError: The file of digests is damaged.
+        OSError: It cannot be read.
+    """
+    return next(
+        (each[_CALIBRATION_KEY] for each in map(_read, digest_files(directory)) if _CALIBRATION_KEY in each), None
     )
 
 
@@ -238,7 +262,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 def _signed(content: Mapping[str, Any]) -> bytes:
     fields = {key: content[key] for key in ("files", "versions")}
-    fields |= {key: content[key] for key in (_CONFIG_KEY,) if key in content}
+    fields |= {key: content[key] for key in (_CONFIG_KEY, _CALIBRATION_KEY) if key in content}
     return sign_json({**fields, "format": _FORMAT, "format_version": _FORMAT_VERSION})
 
 

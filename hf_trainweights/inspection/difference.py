@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from hf_trainweights.inspection.sharded_tensors import read_part
 from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts
 from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+
+if TYPE_CHECKING:
+    from hf_trainweights.models.choosing.summary import Calibrated
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -79,16 +82,19 @@ class Comparison:
         tensors: One entry per name that both have, weights first.
         totals: The sum over all weights, and the sum over the optimizer's state.
         problems: Sentences about names that only one of them has, and about shapes and dtypes that differ.
+        calibrated: What calibration was worth to b, or to a; errors of its weights say little of the whole.
     """
 
     tensors: tuple[Difference, ...]
     totals: tuple[Difference, ...]
     problems: tuple[str, ...]
+    calibrated: Calibrated | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return the comparison as JSON values, except for NaN and infinities."""
         tensors, totals = ([each.to_dict() for each in part] for part in (self.tensors, self.totals))
-        return {"tensors": tensors, "totals": totals, "problems": list(self.problems)}
+        outputs = {} if self.calibrated is None else {"calibrated": asdict(self.calibrated)}
+        return {"tensors": tensors, "totals": totals, "problems": list(self.problems), **outputs}
 
     def _repr_html_(self) -> str:
         head = ("tensor", "|a - b| / |a|", "largest |a - b|", "bytes of a", "bytes of b")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from hf_trainweights.inspection.difference import Comparison, compare_tensors
 from hf_trainweights.inspection.stored_tensors import StoredTensor
+from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -21,7 +23,7 @@ def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comp
         b: The model to compare it with.
 
     Returns:
-        The differences; bytes are those of the stored tensors.
+        The differences, and what calibration was worth; bytes are those of the stored tensors.
 
     Raises:
         ConfigError: Transformers has no class for a model, or weights are missing.
@@ -32,7 +34,8 @@ def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comp
         >>> comparison.totals[0].is_equal
         False
     """
-    return compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
+    found = compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
+    return replace(found, calibrated=Calibrated.beside(Path(b)) or Calibrated.beside(Path(a)))
 
 
 def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:

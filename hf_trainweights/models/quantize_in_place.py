@@ -116,14 +116,15 @@ def quantize_module(
     _put(module, todo, {} if found is None else found.weights)
     say_if_slow(module, config)
     say_if_head_is_large(summary)
-    return _told(_adopted(module, config) or summary, found)
+    return _told(_adopted(module, config, found) or summary, found)
 
 
-def _adopted(module: nn.Module, config: TrainWeightsConfig) -> Summary | None:
+def _adopted(module: nn.Module, config: TrainWeightsConfig, found: Calibration | None) -> Summary | None:
     """Make the Transformers models in a module such as `from_pretrained` returns; return the summary of the whole."""
     for model in _models(module):
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
+            quantizer.calibrated = found.gain if found is not None and found.weights else None
             adopted = quantizer.adopt(model)
             if model is module:
                 return adopted

@@ -21,7 +21,7 @@ from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose, survey
-from hf_trainweights.models.choosing.summary import Summary, check_not_empty
+from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
 from hf_trainweights.models.host.converters import offer_before_merging
 from hf_trainweights.models.host.models import modules_kept_in_float
@@ -76,6 +76,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         self.state_dict_to_save: Mapping[str, Any] | None = None
         self.writes_guards = False
         self.spill: Spill | None = None
+        # What calibration was worth, if the codes have just been chosen with texts.
+        self.calibrated: Calibrated | None = None
         self._summary: Summary | None = None
         self._whole_reads: RemovableHandle | None = None
 

@@ -66,6 +66,12 @@ def test_quantize_chooses_codes_with_texts_and_says_what_they_brought(llama: Pat
     config = load_saved(tmp_path / "out").config.quantization_config
     assert len(config.calibration_sha256) == 64
     assert not (tmp_path / "out.calibration").exists()
+    assert "calibrated with 8,192 tokens" in run("inspect", tmp_path / "out", width=400).stdout
+    shown = run("diff", llama, tmp_path / "out", width=400).stdout
+    blocks = {line.split()[0]: [float(error) for error in line.split()[1:]] for line in shown.splitlines()[-3:-1]}
+    assert list(blocks) == ["model.layers.0", "model.layers.1"]
+    assert all(after < before for before, after in blocks.values())
+    assert run_json("diff", llama, tmp_path / "out")["calibrated"]["tokens"] == 8192
 
 
 def test_texts_that_cannot_be_read_are_wrong_usage(llama: Path, tmp_path: Path) -> None:

@@ -134,8 +134,9 @@ class _Walk:
             self._consider(choice)
         self._found: dict[str, QuantizedTensor] = {}
         self._tokens = self._missing = 0
-        # The last block's errors, squared and relative: quantized without calibration and with it.
-        self._errors = (0.0, 0.0)
+        self._names = {each: name or type(each).__name__ for name, each in module.named_modules()}
+        # Of each block how far its outputs are off: quantized without calibration and with it.
+        self._errors: dict[str, tuple[float, float]] = {}
 
     def _consider(self, choice: Choice) -> None:
         """Take a weight for calibration, or note why not."""
@@ -169,9 +170,10 @@ class _Walk:
                 own.advance(block, number)
             with self._substituted(self._plain(self._found_in(block))):
                 plain.advance(block, number)
+            errors = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
+            self._errors[self._names[block]] = errors
             bar.set_postfix(tokens=f"{self._tokens:,}")
             bar.update()
-        self._errors = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
 
     def _choose(self, block: nn.Module, number: int, reference: Stream, own: Stream) -> None:
         """Choose the codes of a block, and let the float model's inputs pass it."""
@@ -313,8 +315,8 @@ class _Walk:
         if self._missing:
             wanted = f"{self._tokens + self._missing:,} would be {_ENOUGH_TOKENS} for each input of the largest layer"
             _logger.warning("Calibrated with %s tokens. More are worth more: %s.", f"{self._tokens:,}", wanted)
-        before, after = self._errors
-        return Calibration(self._found, self._reasons, Calibrated(self._tokens, before, after))
+        before, after = next(reversed(self._errors.values()), (0.0, 0.0))
+        return Calibration(self._found, self._reasons, Calibrated(self._tokens, before, after, self._errors))
 
 
 def _stored(choice: Choice) -> Tensor:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.notebook import html_table
@@ -58,11 +60,29 @@ class Calibrated:
         error_before: How far the outputs of the last block are off when it and those before it are quantized without
             calibration, as the norm of the error over that of the outputs.
         error_after: The same with the codes that were chosen.
+        blocks: Both errors of each block, by its name in the model.
     """
 
     tokens: int
     error_before: float
     error_after: float
+    blocks: Mapping[str, tuple[float, float]]
+
+    @classmethod
+    def beside(cls, directory: Path) -> Calibrated | None:
+        """Return what is kept beside a saved model; None if it is not calibrated, or its file of digests is damaged.
+
+        Args:
+            directory: The model's; it may be missing.
+        """
+        try:
+            kept = read_calibration(directory)
+        except CorruptFileError:
+            return None  # `verify_model` says so
+        if kept is None:
+            return None
+        blocks = {name: (before, after) for name, (before, after) in kept["blocks"].items()}
+        return cls(kept["tokens"], kept["error_before"], kept["error_after"], blocks)
 
     def __str__(self) -> str:
         errors = f"{100 * self.error_before:.3g} % without, {100 * self.error_after:.3g} % with it"

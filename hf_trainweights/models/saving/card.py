@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from yaml import YAMLError
 
 from hf_trainweights.files.digests import package_versions
-from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.models.choosing.summary import Calibrated, Choice
 from hf_trainweights.models.host.models import has_adapters, tasks_of
 
 CARD_NAME = "README.md"
@@ -76,7 +76,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
         **inherited,
         tags=list(dict.fromkeys([_TAG, "quantized", *formats, *tags])),
     )
-    return _signed(data, [title, _about(choices, base), _use(model, repo_id), _contents(choices)])
+    return _signed(data, [title, _about(choices, base, calibrated_of(model)), _use(model, repo_id), _contents(choices)])
 
 
 def with_tags(text: str, tags: Iterable[str]) -> str:
@@ -93,6 +93,19 @@ def with_tags(text: str, tags: Iterable[str]) -> str:
         return text
     card.data["tags"] = [*present, *missing]
     return str(card)
+
+
+def calibrated_of(model: PreTrainedModel) -> Calibrated | None:
+    """Return what calibration was worth to a quantized model: just now, or before it was saved where it comes from.
+
+    Args:
+        model: A model; None is returned of one that is not quantized.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None)
+    if quantizer is None or quantizer.quantization_config.calibration_sha256 is None:
+        return None
+    source = model.config.name_or_path
+    return quantizer.calibrated or (Calibrated.beside(Path(source)) if source else None)
 
 
 def _base_model(model: PreTrainedModel, cards: Iterable[dict[str, Any]]) -> str | None:
@@ -139,13 +152,14 @@ def _signed(data: ModelCardData, parts: Iterable[str]) -> str:
     return f"{text}{_MARK.format(_digest(text))}"
 
 
-def _about(choices: Sequence[Choice], base: str | None) -> str:
+def _about(choices: Sequence[Choice], base: str | None, calibrated: Calibrated | None) -> str:
     before, after = sum(each.bytes_before for each in choices), sum(each.bytes_after for each in choices)
     source = f"[{base}](https://huggingface.co/{base})" if base else "A Transformers model"
-    return (
+    about = (
         f"{source} with weights quantized by `hf_trainweights`: "
         f"{_megabytes(before)} of parameters as floats, {_megabytes(after)} as they lie here."
     )
+    return f"{about}\n\nThe codes were {calibrated}." if calibrated else about
 
 
 def _use(model: PreTrainedModel, repo_id: str) -> str:

@@ -15,6 +15,7 @@ import os
 import tempfile
 import types
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
 from hf_trainweights.models.saving.bin_files import rewrite_as_bin
-from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, with_tags
 from hf_trainweights.models.saving.hub import Push, begin_push
 from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
 from hf_trainweights.models.saving.resizing import resize_token_embeddings
@@ -188,7 +189,8 @@ def _save(
         known = name_shards(staging, writer.digests if safe else rewrite_as_bin(staging))
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         if weights and hasattr(model, "hf_quantizer"):
-            write_digests(staging, weights, variant, known)
+            calibrated = calibrated_of(model)
+            write_digests(staging, weights, variant, known, None if calibrated is None else asdict(calibrated))
         if push is not None:
             card = _write_card(model, push, directory, staging)
     if push is None or card is None:

@@ -81,6 +81,14 @@ def test_outputs_on_other_inputs_are_nearer(options: dict[str, Any]) -> None:
     assert "the last block's outputs are off by" in str(summary)
 
 
+def test_errors_of_the_last_block_are_those_of_all() -> None:
+    found = quantize_(a_llama(), CONFIG, calibration=batches()).calibrated
+    assert found is not None
+    assert list(found.blocks) == ["model.layers.0", "model.layers.1"]
+    assert found.blocks["model.layers.1"] == (found.error_before, found.error_after)
+    assert all(after < before for before, after in found.blocks.values())
+
+
 def test_the_same_batches_give_the_same_codes() -> None:
     one, other = a_llama(), a_llama()
     quantize_(one, CONFIG, calibration=batches())

@@ -14,7 +14,9 @@ from architectures import ARCHITECTURES
 from huggingface_hub import ModelCard
 from transformers import LlamaForCausalLM, PreTrainedModel
 
-from hf_trainweights import TrainWeightsConfig, __version__, quantize_
+from hf_trainweights import TrainWeightsConfig, __version__, quantize_, verify_model
+from hf_trainweights.models.choosing.summary import Calibrated
+from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
 from hf_trainweights.models.saving.hub import Push
 from hf_trainweights.models.saving.saving import choose_card
@@ -69,6 +71,28 @@ def test_the_table_counts_every_weight_once(model: PreTrainedModel) -> None:
 
 def test_equal_models_give_equal_cards(model: PreTrainedModel) -> None:
     assert model_card(copy.deepcopy(model), "me/small") == model_card(model, "me/small")
+
+
+def test_what_calibration_was_worth_outlives_saving_and_loading(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].build()
+    batches = [{"input_ids": torch.arange(96).view(4, 24)} for _ in range(2)]
+    summary = quantize_(model, "int4", calibration=batches)
+    sentence = f"The codes were {summary.calibrated}."
+    assert sentence in model_card(model, "someone/llama")
+    model.save_pretrained(tmp_path / "first")
+    loaded = load_saved(tmp_path / "first")
+    assert sentence in model_card(loaded, "someone/llama")
+    loaded.save_pretrained(tmp_path / "second")
+    assert verify_model(tmp_path / "second").ok
+    assert Calibrated.beside(tmp_path / "second") == Calibrated.beside(tmp_path / "first") == summary.calibrated
+
+
+def test_of_damaged_digests_a_card_takes_nothing(tmp_path: Path) -> None:
+    model = ARCHITECTURES["llama"].build()
+    quantize_(model, "int4", calibration=[{"input_ids": torch.arange(96).view(4, 24)}])
+    model.save_pretrained(tmp_path)
+    (tmp_path / "trainweights_files.json").write_text("{}")
+    assert "The codes were" not in model_card(load_saved(tmp_path), "someone/llama")
 
 
 def quantized_from(source: str) -> PreTrainedModel:
