@@ -58,11 +58,17 @@ BitsOption = Annotated[
     typer.Option(
         "--bits",
         metavar="BITS",
-        help="Choose a format for each weight, with so many bits a weight. With --format coded: 2 to 8, in the file.",
+        help="Choose a format for each weight, with so many bits a weight, in several times the time of int4. "
+        "With --format coded: 2 to 8, in the file.",
     ),
 ]
 SizeOption = Annotated[
-    str | None, typer.Option("--size", metavar="SIZE", help="Choose a format for each weight, for files of e.g. 1.2GB.")
+    str | None,
+    typer.Option(
+        "--size",
+        metavar="SIZE",
+        help="Choose a format for each weight, for files of e.g. 1.2GB, in several times the time of int4.",
+    ),
 ]
 TargetOption = Annotated[
     str | None,
