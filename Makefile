@@ -38,6 +38,7 @@ bench:
 	python -m benchmarks.checkpoints.cores
 	python -m benchmarks.abilities
 	PYTHONPATH=tests python -m benchmarks.exports
+	PYTHONPATH=tests python -m benchmarks.compressed_tensors
 	python -m benchmarks.programs
 	python -m benchmarks.at_a_glance
 	python -m benchmarks.tables

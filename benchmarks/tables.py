@@ -174,6 +174,22 @@ def export_formats() -> str:
     return f"{table(['export', 'holds', 'refuses'], rows)}\n\n{caption}"
 
 
+def compressed_tensors() -> str:
+    """Return which exports to compressed-tensors stock Transformers reads."""
+    report = read("compressed_tensors")
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, found in report["rows"].items():
+        words = tuple(each.partition(":")[0] for each in found.values())
+        alike.setdefault(words, []).append(f"`{name}`")
+    readers = next(iter(report["rows"].values()))
+    rows = [[", ".join(names), *words] for words, names in alike.items()]
+    packages = ", ".join(f"{name} {report['versions'][name]}" for name in ("transformers", "compressed-tensors"))
+    caption = (
+        f"Tiny random models in int8: the outputs of the dequantized model, or the error of the reader. {packages}."
+    )
+    return f"{table(['models', *readers], rows)}\n\n{caption}"
+
+
 def _with_activations(speeds: dict[str, float], method: str) -> str:
     """Return the speed of a method, and in parentheses that of the same one with 8-bit activations."""
     other = speeds.get(f"{method}, 8-bit activations")
@@ -480,6 +496,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "abilities": abilities,
     "abilities-by-format": abilities_by_format,
     "export-formats": export_formats,
+    "compressed-tensors": compressed_tensors,
     "fuzz": fuzz,
     "soak": soak,
     "exhaustive": exhaustive,
