@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded import anchor_files, base_files
+from hf_trainweights.checkpoint.encoded import anchor_files, base_weights
 
 REPOSITORY = "tester/tiny"
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -30,7 +30,7 @@ def weights(step: int = 0) -> dict[str, Tensor]:
 
 def forget_directories(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make the process forget where other tests had anchors and bases."""
-    for module in (anchor_files, base_files):
+    for module in (anchor_files, base_weights):
         monkeypatch.setattr(module, "_directories", {})
 
 

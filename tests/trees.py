@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, write_file
 
 
@@ -88,7 +88,7 @@ def small_tree() -> dict[str, Any]:
 def write_anchor(directory: Path, tree: Any) -> Path:
     """Stores `tree` as an anchor and returns its path."""
     data = written_bytes(tree)
-    path = directory / anchor_file_name(hashlib.sha256(data).hexdigest())
+    path = directory / f"{hashlib.sha256(data).hexdigest()}{ANCHOR_SUFFIX}"
     path.write_bytes(data)
     return path
 

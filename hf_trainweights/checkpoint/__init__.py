@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
     from hf_trainweights.checkpoint.directory.garbage import collect_garbage
     from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
-    from hf_trainweights.checkpoint.encoded.base_files import register_base
+    from hf_trainweights.checkpoint.encoded.base_weights import register_base
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.loop.training_state import (
         build_checkpoint,
@@ -57,7 +57,7 @@ __getattr__ = _lazy(
         "find_checkpoints": "directory.discovery",
         "latest": "directory.discovery",
         "load_checkpoint": "loop.training_state",
-        "register_base": "encoded.base_files",
+        "register_base": "encoded.base_weights",
         "register_codec": "codecs",
         "restore_checkpoint": "loop.training_state",
         "restore_directory": "directory.layout",

@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -99,7 +99,7 @@ class ShardedContents:
                 found = "no file" if size_bytes is None else f"{size_bytes} bytes"
                 raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
         for name, file in self.manifest.files.items() if self.manifest else ():
-            if name == anchor_file_name(file.sha256):
+            if name == f"{file.sha256}{ANCHOR_SUFFIX}":
                 find_anchor(file.sha256, str(self.directory / name))
         for name, entry in self.tensors.items():
             _require_filled(name, entry)
@@ -222,5 +222,5 @@ def unlisted_files(directory: Path) -> list[Path]:
     listed = {place.file for place in contents.places.values()}
     files = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
     # Without a manifest only the items themselves know their anchors.
-    anchors = directory.glob(anchor_file_name("*")) if manifest is not None else ()
+    anchors = directory.glob(f"*{ANCHOR_SUFFIX}") if manifest is not None else ()
     return sorted([*files, *(path for path in anchors if manifest is not None and path.name not in manifest.files)])

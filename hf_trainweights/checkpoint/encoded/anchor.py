@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name, find_anchor, verify_anchor
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, find_anchor, verify_anchor
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
@@ -81,7 +81,7 @@ class Anchor:
         if most_files <= 1:
             raise corrupt(str(self.path), f"an anchor that takes at most {MOST_ANCHORS} files", "one that takes more")
         sha256 = self._structure["anchor"]["sha256"]
-        beside = self.path.with_name(anchor_file_name(sha256))
+        beside = self.path.with_name(f"{sha256}{ANCHOR_SUFFIX}")
         return Anchor(find_anchor(sha256, str(beside)), sha256=sha256, most_files=most_files - 1)
 
     def _references(self, index: int) -> dict[str, Tensor]:

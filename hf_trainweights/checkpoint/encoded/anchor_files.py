@@ -16,6 +16,7 @@ from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.files.sha256 import file_sha256
 
 ANCHOR_SUFFIX = ".anchor"
+"""What follows the SHA-256, in hexadecimal, in the name of an anchor."""
 
 _directories: dict[Path, None] = {}  # in the order of registration
 _digests: dict[tuple[int, int, int, int], str] = {}
@@ -23,11 +24,6 @@ _digests: dict[tuple[int, int, int, int], str] = {}
 
 class MissingAnchorError(TrainWeightsError, FileNotFoundError):
     """A file needs an anchor that is not where it was when the file was written."""
-
-
-def anchor_file_name(sha256: str) -> str:
-    """Return the name that an anchor file must have, given its SHA-256 in hexadecimal."""
-    return sha256 + ANCHOR_SUFFIX
 
 
 def register_anchor_directory(path: str | Path) -> None:
@@ -55,14 +51,14 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
             refused = refused or error
             continue
         return path
-    for path in _files_in_runs(anchor_file_name(sha256)):
+    for path in _files_in_runs(f"{sha256}{ANCHOR_SUFFIX}"):
         with contextlib.suppress(CorruptFileError, OSError):
             if sha256_once(path) == sha256:
                 return path
     if refused is not None:
         raise refused
     raise MissingAnchorError(
-        f"anchor {anchor_file_name(sha256)}",
+        f"anchor {sha256}{ANCHOR_SUFFIX}",
         f"a file at {recorded_path}",
         "none there, nor in a registered directory, nor in a checkpoint beside one",
         "Call hf_trainweights.latest(run) first: it looks through all checkpoints of a run. One outside of a run "
@@ -76,7 +72,7 @@ def verify_anchor(path: Path, sha256: str | None = None) -> str:
     CorruptFileError: it differs, or `path` is no regular file. OSError: it is missing or cannot be read.
     """
     found = sha256_once(path)
-    if (path.name != anchor_file_name(found)) if sha256 is None else (found != sha256):
+    if (path.name != f"{found}{ANCHOR_SUFFIX}") if sha256 is None else (found != sha256):
         raise CorruptFileError(
             str(path),
             "an anchor named by its SHA-256",
@@ -101,7 +97,7 @@ def sha256_once(path: Path) -> str:
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
     """Yield where an anchor may lie; its recorded path is believed if it is absolute and ends in its name."""
-    name = anchor_file_name(sha256)
+    name = f"{sha256}{ANCHOR_SUFFIX}"
     if recorded_path.is_absolute() and recorded_path.name == name:
         yield recorded_path
     for directory in _directories:

@@ -5,7 +5,7 @@
      "commit": "<40 hexadecimal digits>"}
 
 Weights that are not in the Hub's cache have `path` in the place of the last two: where they lay, for people to read. A
-reader never opens it (base_files.py).
+reader never opens it (base_weights.py).
 """
 
 from __future__ import annotations

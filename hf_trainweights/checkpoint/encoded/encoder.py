@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.key_paths import path_text
@@ -175,7 +175,7 @@ def _encode(
 def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
-    name = anchor_file_name(anchor.sha256)
+    name = f"{anchor.sha256}{ANCHOR_SUFFIX}"
     if isinstance(anchor, BaseWeights):
         path = str(link.absolute()) if link else name
         return {"sha256": anchor.sha256, "path": path, "base": anchor.base.to_dict()}

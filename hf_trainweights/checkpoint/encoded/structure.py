@@ -42,7 +42,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, require_sizes
@@ -126,8 +126,8 @@ def _check_anchor(anchor: Any) -> None:
     if type(sha256) is not str or len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
         raise corrupt("the anchor", "a SHA-256 in hexadecimal", sha256)
     parts = path.replace("\\", "/").split("/")
-    if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:
-        raise corrupt("the anchor's path", f"one without `..` that ends in {anchor_file_name(sha256)}", path)
+    if parts[-1] != f"{sha256}{ANCHOR_SUFFIX}" or ".." in parts or "\0" in path:
+        raise corrupt("the anchor's path", f"one without `..` that ends in {sha256}{ANCHOR_SUFFIX}", path)
     base = Base.from_dict("the anchor's base", anchor["base"]) if "base" in anchor else None
     if base is not None and base.sha256 != sha256:
         raise corrupt("the anchor's base", f"files of the digest {sha256}", base.sha256)

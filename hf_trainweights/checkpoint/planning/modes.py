@@ -1,17 +1,28 @@
-"""The codecs that each mode chooses for a tensor; policy.py shows them as a table."""
+"""The codecs that each mode chooses for a tensor, and rules: which mode or codec some tensors have instead.
+
+policy.py shows the modes as a table.
+"""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
+from hf_trainweights.checkpoint.codecs import CODECS
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
+from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
+from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
+from hf_trainweights.errors import ConfigError, did_you_mean
+from hf_trainweights.files.selectors import EXPRESSION
+from hf_trainweights.formats import FORMATS
 
 # Tensors with fewer elements are always exact.
 SIZE_FLOOR = 4096
@@ -74,3 +85,96 @@ def state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec,
         return (PlanesRank1(),) if role == "exp_avg_sq" else ()
     mode = LOSSY_MODES[choice]
     return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
+
+
+OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
+
+# The selector of a rule for a role alone.
+ANY_NAME = f"{EXPRESSION}.*"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule of a `Policy`, checked.
+
+    Args:
+        roles: What a tensor must be.
+        selector: What selects its name, as `hf_trainweights.files.selectors` describes; ANY_NAME for any.
+        choice: A mode or a codec.
+    """
+
+    roles: tuple[str, ...]
+    selector: str
+    choice: str | Codec
+
+    @property
+    def needs_optimizer_names(self) -> bool:
+        """Whether it selects tensors of an optimizer's state by the names of parameters."""
+        return self.selector != ANY_NAME and self.roles[0] in OPTIMIZER_ROLES
+
+
+def parse_rule(selector: Any, choice: Any) -> Rule:
+    """Check a rule of `Policy` and return what it means; ConfigError: unknown, or the codec does not suit the role."""
+    where = f"rules[{selector!r}]"
+    roles, name = _parse_selector(where, selector)
+    parsed = _parse_choice(where, choice)
+    if isinstance(parsed, Codec):
+        _require_suitable(where, roles, parsed)
+    return Rule(roles, name, parsed)
+
+
+def _parse_selector(where: str, selector: Any) -> tuple[tuple[str, ...], str]:
+    """Return the roles and the selector of names."""
+    known = (*ROLES, "optimizer")
+    role, slash, name = selector.partition("/") if isinstance(selector, str) else ("", "", "")
+    if isinstance(selector, str) and selector.startswith(EXPRESSION):
+        role, slash, name = "weight", "/", selector
+    near = did_you_mean(role, known, "")
+    if role and not slash and role not in known and not near:
+        role, slash, name = "weight", "/", selector
+    if role not in known or (slash and not name):
+        allowed = f"{', '.join(known)}, the name of a weight, or a role/name; a name may be re:pattern"
+        next_step = f"{near} Weights of that name are weight/{role}." if near else "Choose one of these."
+        raise ConfigError(where, f"a selector: {allowed}", repr(selector), next_step)
+    if name.startswith(EXPRESSION):
+        try:
+            re.compile(name.removeprefix(EXPRESSION))
+        except re.error as error:
+            raise ConfigError(where, "a regular expression after re:", str(error), "Correct it.") from error
+    return OPTIMIZER_ROLES if role == "optimizer" else (role,), name or ANY_NAME
+
+
+def _require_suitable(where: str, roles: tuple[str, ...], codec: Codec) -> None:
+    for role in roles:
+        if role not in codec.roles:
+            suitable = [codec_id for codec_id, each in CODECS.items() if role in each.roles]
+            next_step = "Choose one of these."
+            if role == "exp_avg_sq":
+                next_step = "Nothing linear: it rounds small values to zero, and the next update divides by them."
+            raise ConfigError(where, f"for {role} one of {', '.join((*MODES, *suitable))}", codec.codec_id, next_step)
+
+
+def _parse_choice(where: str, choice: Any) -> str | Codec:
+    if isinstance(choice, str) and choice in MODES:
+        return choice
+    options: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {}
+    if isinstance(choice, str):
+        options = {"format": choice} if choice in FORMATS else {"codec": choice}
+    name = options.get("format", options.get("codec"))
+    if not isinstance(name, str) or name not in (FORMATS if "format" in options else CODECS):
+        allowed = ", ".join((*MODES, *CODECS, *FORMATS))
+        next_step = 'Write one of these, or one with options, e.g. {"format": "int4", "group_size": 32}.'
+        raise ConfigError(where, f"one of {allowed}", repr(choice), next_step)
+    try:
+        return _make_codec(name, options)
+    except TypeError as error:
+        raise ConfigError(where, f"the options of {name}", repr(choice), f"{error}.") from error
+
+
+def _make_codec(name: str, options: dict[str, Any]) -> Codec:
+    if "format" in options:
+        return Grouped(options)
+    del options["codec"]
+    if name == DeltaUniform.codec_id and "bound" in options:
+        return DeltaUniform.within(**options)
+    return CODECS[name](**options)

@@ -31,16 +31,18 @@ from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import (
+    ANY_NAME,
     MODES,
     MOMENTS,
     ModeName,
+    Rule,
     allowed_codecs,
     exact_delta_codecs,
     lossy_mode_of,
+    parse_rule,
     state_codecs,
 )
 from hf_trainweights.checkpoint.planning.roles import is_optimizer_state, recorded_names
-from hf_trainweights.checkpoint.planning.rules import ANY_NAME, Rule, parse_rule
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.selectors import most_exact, name_and_modules, require_used, select
 

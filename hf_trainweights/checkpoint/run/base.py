@@ -10,14 +10,14 @@ import torch
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 
-from hf_trainweights.checkpoint.encoded.base_files import (
+from hf_trainweights.checkpoint.encoded.base_weights import (
+    BaseWeights,
     cached_snapshots,
     identify_base,
     register_base,
     require_weights,
     snapshot_path,
 )
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.run.job import BaseChoice
 from hf_trainweights.errors import ConfigError, TrainWeightsError, UnsupportedError
 from hf_trainweights.models.host.origin import model_origin

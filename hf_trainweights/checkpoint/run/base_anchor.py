@@ -17,9 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
-from hf_trainweights.checkpoint.encoded.base_files import identify_base
-from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights, identify_base
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, WeightsAnchor
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step, steps_since_last_save
 from hf_trainweights.checkpoint.run.job import SaveJob
@@ -73,7 +72,7 @@ def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
     """
     kept = []
     for name, file in base.files.items():
-        target = directory / anchor_file_name(base.base.files[name])
+        target = directory / f"{base.base.files[name]}{ANCHOR_SUFFIX}"
         if not target.exists():
             if base.base.repository is not None or file.name == target.name:
                 link_or_copy(file, target)

@@ -15,11 +15,10 @@ from safetensors import SafetensorError, safe_open
 from hf_trainweights.checkpoint.encoded.anchor_files import (
     ANCHOR_SUFFIX,
     MissingAnchorError,
-    anchor_file_name,
     register_anchor_directory,
     sha256_once,
 )
-from hf_trainweights.checkpoint.encoded.base_files import find_base
+from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
@@ -93,7 +92,7 @@ def _damage(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         return _safetensors_problem(path)
     if path.suffix == ANCHOR_SUFFIX:
-        return None if path.name == anchor_file_name(sha256_once(path)) else f"{path.name} has another SHA-256"
+        return None if path.name == f"{sha256_once(path)}{ANCHOR_SUFFIX}" else f"{path.name} has another SHA-256"
     if path.suffix not in TORCH_SUFFIXES:
         return None
     with open_regular_file(path) as file:

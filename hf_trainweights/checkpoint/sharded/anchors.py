@@ -15,7 +15,7 @@ from typing import Any
 
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
@@ -87,5 +87,5 @@ def _path(directory: Path, manifest: Manifest, sha256: str) -> Path:
     names = [name for name, entry in manifest.files.items() if entry.sha256 == sha256]
     found = [directory / name for name in names if (directory / name).is_file()]
     if not found:
-        raise FileNotFoundError(f"{directory} does not hold the anchor {anchor_file_name(sha256)}")
+        raise FileNotFoundError(f"{directory} does not hold the anchor {sha256}{ANCHOR_SUFFIX}")
     return found[0]

@@ -21,7 +21,7 @@ from hf_trainweights.checkpoint.dcp.description import describe
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem
 from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.checkpoint.sharded.anchors import NO_DIGEST, ShardedAnchor
@@ -72,7 +72,7 @@ def commit(
 
 def remove_unlisted(directory: Path, manifest: Manifest) -> None:
     """Remove items and anchors that the manifest does not list: of earlier saves, and of saves that were killed."""
-    present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(anchor_file_name("*"))]
+    present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(f"*{ANCHOR_SUFFIX}")]
     remove_files(sorted(path for path in present if path.name not in manifest.files))
 
 
@@ -87,7 +87,7 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
             entries[file.name] = FileEntry(file.size_bytes, file.sha256, report)
         rows[file.name].append(item.row)
     for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
-        link = directory / anchor_file_name(sha256)
+        link = directory / f"{sha256}{ANCHOR_SUFFIX}"
         entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
     return entries
 

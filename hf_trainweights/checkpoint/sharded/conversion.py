@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact
 from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
@@ -127,7 +127,7 @@ def write_plain_in_place(contents: ShardedContents) -> list[str]:
     remove_files([directory / MANIFEST_NAME])  # .metadata alone describes the old files as well
     with replace_file(directory / METADATA_NAME) as file:
         file.write(metadata)
-    old = [*map(directory.joinpath, new), *directory.glob(anchor_file_name("*"))]
+    old = [*map(directory.joinpath, new), *directory.glob(f"*{ANCHOR_SUFFIX}")]
     remove_files(sorted(old))
     return list(new.values())
 

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from hf_trainweights.checkpoint.dcp.items import Item, Joiner, item_crc32, payload_start, split_moments
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
@@ -94,7 +94,7 @@ def _write_differences(
             plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
             options: dict[str, Any] = {"second_moments": states.second_moment(item)} if _takes(plan) else {}
             if anchor is not None:
-                options |= {"anchor": anchor, "anchor_link": rank.directory / anchor_file_name(anchor.sha256)}
+                options |= {"anchor": anchor, "anchor_link": rank.directory / f"{anchor.sha256}{ANCHOR_SUFFIX}"}
             encoded = encode_file(tensor, {(): plan}, **options)
             each = Item.of(encoded)
             start = digested.size_bytes

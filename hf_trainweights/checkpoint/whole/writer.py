@@ -19,7 +19,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
@@ -108,7 +108,7 @@ def encode_weights(job: SaveJob, weights: Weights, file: Writable) -> EncodedWei
 
 def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> EncodedWeights | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
-    before = {*job.directory.glob(anchor_file_name("*"))}
+    before = {*job.directory.glob(f"*{ANCHOR_SUFFIX}")}
     if candidate.base:
         anchor = open_base(candidate, weights.state)
     else:
@@ -126,7 +126,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             weights.state,
             with_steps(plan, candidate.step_rms),
             anchor=anchor,
-            anchor_link=job.path / anchor_file_name(anchor.sha256),
+            anchor_link=job.path / f"{anchor.sha256}{ANCHOR_SUFFIX}",
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
         )
         encoded = EncodedWeights(written)

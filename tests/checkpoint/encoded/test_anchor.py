@@ -27,7 +27,7 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
 
 
 def as_anchor(path):
-    return path.rename(path.with_name(anchors.anchor_file_name(anchors.file_sha256(path))))
+    return path.rename(path.with_name(f"{anchors.file_sha256(path)}{anchors.ANCHOR_SUFFIX}"))
 
 
 def chain(directory, length):

@@ -7,8 +7,8 @@ import pytest
 
 from hf_trainweights.checkpoint.encoded import anchor_files as anchors
 from hf_trainweights.checkpoint.encoded.anchor_files import (
+    ANCHOR_SUFFIX,
     MissingAnchorError,
-    anchor_file_name,
     find_anchor,
     register_anchor_directory,
     verify_anchor,
@@ -17,7 +17,7 @@ from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 
 CONTENT = b"weights"
 SHA256 = hashlib.sha256(CONTENT).hexdigest()
-NAME = anchor_file_name(SHA256)
+NAME = f"{SHA256}{ANCHOR_SUFFIX}"
 
 
 @pytest.fixture(autouse=True)

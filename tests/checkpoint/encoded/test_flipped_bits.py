@@ -15,7 +15,7 @@ from trees import fingerprint, small_tree, trained, write_anchor, written_bytes
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.encoder import write_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import padded_length
@@ -123,7 +123,7 @@ def test_flipped_bits_of_any_anchor_of_a_chain_are_errors(tmp_path):
         weights = {"w": weights["w"] + 1e-3 * torch.randn(16, 8)}
         plan = {("w",): TensorPlan("weight", "w", (codec,), anchor="w" if links else None)}
         data = written_bytes(weights, plan, anchor=Anchor(links[-1]) if links else None)
-        links.append(tmp_path / anchor_file_name(hashlib.sha256(data).hexdigest()))
+        links.append(tmp_path / f"{hashlib.sha256(data).hexdigest()}{ANCHOR_SUFFIX}")
         links[-1].write_bytes(data)
     expected = fingerprint(load_bytes(data))
     for link in links[:-1]:

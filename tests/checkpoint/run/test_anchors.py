@@ -9,7 +9,7 @@ import torch
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import anchor_file_name
+from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_training_state
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -114,7 +114,7 @@ def test_an_exact_checkpoint_in_a_chain_is_no_link_of_it(tmp_path):
 def test_a_chain_that_lacks_a_link_is_not_gone_on_with(tmp_path, lost):
     models = save_run(tmp_path, Policy("compact"), steps=4)
     newest = tmp_path / "checkpoint-4"
-    found = Anchor(newest / anchor_file_name(read_manifest(newest).files[WEIGHTS].report["anchor"]))
+    found = Anchor(newest / (read_manifest(newest).files[WEIGHTS].report["anchor"] + ANCHOR_SUFFIX))
     for step in (1, 2, 3):
         shutil.rmtree(tmp_path / f"checkpoint-{step}")
     found.files[lost].unlink()

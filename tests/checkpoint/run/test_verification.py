@@ -9,7 +9,7 @@ from trees import each_flipped_bit
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
-from hf_trainweights.checkpoint.encoded import anchor_files, base_files
+from hf_trainweights.checkpoint.encoded import anchor_files, base_weights
 from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest.manifest import (
@@ -259,7 +259,7 @@ def test_an_anchor_is_found_under_its_own_name_in_the_checkpoint_that_wrote_it(s
 
 
 def test_a_checkpoint_whose_base_is_gone_is_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(base_files, "_directories", {})  # other tests have registered theirs in this process
+    monkeypatch.setattr(base_weights, "_directories", {})  # other tests have registered theirs in this process
     base = tmp_path / "base"
     base.mkdir()
     weight = torch.randn(64, 80, generator=torch.Generator().manual_seed(0))

@@ -67,7 +67,7 @@ def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(
         anchor_files,
         "anchor_paths",
-        lambda sha256, _: [each / anchor_files.anchor_file_name(sha256) for each in anchor_files._directories],
+        lambda sha256, _: [each / f"{sha256}{anchor_files.ANCHOR_SUFFIX}" for each in anchor_files._directories],
     )
     return path
 
