@@ -54,6 +54,14 @@ class SaveError(TrainWeightsError, OSError):
     """A file or directory could not be written; what was there before is untouched."""
 
 
+class MissingAnchorError(TrainWeightsError, FileNotFoundError):
+    """A file needs an anchor that is not where it was when the file was written."""
+
+
+class UnstorableError(TrainWeightsError, TypeError):
+    """A value is of a type that an encoded file cannot hold."""
+
+
 def did_you_mean(found: object, known: Iterable[str], default: str) -> str:
     """Return the next step of an error about a name that is not known: the nearest name that is.
 

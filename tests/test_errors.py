@@ -17,6 +17,8 @@ BUILTINS = {
     "UnsupportedError": NotImplementedError,
     "CorruptFileError": ValueError,
     "SaveError": OSError,
+    "MissingAnchorError": FileNotFoundError,
+    "UnstorableError": TypeError,
 }
 CLASSES = [
     cls

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, write_file
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 
 
 def fingerprint(value: Any) -> Any:

@@ -15,9 +15,9 @@ from huggingface_hub import constants, snapshot_download
 from transformers import AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
+from hf_trainweights.errors import MissingAnchorError
 
 REPOSITORY = "tester/base"
 pytestmark = pytest.mark.filterwarnings("ignore:Cannot enable progress bars:UserWarning")

@@ -17,7 +17,8 @@ from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, find_anchor, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.layout import Layout, layout_of
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories

@@ -16,8 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor import Anchor, keep_open
-from hf_trainweights.checkpoint.encoded.anchor_files import find_anchor
+from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, keep_open
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.key_paths import corrupt

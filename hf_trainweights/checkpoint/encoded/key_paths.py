@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import reprlib
 
-from hf_trainweights.errors import CorruptFileError, TrainWeightsError
+from hf_trainweights.errors import CorruptFileError
 
 Key = str | int | float | bool | None
 KeyPath = tuple[Key, ...]
 
 # Names of parameters have about 100 characters. A file may claim a key of a megabyte, above many tensors.
 _SHOWN_CHARACTERS = 500
-
-
-class UnstorableError(TrainWeightsError, TypeError):
-    """A value is of a type that an encoded file cannot hold."""
 
 
 def path_text(path: KeyPath) -> str:

@@ -16,11 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, storage_paths
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
 from hf_trainweights.files.torch_zip import open_pickle
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, Json
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, UnstorableError, corrupt, path_text
+from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
+from hf_trainweights.errors import UnstorableError
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
 _MAX_DIMENSIONS = 64  # torch's own limit

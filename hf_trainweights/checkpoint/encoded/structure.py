@@ -23,7 +23,7 @@ a flipped bit can make it look for an instruction in either. So there a full sto
 zeros are appended to a payload until its length is free of the byte 46.
 
 An anchor is an encoded file of one flat state dict. It may refer to another anchor, whose link lies beside its own. It
-is found by its digest (anchor_files.py). In its place may stand weights outside the run, as others wrote them: then
+is found by its digest (anchor.py). In its place may stand weights outside the run, as others wrote them: then
 `anchor` has one more key, `base` (base_identity.py), its `sha256` is that of all files of the base together, its `path`
 leads to a directory that may keep them under their own digests, and a storage's `anchor` is a name in them.
 """
@@ -42,7 +42,6 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, require_sizes
@@ -50,6 +49,8 @@ from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
+ANCHOR_SUFFIX = ".anchor"
+"""What follows the SHA-256, in hexadecimal, in the name of an anchor."""
 # The itemsize of complex128, the largest dtype: a codec may view its piece as any dtype.
 ALIGNMENT_BYTES = 16
 

@@ -18,10 +18,10 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX, verify_anchor
+from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest, require_anchor
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, steps_since_last_save
 from hf_trainweights.errors import CorruptFileError

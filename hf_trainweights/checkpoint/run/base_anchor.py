@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights, identify_base
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, WeightsAnchor
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step, steps_since_last_save
 from hf_trainweights.checkpoint.run.job import SaveJob

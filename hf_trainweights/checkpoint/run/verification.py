@@ -12,17 +12,13 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.encoded.anchor_files import (
-    ANCHOR_SUFFIX,
-    MissingAnchorError,
-    register_anchor_directory,
-    sha256_once,
-)
+from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory, sha256_once
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
 from hf_trainweights.files.sha256 import file_sha256
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX

@@ -21,7 +21,7 @@ from hf_trainweights.checkpoint.dcp.description import describe
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem
 from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
 from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.checkpoint.sharded.anchors import NO_DIGEST, ShardedAnchor

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights
 from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact
 from hf_trainweights.checkpoint.sharded.commit import file_names, free_number

@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import WriteItem
 from hf_trainweights.checkpoint.dcp.items import Item, Joiner, item_crc32, payload_start, split_moments
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.run.drift import delta_rms
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, name_of
 from hf_trainweights.files.atomic import replace_file

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.dcp.shards import shard_name, shard_of
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.run.drift import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
+from hf_trainweights.errors import UnstorableError
 
 # A weight is compared with others of its shape only if so many of its elements, evenly spread, are the same.
 _SAMPLE_ELEMENTS = 64

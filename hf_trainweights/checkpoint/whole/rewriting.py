@@ -16,8 +16,7 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from hf_trainweights.checkpoint.encoded.anchor_files import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest
 from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, reported_rounding
@@ -50,6 +49,7 @@ from hf_trainweights.checkpoint.whole.sources import (
     weights_to_store,
 )
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
+from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_file
 from hf_trainweights.files.links import replace_by_link

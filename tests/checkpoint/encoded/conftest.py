@@ -5,7 +5,7 @@ import torch
 from trees import trained, write_anchor, write_encoded
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.encoded import anchor_files as anchors
+from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 

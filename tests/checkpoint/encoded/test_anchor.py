@@ -1,14 +1,18 @@
 from __future__ import annotations
 
+import hashlib
+import os
+
 import pytest
 import torch
 from trees import write_anchor, write_encoded
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.encoded import anchor_files as anchors
-from hf_trainweights.checkpoint.encoded.anchor import Anchor
+from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
 
 
 def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
@@ -27,7 +31,7 @@ def test_anchor_decodes_one_tensor_at_a_time(tmp_path):
 
 
 def as_anchor(path):
-    return path.rename(path.with_name(f"{anchors.file_sha256(path)}{anchors.ANCHOR_SUFFIX}"))
+    return path.rename(path.with_name(f"{anchors.file_sha256(path)}{ANCHOR_SUFFIX}"))
 
 
 def chain(directory, length):
@@ -86,3 +90,124 @@ def test_anchor_under_a_wrong_name_is_refused(tmp_path):
     path = write_anchor(tmp_path, {"a": torch.ones(2)})
     with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
         Anchor(path.rename(tmp_path / f"{'0' * 64}.anchor"))
+
+
+CONTENT = b"weights"
+SHA256 = hashlib.sha256(CONTENT).hexdigest()
+NAME = f"{SHA256}{ANCHOR_SUFFIX}"
+
+
+@pytest.fixture(autouse=True)
+def _fresh_process(monkeypatch):
+    monkeypatch.setattr(anchors, "_directories", {})
+    monkeypatch.setattr(anchors, "_digests", {})
+
+
+def anchor_in(directory, content=CONTENT):
+    directory.mkdir(exist_ok=True)
+    (directory / NAME).write_bytes(content)
+    return directory / NAME
+
+
+def test_anchor_is_found_where_it_was(tmp_path):
+    path = anchor_in(tmp_path)
+    assert find_anchor(SHA256, str(path)) == path
+    assert verify_anchor(path) == SHA256
+
+
+def test_moved_anchor_is_found_in_a_registered_directory(tmp_path):
+    path = anchor_in(tmp_path / "new")
+    register_anchor_directory(tmp_path / "missing")
+    register_anchor_directory(str(tmp_path / "new"))
+    assert find_anchor(SHA256, f"/old/run/{NAME}") == path
+
+
+def test_registered_directory_may_be_relative(tmp_path, monkeypatch):
+    path = anchor_in(tmp_path / "new")
+    monkeypatch.chdir(tmp_path)
+    register_anchor_directory("new")
+    monkeypatch.chdir("/")
+    assert find_anchor(SHA256, f"/old/run/{NAME}") == path
+
+
+def test_only_the_directory_itself_is_looked_in(tmp_path):
+    anchor_in(tmp_path / "below")
+    register_anchor_directory(tmp_path)
+    with pytest.raises(MissingAnchorError, match="none there, nor in a registered directory"):
+        find_anchor(SHA256, f"/old/run/{NAME}")
+
+
+@pytest.mark.parametrize(
+    "recorded", [f"/old/run/{NAME}", rf"C:\old\run\{NAME}", NAME], ids=["posix", "windows", "bare"]
+)
+def test_missing_anchor_says_what_to_call(recorded, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingAnchorError) as caught:
+        find_anchor(SHA256, recorded)
+    assert "hf_trainweights.latest(run)" in str(caught.value)
+    assert "trainweights checkpoint restore PATH" in str(caught.value)
+    assert SHA256 in str(caught.value)
+    assert isinstance(caught.value, FileNotFoundError)
+    assert isinstance(caught.value, TrainWeightsError)
+
+
+def test_relative_path_is_not_looked_up_in_the_working_directory(tmp_path, monkeypatch):
+    anchor_in(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(MissingAnchorError, match="a file at"):
+        find_anchor(SHA256, NAME)
+
+
+def test_damaged_anchor_is_passed_over_for_a_whole_one(tmp_path):
+    damaged, whole = anchor_in(tmp_path / "a", b"w0ights"), anchor_in(tmp_path / "b")
+    register_anchor_directory(tmp_path / "b")
+    assert find_anchor(SHA256, str(damaged)) == whole
+
+
+def test_damaged_anchor_is_an_error_when_there_is_no_other(tmp_path):
+    damaged = anchor_in(tmp_path / "a", b"w0ights")
+    register_anchor_directory(tmp_path / "nothing")
+    with pytest.raises(CorruptFileError, match=f"{NAME}: expected an anchor named by its SHA-256"):
+        find_anchor(SHA256, str(damaged))
+
+
+def test_file_of_another_name_is_no_anchor(tmp_path):
+    (tmp_path / "other.bin").write_bytes(CONTENT)
+    with pytest.raises(MissingAnchorError, match="expected a file at"):
+        find_anchor(SHA256, str(tmp_path / "other.bin"))
+    with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
+        verify_anchor(tmp_path / "other.bin")
+
+
+def test_link_directory_and_pipe_are_not_opened(tmp_path):
+    target = anchor_in(tmp_path / "target")
+    (tmp_path / NAME).symlink_to(target)
+    with pytest.raises(CorruptFileError, match="expected a regular file, found a symbolic link"):
+        find_anchor(SHA256, str(tmp_path / NAME))
+    for make, found in ((os.mkdir, "a directory"), (os.mkfifo, "a FIFO")):
+        directory = tmp_path / make.__name__
+        directory.mkdir()
+        make(directory / NAME)
+        with pytest.raises(CorruptFileError, match=f"expected a regular file, found {found}"):
+            find_anchor(SHA256, str(directory / NAME))
+
+
+def test_bytes_are_read_once_for_all_links(tmp_path, monkeypatch):
+    read = []
+    monkeypatch.setattr(anchors, "file_sha256", lambda path: read.append(path) or SHA256)
+    first = anchor_in(tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    os.link(first, tmp_path / "b" / NAME)
+    for _ in range(3):
+        verify_anchor(first)
+        verify_anchor(tmp_path / "b" / NAME)
+    assert read == [first]
+
+
+def test_changed_file_is_read_again(tmp_path):
+    path = anchor_in(tmp_path)
+    verify_anchor(path)
+    path.write_bytes(b"w0ights")
+    os.utime(path, ns=(0, 10**18))
+    with pytest.raises(CorruptFileError, match="expected an anchor named by its SHA-256"):
+        verify_anchor(path)

@@ -13,7 +13,6 @@ from bases import COMMIT, REPOSITORY, put_into_cache, weights, write
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded import base_weights
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import (
     BaseWeights,
@@ -25,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
 )
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.sha256 import file_sha256
 
 ELSEWHERE = Path("relative")

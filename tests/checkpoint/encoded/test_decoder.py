@@ -10,11 +10,11 @@ import pytest
 import torch
 from trees import fingerprint, write_encoded, written_bytes
 
-from hf_trainweights.checkpoint.encoded import anchor_files as anchors
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError, register_anchor_directory
+from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -12,10 +12,9 @@ from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file, write_file
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import open_structure
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.errors import ConfigError, UnstorableError
 
 RAW, PLANES, DELTA = (get_codec(name)() for name in ("raw", "planes", "planes-delta"))
 LOSSY = get_codec("delta-uniform").within(1e-2)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
 from hf_trainweights.checkpoint.codecs import CODECS, get_codec
-from hf_trainweights.checkpoint.encoded import anchor_files as anchors
+from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, encode_file

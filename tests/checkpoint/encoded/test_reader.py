@@ -12,9 +12,8 @@ from trees import fingerprint, write_encoded
 
 from hf_trainweights.checkpoint.encoded import decoder as encoded
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
 
 @pytest.mark.parametrize(

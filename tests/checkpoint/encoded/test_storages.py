@@ -11,9 +11,8 @@ from torch.nn import Parameter
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.storages import build_tensors, find_storages
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 
 def found(*tensors):

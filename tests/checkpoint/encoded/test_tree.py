@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import fingerprint
 
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.structure import storage_name
 from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH, flatten, unflatten
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 Point = namedtuple("Point", "x y")
 

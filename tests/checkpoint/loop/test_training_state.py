@@ -8,7 +8,6 @@ from torch import nn
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory.layout import compress_directory
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
     load_checkpoint,
@@ -17,7 +16,7 @@ from hf_trainweights.checkpoint.loop.training_state import (
 )
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnstorableError
 
 
 def assert_resumes(tmp_path, *, accumulate=1, **options):

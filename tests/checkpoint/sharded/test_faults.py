@@ -29,12 +29,19 @@ from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
 from hf_trainweights.checkpoint.dcp.items import item_crc32
-from hf_trainweights.checkpoint.encoded import anchor_files
-from hf_trainweights.checkpoint.encoded.anchor_files import MissingAnchorError
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
+from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
-from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, TrainWeightsError, UnsupportedError
+from hf_trainweights.errors import (
+    ConfigError,
+    CorruptFileError,
+    MissingAnchorError,
+    SaveError,
+    TrainWeightsError,
+    UnstorableError,
+    UnsupportedError,
+)
 from hf_trainweights.files.signed_json import sign_json
 
 pytestmark = pytest.mark.slow
@@ -62,12 +69,12 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def checkpoint(sound: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a copy, beside which no anchor is found elsewhere."""
-    monkeypatch.setattr(anchor_files, "_directories", {})
+    monkeypatch.setattr(anchors, "_directories", {})
     path = Path(shutil.copytree(sound, tmp_path / "checkpoint"))
     monkeypatch.setattr(
-        anchor_files,
+        anchors,
         "anchor_paths",
-        lambda sha256, _: [each / f"{sha256}{anchor_files.ANCHOR_SUFFIX}" for each in anchor_files._directories],
+        lambda sha256, _: [each / f"{sha256}{ANCHOR_SUFFIX}" for each in anchors._directories],
     )
     return path
 
@@ -199,7 +206,7 @@ def test_a_missing_anchor_is_a_typed_error_and_found_in_another_checkpoint_of_th
     anchor.rename(elsewhere / anchor.name)
     with pytest.raises(MissingAnchorError, match=anchor.name):
         raise error_of(checkpoint)
-    anchor_files.register_anchor_directory(elsewhere)
+    anchors.register_anchor_directory(elsewhere)
     assert load(checkpoint, state=empty_state())["progress"]["save"] == 1
 
 

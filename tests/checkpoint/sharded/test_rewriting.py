@@ -22,7 +22,7 @@ from trees import fingerprint
 from hf_trainweights.checkpoint import collect_garbage, compress_directory, latest, restore_directory, verify_checkpoint
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.directory.layout import compress
-from hf_trainweights.checkpoint.encoded import anchor_files
+from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
@@ -180,13 +180,13 @@ def test_a_checkpoint_that_lacks_its_anchor_is_passed_over_with_and_without_a_ma
         compress_directory(run / f"checkpoint-{step}")
     shutil.move(run / "checkpoint-8", tmp_path / "elsewhere" / "checkpoint-8")
     shutil.rmtree(run / "checkpoint-7")
-    monkeypatch.setattr(anchor_files, "_directories", {})
-    anchors = list((tmp_path / "elsewhere").rglob("*.anchor"))
-    assert anchors
-    for anchor in anchors:
+    monkeypatch.setattr(anchors, "_directories", {})
+    moved = list((tmp_path / "elsewhere").rglob("*.anchor"))
+    assert moved
+    for anchor in moved:
         anchor.unlink()
     for _ in range(2):
-        with pytest.warns(UserWarning, match=rf"is passed over: .*{anchors[0].name}"):
+        with pytest.warns(UserWarning, match=rf"is passed over: .*{moved[0].name}"):
             assert latest(tmp_path / "elsewhere") is None
         (tmp_path / "elsewhere" / "checkpoint-8" / "trainweights.json").unlink(missing_ok=True)
 
@@ -236,7 +236,7 @@ def test_whichever_call_fails_while_a_small_checkpoint_is_rewritten_it_loads_by_
                 errors += 1
         shutil.move(copy / "checkpoint-8", alone / "checkpoint-8")
         shutil.rmtree(copy)
-        monkeypatch.setattr(anchor_files, "_directories", {})
+        monkeypatch.setattr(anchors, "_directories", {})
         assert latest(alone) == str(alone / "checkpoint-8")
         loaded = load_stock_trainer(one_weight(8), alone / "checkpoint-8")
         torch.testing.assert_close(loaded["model"], one_weight(8)["model"], atol=1e-3, rtol=0)

@@ -3,13 +3,12 @@ import os
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.encoded.key_paths import UnstorableError
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.manifest.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory
-from hf_trainweights.errors import ConfigError, SaveError
+from hf_trainweights.errors import ConfigError, SaveError, UnstorableError
 
 
 def save(path, state=None, trees=None, **fields):
