@@ -8,14 +8,10 @@ from __future__ import annotations
 import copy
 from collections.abc import Mapping
 from enum import StrEnum
+from importlib import import_module
 from typing import Any
 
 import torch
-from diffusers.quantizers.auto import (  # pyright: ignore[reportMissingImports]
-    AUTO_QUANTIZATION_CONFIG_MAPPING,
-    AUTO_QUANTIZER_MAPPING,
-)
-from diffusers.quantizers.base import DiffusersQuantizer  # pyright: ignore[reportMissingImports]
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -29,6 +25,10 @@ from hf_trainweights.tensor.guards import guards_of, is_guard, is_notice
 from hf_trainweights.tensor.modules import as_parameter, dequantize_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_state_dict, group_stored, parse_stored_name, unflatten_weight
+
+# By name, because what types diffusers gives its hooks depends on whether it is installed, and None is one of them.
+_registry: Any = import_module("diffusers.quantizers.auto")
+DiffusersQuantizer: Any = import_module("diffusers.quantizers.base").DiffusersQuantizer
 
 
 class _Method(StrEnum):
@@ -209,5 +209,5 @@ def _require_all(lost: list[str]) -> None:
         raise CorruptFileError("weight files", "the stored tensors of every quantized weight", found, next_step)
 
 
-AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = TrainWeightsConfig
-AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = TrainWeightsDiffusersQuantizer
+_registry.AUTO_QUANTIZATION_CONFIG_MAPPING[QUANT_METHOD] = TrainWeightsConfig
+_registry.AUTO_QUANTIZER_MAPPING[QUANT_METHOD] = TrainWeightsDiffusersQuantizer

@@ -6,6 +6,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from torch import nn
 
@@ -76,13 +77,14 @@ class Calibrated:
             directory: The model's; it may be missing.
         """
         try:
-            kept = read_calibration(directory)
-        except CorruptFileError:
-            return None  # `verify_model` says so
-        if kept is None:
+            kept: Any = read_calibration(directory)
+            if kept is None:
+                return None
+            blocks = {str(name): (float(before), float(after)) for name, (before, after) in kept["blocks"].items()}
+            return cls(int(kept["tokens"]), float(kept["error_before"]), float(kept["error_after"]), blocks)
+        # A file of digests that is damaged, of which `verify_model` speaks, or that another program wrote.
+        except (CorruptFileError, AttributeError, KeyError, TypeError, ValueError):
             return None
-        blocks = {name: (before, after) for name, (before, after) in kept["blocks"].items()}
-        return cls(kept["tokens"], kept["error_before"], kept["error_after"], blocks)
 
     def __str__(self) -> str:
         errors = f"{100 * self.error_before:.3g} % without, {100 * self.error_after:.3g} % with it"

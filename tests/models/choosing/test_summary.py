@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 from architectures import make_llama
@@ -9,9 +12,10 @@ from torch import nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_, summary
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.digests import write_digests
 from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.choosing.summary import Summary, check_not_empty
+from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
 
 INT4 = TrainWeightsConfig("int4", group_size=32)
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"
@@ -81,3 +85,12 @@ def test_a_notebook_gets_the_first_thousand_rows() -> None:
     html = html_table("all", ["name"], ([index] for index in range(1500)))
     assert html.count("<tr>") == 1002
     assert "<td>999</td></tr><tr><td>and 500 more</td></tr>" in html
+
+
+@pytest.mark.parametrize(
+    "kept", [5, [], {"tokens": 5}, {"tokens": 5, "error_before": 1, "error_after": 1, "blocks": 3}]
+)
+def test_what_another_program_says_of_calibration_is_nothing(kept: Any, tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").touch()
+    write_digests(tmp_path, ["model.safetensors"], calibration=kept)
+    assert Calibrated.beside(tmp_path) is None
