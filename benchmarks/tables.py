@@ -333,9 +333,9 @@ def speed(make: Callable[[dict[str, Any]], str], part: str) -> str:
     return make(speed_tables.newest(part))
 
 
-def fuzz() -> str:
-    """Return what `tests.fuzz` tried and found."""
-    report = read("fuzz")
+def fuzz(name: str) -> str:
+    """Return what a run of `tests.fuzz` tried and found."""
+    report = read(name)
     rows = [
         [
             row["target"],
@@ -497,7 +497,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "abilities-by-format": abilities_by_format,
     "export-formats": export_formats,
     "compressed-tensors": compressed_tensors,
-    "fuzz": fuzz,
+    "fuzz": partial(fuzz, "fuzz"),
+    "fuzz-sanitized": partial(fuzz, "fuzz_sanitized"),
     "soak": soak,
     "exhaustive": exhaustive,
     "mutants": mutants,

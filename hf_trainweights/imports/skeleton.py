@@ -62,11 +62,18 @@ class Skeleton:
             raise UnsupportedError(CONFIG_NAME, expected, found, "Download config.json again.") from error
 
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
-        """Return under which name a checkpoint holds each of some matrices, where that is another one."""
+        """Return under which name a checkpoint holds each of some matrices, where that is another one.
+
+        UnsupportedError: The configuration names sizes that no memory holds.
+        """
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
         shapes = {name: shape for name, shape in shapes.items() if len(shape) == 2}
-        found = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        try:
+            found = matrices_in_checkpoint(self._model, shapes) if shapes else {}
+        except RuntimeError as error:  # PyTorch's, of memory that it does not get
+            expected, next_step = "sizes that fit the weights", "Download config.json again."
+            raise UnsupportedError(CONFIG_NAME, expected, str(error)[:200], next_step) from error
         alone = {name: next(iter(each)) for name, each in found.items() if each is not None and len(each) == 1}
         return {name: saved for name, saved in alone.items() if saved != name}
 

@@ -75,7 +75,7 @@ def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int =
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.float()  # powers of two
     if scale.dim() == 2 and scale.shape[0] == -(-N // rows_per_block):
-        scale = scale.repeat_interleave(rows_per_block, dim=0)[:N]
+        scale = scale.repeat_interleave(min(rows_per_block, N), dim=0)[:N]
     scale = by_row(name, scale, N)
     if not bool((scale == scale[:, :1]).all()):
         found = f"{scale.shape[1]} scales along a row of {K} columns"

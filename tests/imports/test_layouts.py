@@ -6,11 +6,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
+from architectures import ARCHITECTURES
 from imports.writers import LAYOUTS, METADATA, Tensors, gptq
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.imports import skeleton
 from hf_trainweights.imports.layouts import layout_of
+from hf_trainweights.imports.weights import float8_weight
 
 OPTIONAL = {("gptq", "g_idx"), ("bitsandbytes", "weight_format")}
 
@@ -85,3 +89,19 @@ def test_a_float_weight_is_left_to_others(name: str) -> None:
 def test_a_weight_beside_its_codes_is_refused() -> None:
     with pytest.raises(CorruptFileError, match=r"m\.weight: expected codes alone"):
         layout_of(gptq().config, {}).read("m", {**written("gptq")[0], "weight": torch.zeros(160, 64)})
+
+
+def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
+    codes = torch.ones(3, 64).to(torch.float8_e4m3fn)
+    found = float8_weight("w", codes, torch.tensor([[0.5]]), rows_per_block=1 << 62)
+    assert torch.equal(found.dequantize(torch.float32), torch.full((3, 64), 0.5))
+
+
+def test_sizes_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    skeleton_of_llama = skeleton.Skeleton(transformers.LlamaForCausalLM, ARCHITECTURES["llama"].make().config)
+    monkeypatch.setattr(skeleton, "matrices_in_checkpoint", fail)
+    with pytest.raises(UnsupportedError, match=r"expected sizes that fit the weights, found .*can't allocate memory"):
+        skeleton_of_llama.names_in_checkpoint(["lm_head.weight"])

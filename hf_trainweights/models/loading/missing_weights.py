@@ -26,7 +26,8 @@ def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
     Args:
         config: The configuration that was saved with it; its `architectures` may hold anything.
     """
-    name = next(iter(config.architectures or ()), "none")
+    saved_as = config.architectures
+    name = saved_as[0] if isinstance(saved_as, (list, tuple)) and saved_as else "none"
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
     if not (isinstance(cls, type) and issubclass(cls, PreTrainedModel)):
         return str(name), None

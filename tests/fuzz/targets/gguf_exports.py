@@ -43,7 +43,7 @@ class GgufExports(Target):
         architecture = rng.choice((given.architecture, *_ARCHITECTURES))
         twist = "no head" if architecture in _ENCODERS else given.twist
         # Positions that a file leaves out would be missed among the rows.
-        config = given.config | ({"include_embeddings": False} if architecture in _ENCODERS else {})
+        config = given.config | ({"include_embeddings": False, "overrides": {}} if architecture in _ENCODERS else {})
         return replace(given, architecture=architecture, sizes=sizes, twist=twist, config=config)
 
     def run(self, given: Export) -> Outcome:

@@ -103,8 +103,8 @@ class ImportedWeights(Target):
         leaf = rng.choice(sorted(tensors))
         if 0.2 < kind < 0.5:
             tensors[leaf] = _damaged(rng, tensors[leaf])
-        for _ in range(rng.choice((1, 1, 2)) if kind >= 0.5 else 0):
-            leaf = rng.choice(sorted(tensors))
+        # Two changes of one tensor may give it its shape back, with other values.
+        for leaf in rng.sample(sorted(tensors), min(len(tensors), rng.choice((1, 1, 2)))) if kind >= 0.5 else ():
             if rng.random() < 0.3 and len(tensors) > 1:
                 del tensors[leaf]
             else:

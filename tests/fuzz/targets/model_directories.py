@@ -147,7 +147,9 @@ class ModelDirectories(_ModelTarget):
         tree = given.tree()
         directory = write_tree(self.directory / "model", tree)
         same = torch.equal(_outputs(directory), self.outputs[given.base])
-        if not same and self.verifies(given) and DIGESTS not in given.files:
+        # What config.json says of the model beside its quantization may be edited, so no digest holds it.
+        changed = given.files.keys() - {"config.json"}
+        if not same and changed and self.verifies(given) and DIGESTS not in given.files:
             raise BrokenPromiseError("from_pretrained gives another model, which verifies")
         return Outcome.ACCEPTED if same else Outcome.REFUSED
 

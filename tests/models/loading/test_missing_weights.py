@@ -131,3 +131,10 @@ def architectures(*names: object) -> transformers.PretrainedConfig:
 def test_only_a_class_of_a_model_is_taken_from_a_config(name: object) -> None:
     assert saved_class(architectures(name))[1] is None
     assert saved_class(architectures("LlamaModel", name)) == ("LlamaModel", transformers.LlamaModel)
+
+
+def test_architectures_that_are_no_list_name_no_class() -> None:
+    config = architectures()
+    for architecture in (64, True, {"LlamaModel": 1}, "LlamaModel"):
+        vars(config)["architectures"] = architecture
+        assert saved_class(config) == ("none", None)
