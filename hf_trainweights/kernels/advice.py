@@ -13,7 +13,7 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
 from hf_trainweights.kernels import compiled
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.kernels.thresholds import most_rows
+from hf_trainweights.kernels.thresholds import is_rounding, most_rows
 
 _FORMATS = (Int8, Int4, UInt, Float8E4M3, Codebook4)
 # What counts as many, of a weight of so many elements.
@@ -29,8 +29,7 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
 
 
 def _slowness(form: Format, dtype: torch.dtype) -> str | None:
-    is_rounded = isinstance(form, Int8) and form.activations is not None
-    if is_rounded or not isinstance(form, _FORMATS) or _is_fast(form, dtype):
+    if is_rounding(form) or not isinstance(form, _FORMATS) or _is_fast(form, dtype):
         return None
     fast = "int8" if _is_fast(Int8(), dtype) else 'int8 with activations="int8"'
     return (

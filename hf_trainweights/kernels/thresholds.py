@@ -25,8 +25,7 @@ _CODEBOOK_ROWS = 64
 # Integer codes in float32, and float8, with AVX2; integer codes with NEON, where nothing was measured.
 _WIDENED_ROWS = 16
 # Float8 with more than AVX2, and uint, where products of many rows do not serve.
-_FLOAT8_ROWS = 8
-_UINT_ROWS = 16
+_FLOAT8_ROWS, _UINT_ROWS = 8, 16
 
 # bfloat16 on a CPU with AMX, by products without tiles: by the kind of codes, for most weights and for those from so
 # many elements on.
@@ -55,21 +54,21 @@ def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> i
             return ALL
         return _UINT_ROWS if isinstance(form, UInt) else _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
     if library == "neon":
-        return ALL if dtype == torch.float32 and _is_rounding(form) else _WIDENED_ROWS
-    if not is_fast or _is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
+        return ALL if dtype == torch.float32 and is_rounding(form) else _WIDENED_ROWS
+    if not is_fast or is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
         return ALL
     if dtype == torch.float32:
         return _WIDENED_ROWS if library == "avx2" else ALL
     return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
 
 
-def _is_rounding(form: Format) -> bool:
+def is_rounding(form: Format) -> bool:
     """Return whether x is rounded to 8 bits, so that a product takes the fewest instructions."""
     return isinstance(form, Int8) and form.activations is not None
 
 
 def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
-    """Return whether products of many rows take tiles: `take_tiles` of native/tiles/integers.c."""
+    """Return whether products of many rows take tiles: `way_of` in native/tiles/ways.c."""
     if isinstance(form, Int4) and dtype == torch.bfloat16:
         return True
     return isinstance(form, (Int8, Int4)) and _group_size(form) % 64 == 0
