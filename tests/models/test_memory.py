@@ -44,12 +44,12 @@ DIRECTORIES: dict[str, Any] = {
 DENSE_SOURCE_BYTES = 8192 * 1024 * 4
 SPARSE_SOURCE_BYTES = 512 * 512 * 4
 SHARDED_SOURCE_BYTES = 8192 * 768 * 2
-ALLOWED_BYTES = 64_000_000
+ALLOWED_BYTES = 16_000_000
 # Beside the largest weight: blocks of it, buffers of writers, and pages of placeholders that carry a mark.
-ALLOWED_SAVE_BYTES = 16_000_000
+ALLOWED_SAVE_BYTES = 10_000_000
 # Their largest weights are 3.5 and .5 MB, and quantizing one takes some copies in float32; where embeddings are coded
 # one of 12.6 MB is.
-ALLOWED_DIRECTORY_BYTES = 40_000_000
+ALLOWED_DIRECTORY_BYTES = 32_000_000
 
 
 def export(model: Any, directory: Path) -> None:
@@ -193,6 +193,8 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, in
     command = [sys.executable, __file__, str(tmp_path_factory.mktemp("memory"))]
     # The tiny models stand beside this folder; a script finds what lies in its own.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    # Otherwise malloc keeps up to 64 MB that was freed, by the order in which threads ran: what is measured is held.
+    environment |= {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False, env=environment)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
@@ -244,7 +246,7 @@ def test_a_float_model_is_written_weight_by_weight(
     found = measured[name]
     assert found["written"] > 150_000_000
     # A product of codes and scales is made in blocks, beside the weight that they make.
-    assert found["grown"] < 2 * largest_bytes + ALLOWED_SAVE_BYTES
+    assert found["grown"] < largest_bytes + ALLOWED_SAVE_BYTES
 
 
 @pytest.mark.parametrize("name", DIRECTORIES)
