@@ -120,24 +120,25 @@ def test_nothing_is_said_of_weights_that_go_from_file_to_file(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("name", ["llama", "llama_tied"])
+@pytest.mark.parametrize(("name", "dtype", "times"), [("llama", torch.float32, 4), ("llama_tied", torch.bfloat16, 2)])
 def test_a_head_that_is_much_of_what_a_token_reads_is_told_when_a_model_is_quantized(
-    name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str, dtype: torch.dtype, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = ARCHITECTURES[name].build()
+    model = ARCHITECTURES[name].build().to(dtype)
     model.save_pretrained(tmp_path / "float")
     config = TrainWeightsConfig("int8")
-    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "float", quantization_config=config)
+    quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype="auto", quantization_config=config)
     weights = dict(quantized.named_parameters(remove_duplicate=False))
     head = weights["lm_head.weight"].nbytes
     read = quantized.hf_quantizer.summary().bytes_after - (0 if name == "llama_tied" else head)
     smaller = {"model.embed_tokens" if name == "llama_tied" else "lm_head": "int8"}
-    text = f"he output head in float is {100 * head / read:.0f} % of what a token reads; overrides={smaller} halves it"
+    share = f"he output head in float is {100 * head / read:.0f} % of what a token reads"
+    text = f"{share}; overrides={smaller} makes it {times} times smaller"
     assert caplog.messages == [f"T{text}."]
     assert f"; t{text}" in str(quantized.hf_quantizer.summary())
-    halved = copy.deepcopy(model)
-    quantize_(halved, TrainWeightsConfig("int8", overrides=smaller))
-    assert halved.get_output_embeddings().weight.format == Int8()
+    smaller_head = copy.deepcopy(model)
+    quantize_(smaller_head, TrainWeightsConfig("int8", overrides=smaller))
+    assert smaller_head.get_output_embeddings().weight.format == Int8()
     quantize_(model, config)  # is told the same, so not again
     quantized.save_pretrained(tmp_path / "quantized")
     AutoModelForCausalLM.from_pretrained(tmp_path / "quantized")
