@@ -21,25 +21,6 @@ def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: A
 
     A card that someone wrote or edited is kept, the one on the Hub before the one in the directory. Weight files of an
     earlier push are removed in the same commit. Training state and other files in the directory stay there.
-
-    Args:
-        directory: A directory that `save_pretrained` or `quantize_directory` wrote.
-        repo_id: Name of the repository; it is made if missing.
-        options: As for `push_to_hub` of Transformers: `private`, `token`, `revision` (a branch, made if missing),
-            `create_pr`, `tags`, `commit_message`, `commit_description`.
-
-    Returns:
-        The commit, a string with its URL.
-
-    Raises:
-        ConfigError: It holds no model that this package has quantized, or lacks weights.
-        CorruptFileError: A file is damaged.
-        SaveError: The upload failed.
-        Exception: What the Hub's client refuses, before anything is uploaded: `HFValidationError` for a name that
-            cannot be one, `HfHubHTTPError` without a token that may write there.
-
-    Examples:
-        >>> push_directory("models/llama-int4", "me/llama-int4", private=True)  # doctest: +SKIP
     """
     directory = Path(directory)
     model = load_quantized(directory)

@@ -82,14 +82,7 @@ def quantize_module(
 ) -> Summary:
     """Quantize the weights of a module as `quantize_` does, which says what is raised.
 
-    Args:
-        module: Any module with its weights loaded.
-        config: Which weights to quantize, and to which format.
-        calibration: Batches to choose codes with.
-        directory: Where blocks that calibration has finished lie, for a call after an interruption; None for nowhere.
-
-    Raises:
-        ConfigError: As `quantize_` says.
+    `directory` keeps the blocks that calibration has finished, for a call after an interruption; None keeps none.
     """
     if not isinstance(module, nn.Module):
         next_step = "Load it first, for example with from_pretrained."
@@ -142,14 +135,7 @@ def _told(summary: Summary, found: Calibration | None) -> Summary:
 
 
 def adopt(module: nn.Module) -> None:
-    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded.
-
-    Args:
-        module: Any module; only of a Transformers model with our `quantization_config` anything changes.
-
-    Raises:
-        ConfigError: That configuration is not valid, or nothing is quantized.
-    """
+    """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded."""
     stored = getattr(module.config, "quantization_config", None) if isinstance(module, PreTrainedModel) else None
     if isinstance(module, PreTrainedModel) and isinstance(stored, dict | TrainWeightsConfig):
         config = stored if isinstance(stored, TrainWeightsConfig) else TrainWeightsConfig.from_dict(stored)
@@ -159,8 +145,7 @@ def adopt(module: nn.Module) -> None:
 def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the outermost models of Transformers with quantized weights, such as the encoder of a SentenceTransformer.
 
-    Args:
-        module: Any module; of an adapter's model none, because saving it saves the adapter alone.
+    An adapter's model yields none, because saving it saves the adapter alone.
     """
     if isinstance(module, PreTrainedModel):
         if any(isinstance(parameter, QuantizedTensor) for parameter in module.parameters()):
@@ -171,15 +156,7 @@ def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def quantize_chosen(module: nn.Module, summary: Summary) -> None:
-    """Quantize the chosen weights in place, all or none.
-
-    Args:
-        module: The module that they are chosen from.
-        summary: The choices. Weights that are quantized already stay as they are.
-
-    Raises:
-        QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
-    """
+    """Quantize the chosen weights in place, all or none; those that are quantized already stay as they are."""
     _put(module, _checked(summary), {})
 
 

@@ -19,12 +19,7 @@ _HEADER_BYTES = 128
 
 
 def file_bytes_in(choice: Choice, form: Format) -> int:
-    """Return what a weight takes in a file in some format, its entries in the header included, at most.
-
-    Args:
-        choice: The choice for it, which the format need not be that of.
-        form: The format.
-    """
+    """Return how many bytes a weight takes in a file in any format, its entries in the header included, at most."""
     weight = getattr(choice.module, choice.name.rpartition(".")[2])
     *lead, N, K = weight.shape
     shape = (*lead, K, N) if choice.transposed else (*lead, N, K)
@@ -32,11 +27,7 @@ def file_bytes_in(choice: Choice, form: Format) -> int:
 
 
 def file_bytes(choice: Choice) -> int:
-    """Return what a parameter takes in a file as it was chosen to lie there, at most.
-
-    Args:
-        choice: The choice for it.
-    """
+    """Return how many bytes a parameter takes in a file as it was chosen to lie there, at most."""
     if choice.format is not None:
         return _quantized_bytes(choice, choice.format, choice.bytes_after)
     weight = getattr(choice.module, choice.name.rpartition(".")[2])
@@ -46,12 +37,7 @@ def file_bytes(choice: Choice) -> int:
 
 
 def rest_bytes(module: nn.Module, names: Sequence[str]) -> int:
-    """Return what lies in a file beside the parameters: buffers, guards, and the header's own bytes, at most.
-
-    Args:
-        module: The module, also on the meta device.
-        names: Full names of its quantized weights.
-    """
+    """Return the bytes in a file beside the parameters: buffers, guards of the quantized `names`, header, at most."""
     parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
     state = module.state_dict(keep_vars=True).items()
     buffers = [(name, each.nbytes) for name, each in state if name not in parameters and hasattr(each, "nbytes")]

@@ -16,13 +16,7 @@ from hf_trainweights.formats.base import Format
 
 @dataclass(frozen=True)
 class Option:
-    """A format that a weight may have.
-
-    Args:
-        format: The format.
-        stored_bytes: What the weight takes in it.
-        loss: What the model loses by it, in any unit that adds up.
-    """
+    """A format that a weight may have, and what the model loses by it, in any unit that adds up."""
 
     format: Format
     stored_bytes: int
@@ -30,23 +24,14 @@ class Option:
 
 
 def smallest_bytes(options: Mapping[str, Sequence[Option]]) -> int:
-    """Return the fewest bytes that weights can take.
-
-    Args:
-        options: By name of the weight, at least one each.
-    """
+    """Return the fewest bytes that weights can take."""
     return sum(min(each.stored_bytes for each in choices) for choices in options.values())
 
 
 def choose_options(options: Mapping[str, Sequence[Option]], limit_bytes: int) -> dict[str, Option]:
     """Return an option for each weight: those of least loss whose bytes add up to a limit at most.
 
-    Args:
-        options: By name of the weight, at least one each.
-        limit_bytes: At least `smallest_bytes(options)`.
-
-    Returns:
-        The same for the same arguments: ties go to the weight that comes first.
+    The limit is at least `smallest_bytes(options)`. Ties go to the weight that comes first.
     """
     hulls = {name: _hull(choices) for name, choices in options.items()}
     chosen = {name: hull[0] for name, hull in hulls.items()}

@@ -37,23 +37,7 @@ def measure_checkpoint(
     skip: Sequence[str],
     state: LoadState,
 ) -> Measurements:
-    """Measure the weights of a checkpoint.
-
-    Args:
-        model: The model on the meta device; it stays as it is.
-        files: The checkpoint's files.
-        conversions: How Transformers turns the tensors in them into parameters.
-        config: The configuration.
-        skip: As for `choose`.
-        state: What the operations of this load share; it keeps the first error.
-
-    Returns:
-        What is known of the weights that the checkpoint has.
-
-    Raises:
-        TrainWeightsError: A weight cannot be quantized, or is not what config.json says.
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Measure the weights that a checkpoint has, for a model on the meta device, which stays as it is."""
     copied = copy.deepcopy(model)
     planned = weights_to_plan(copied, config, skip)
     chosen = {choice.name: choice for choice in choose(copied, config, skip).quantized}
@@ -92,11 +76,7 @@ class _Measuring(HfQuantizer):
 class _Measure(TrainWeightsQuantize):
     """Measures weights as they are loaded, and returns them in few bits: enough to see how much each one matters.
 
-    Args:
-        planned: Names of the weights whose formats are to be chosen.
-        chosen: The choices for these and for all others that are to be quantized.
-        state: What the operations of this load share.
-        target: As for `candidates`.
+    `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
     """
 
     def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState, target: str | None):
@@ -114,16 +94,7 @@ class _Measure(TrainWeightsQuantize):
         return self.state.parameter_or_stand_in(skeleton, lambda: self.state.kept(in_few_bits(choice, weight)))
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
-        """Measure experts before they are merged.
-
-        Args:
-            name: Full name of the merged weight.
-            parts: The tensors that are concatenated, for each part one per expert.
-            model: The model on the meta device.
-
-        Returns:
-            A quantized parameter; None where it stays float, or where its layer keeps it transposed.
-        """
+        """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
         choice = self.chosen.get(name)
         if choice is None or choice.transposed:
             return None

@@ -28,18 +28,7 @@ _logger = logging.getLogger(__name__)
 def measure_in_memory(
     module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], calibration: Iterable[Batch] | None
 ) -> Measurements:
-    """Measure the weights of a module.
-
-    Args:
-        module: A module whose weights are loaded.
-        config: A configuration with a budget.
-        skip: As for `choose`.
-        calibration: Inputs of the module, as for `sensitivities`; None for random tokens where it takes such.
-
-    Raises:
-        QuantizationError: A weight holds NaN or Inf, or is on the meta device.
-        ConfigError: The module does not run on the inputs.
-    """
+    """Measure the weights of a loaded module, with random tokens if there is no calibration and it takes such."""
     weights, losses = weights_to_plan(module, config, skip), {}
     for choice in weights:
         weight = weight_of(choice).detach()
@@ -62,12 +51,7 @@ def _calibrated(module: nn.Module, weights: Sequence[Choice], calibration: Itera
 
 
 def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dict[str, float]:
-    """Return how much a relative error of each weight matters, told from random tokens; nothing where they do not do.
-
-    Args:
-        module: A module whose weights are loaded.
-        weights: The weights.
-    """
+    """Return how much a relative error of each weight matters, told from random tokens; empty where these do not do."""
     try:
         return sensitivities(module, weights, random_tokens(module))
     except Exception as error:
@@ -93,14 +77,6 @@ def _in_few_bits(module: nn.Module, choices: Sequence[Choice]) -> Iterator[None]
 
 
 def in_few_bits(choice: Choice, weight: Tensor) -> QuantizedTensor:
-    """Return a weight in a format of four bits: enough to see how much each weight matters.
-
-    Args:
-        choice: The choice for the weight.
-        weight: Its float values.
-
-    Raises:
-        QuantizationError: It holds NaN or Inf.
-    """
+    """Return a weight in a format of four bits: enough to see how much each weight matters."""
     form = FEW_BITS.fallback(stored_shape(choice))
     return QuantizedTensor.quantize(weight, form, choice.transposed, choice.name)

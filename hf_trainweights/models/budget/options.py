@@ -52,21 +52,12 @@ Rows = Callable[[Tensor], Tensor]
 
 
 def candidates(shape: Sequence[int], target: str | None) -> list[Format]:
-    """Return the formats that a weight can have, each once.
-
-    Args:
-        shape: Shape of the stored weight, `[*, N, K]`.
-        target: The layout that has to hold them, one of `OF_TARGETS`; None for any.
-    """
+    """Return the formats that a stored weight `[*, N, K]` can have, each once; None stands for any target."""
     return list(dict.fromkeys(form.fallback(shape) for form in OF_TARGETS.get(target or "", CANDIDATES)))
 
 
 def rows_of(weight: Tensor) -> Rows:
-    """Return the rows of a weight in memory.
-
-    Args:
-        weight: A float weight as it is stored, `[*, N, K]`; any strides.
-    """
+    """Return what gives rows of a stored weight `[*, N, K]` in memory, of any strides."""
     return lambda numbers: (weight if weight.dim() == 2 else weight.flatten(0, -3))[
         tuple(_places(numbers.to(weight.device), weight.shape))
     ]
@@ -78,19 +69,9 @@ def _places(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
 
 @torch.no_grad()
 def relative_errors(name: str, shape: Sequence[int], rows: Rows, target: str | None) -> dict[Format, float]:
-    """Return what each candidate loses of a weight: the squared error over the squared norm, of a sample.
+    """Return what each candidate loses of a stored weight `[*, N, K]`: squared error over squared norm, of a sample.
 
-    Args:
-        name: What errors call the weight.
-        shape: Shape of the stored weight, `[*, N, K]`.
-        rows: Returns some of its rows.
-        target: As for `candidates`.
-
-    Returns:
-        Numbers of six digits: the same on every machine, whatever adds up.
-
-    Raises:
-        QuantizationError: The weight holds NaN or Inf.
+    The numbers have six digits, which are the same on every machine.
     """
     *lead, K = shape
     count = math.prod(lead)

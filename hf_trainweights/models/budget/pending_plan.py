@@ -12,28 +12,14 @@ from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
 
 
 class PendingPlan(NamedTuple):
-    """What the choice needs.
-
-    Args:
-        model: The model on the meta device.
-        files: The files of its checkpoint.
-    """
+    """What the choice of formats needs: the model on the meta device, and the files of its checkpoint."""
 
     model: PreTrainedModel
     files: Sequence[str]
 
     @classmethod
     def of(cls, model: PreTrainedModel, files: Sequence[str]) -> PendingPlan:
-        """Return what the choice needs of a load.
-
-        Args:
-            model: The model on the meta device.
-            files: The files of its checkpoint.
-
-        Raises:
-            ConfigError: There are no files.
-            UnsupportedError: Several ranks load the model, each a part of it.
-        """
+        """Return what the choice needs of a load, by one process and from files."""
         if not files:
             next_step = "Load the float model, then call quantize_(model, config)."
             raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)

@@ -40,16 +40,7 @@ class Measurements:
 
 
 def weights_to_plan(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> list[Choice]:
-    """Return the weights whose formats a budget decides about.
-
-    Args:
-        module: Any module, also on the meta device.
-        config: The configuration.
-        skip: As for `choose`.
-
-    Raises:
-        ConfigError: A regular expression of the configuration takes too long.
-    """
+    """Return the weights whose formats a budget decides about."""
     chosen = _once(module, choose(module, config, skip).quantized)
     return [each for each in chosen if each.reason != OVERRIDE and not isinstance(weight_of(each), QuantizedTensor)]
 
@@ -61,35 +52,19 @@ def _once(module: nn.Module, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def weight_of(choice: Choice) -> Tensor:
-    """Return the parameter that a choice is about.
-
-    Args:
-        choice: The choice.
-    """
+    """Return the parameter that a choice is about."""
     return getattr(choice.module, choice.name.rpartition(".")[2])
 
 
 def check_loaded(name: str, weight: Tensor) -> None:
-    """Check that a weight has values.
-
-    Args:
-        name: Its full name.
-        weight: The weight.
-
-    Raises:
-        QuantizationError: It is on the meta device.
-    """
+    """Check that a weight has values, which on the meta device it has not."""
     if weight.is_meta:
         expected, found = "a weight with values", "one on the meta device"
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")
 
 
 def stored_shape(choice: Choice) -> tuple[int, ...]:
-    """Return the shape `[*, N, K]` in which a weight is stored.
-
-    Args:
-        choice: The choice for it.
-    """
+    """Return the shape `[*, N, K]` in which a weight is stored."""
     *lead, N, K = weight_of(choice).shape
     return (*lead, K, N) if choice.transposed else (*lead, N, K)
 
@@ -97,17 +72,7 @@ def stored_shape(choice: Choice) -> tuple[int, ...]:
 def plan(
     module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], measured: Measurements
 ) -> TrainWeightsConfig:
-    """Return a configuration with a format for each weight of a module.
-
-    Args:
-        module: The module, also on the meta device.
-        config: A configuration with a budget.
-        skip: As for `choose`.
-        measured: What is known of its weights.
-
-    Raises:
-        ConfigError: The budget is smaller than the smallest model.
-    """
+    """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget."""
     assert config.budget is not None
     weights = weights_to_plan(module, config, skip)
     others = _others(module, config, skip, weights)
@@ -149,12 +114,7 @@ def _others(
 
 
 def stored_bytes_in(choice: Choice, form: Format) -> int:
-    """Return what a weight takes in a format, scales included.
-
-    Args:
-        choice: The choice for it.
-        form: The format.
-    """
+    """Return what a weight takes in a format, scales included."""
     return form.stored_bytes(stored_shape(choice), weight_of(choice).dtype)
 
 

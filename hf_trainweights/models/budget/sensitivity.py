@@ -30,11 +30,7 @@ _SEQUENCES, _TOKENS, _DIRECTIONS = 4, 32, 2
 
 
 def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
-    """Return a batch of random tokens for a model, the same at every call; none for one that takes no tokens alone.
-
-    Args:
-        model: Any module.
-    """
+    """Return a batch of random tokens for a model, the same at every call; none for one that takes no tokens alone."""
     if not isinstance(model, PreTrainedModel) or model.main_input_name != "input_ids":
         return []
     embeddings = model.get_input_embeddings()
@@ -47,16 +43,10 @@ def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
 
 
 def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable[Batch]) -> dict[str, float]:
-    """Return how much the outputs of a model change for a relative error of each weight, in any unit.
+    """Return how much the outputs of a model change for a relative error of each weight, in any unit, to two digits.
 
-    Args:
-        model: A model whose weights are loaded, float or quantized. It is in the same state afterwards.
-        weights: The weights.
-        batches: Inputs of the model: keyword arguments, or a tensor as the only one.
-
-    Returns:
-        A number of two digits, which does not depend on how threads add up, for each weight that the outputs depend on
-        through the call of its module. Embeddings have none.
+    A weight on which no output depends through the call of its module has none, such as an embedding. The model is left
+    as it was.
     """
     measured = {choice.name: 0.0 for choice in weights}
     generator = torch.Generator().manual_seed(_SEED)
@@ -78,12 +68,7 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
 
 
 class _Recorder:
-    """A forward hook that adds up the squared derivatives of what follows by the weight of a module.
-
-    Args:
-        choice: The choice for the weight.
-        measured: Where to add, by the weight's name.
-    """
+    """A forward hook that adds to `measured` the squared derivatives of what follows by the weight of a module."""
 
     def __init__(self, choice: Choice, measured: dict[str, float]):
         weight = getattr(choice.module, choice.name.rpartition(".")[2])

@@ -27,9 +27,6 @@ _SEED = 0
 def digest_of(batches: Iterable[Batch]) -> str:
     """Return the SHA-256 of the tensors of batches, in their order.
 
-    Args:
-        batches: Inputs of a module.
-
     Examples:
         >>> digest_of([torch.zeros(1)])[:8]
         'df3f6198'
@@ -46,16 +43,7 @@ def digest_of(batches: Iterable[Batch]) -> str:
 def batches_of_texts(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]
 ) -> list[dict[str, Tensor]]:
-    """Return texts as batches of tokens, short ones and long ones apart.
-
-    Args:
-        model: A model that takes tokens.
-        tokenizer: Its tokenizer.
-        texts: The texts; of a long one the first 512 tokens count.
-
-    Raises:
-        ConfigError: There is no text, or the model takes other things than tokens.
-    """
+    """Return the first 512 tokens of each text in batches, short texts and long ones apart."""
     if model.main_input_name != "input_ids":
         next_step = "Load it and pass batches to quantize_."
         raise ConfigError("calibration", "a model that takes tokens", model.main_input_name, next_step)
@@ -79,14 +67,7 @@ def batches_of_texts(
 
 @torch.no_grad()
 def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
-    """Return batches of tokens that a causal language model draws from its own probabilities, always the same.
-
-    Args:
-        model: The model; the more inputs its largest layer has, the more tokens.
-
-    Raises:
-        ConfigError: It is no causal language model.
-    """
+    """Return batches of tokens that a causal language model draws from its own probabilities, always the same."""
     if not model.can_generate() or model.config.is_encoder_decoder or model.main_input_name != "input_ids":
         next_step = "Give texts, or load it and pass batches to quantize_."
         raise ConfigError("calibration", "a causal language model, which can write", type(model).__name__, next_step)

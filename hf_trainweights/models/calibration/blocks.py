@@ -56,16 +56,7 @@ class Stream:
     arguments: list[list[Arguments]] = field(default_factory=list)
 
     def run(self, block: nn.Module, number: int, batch: int) -> Tensor:
-        """Return what a block of the chain returns for the tensor that has come to it.
-
-        Args:
-            block: The block.
-            number: Its number in the chain.
-            batch: Number of the batch.
-
-        Returns:
-            The first tensor that it returns; the one that came to it if there is none.
-        """
+        """Return the first tensor that a block returns for the one that has come to it; that one if it returns none."""
         args, kwargs = self.arguments[batch][number]
         hidden = self.hidden[batch]
         args = tuple(hidden if value is _HIDDEN else value for value in args)
@@ -80,11 +71,7 @@ class Stream:
 
 
 def fast_products(module: nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Return a context in which a CPU without instructions for the dtype of a module multiplies in float32.
-
-    Args:
-        module: Any module.
-    """
+    """Return a context in which a CPU without instructions for the dtype of a module multiplies in float32."""
     dtypes = {each.dtype for each in module.parameters() if each.device.type == "cpu"}
     slow = any(product_dtype(dtype, _MANY_ROWS) != dtype for dtype in dtypes)
     return _Float32Products() if slow else contextlib.nullcontext()
@@ -106,15 +93,7 @@ def _widened(value: Any, dtype: torch.dtype) -> Any:
 
 
 def run_model(module: nn.Module, batch: Batch) -> None:
-    """Run a module on a batch without a cache, until it ends or a hook stops it.
-
-    Args:
-        module: The module.
-        batch: Its keyword arguments, or its only argument.
-
-    Raises:
-        ConfigError: The module does not run on it.
-    """
+    """Run a module on a batch without a cache, until it ends or a hook stops it; ConfigError: it does not run on it."""
     device = next(module.parameters()).device
     inputs = batch if isinstance(batch, Mapping) else {"": batch}
     inputs = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
@@ -133,13 +112,7 @@ def run_model(module: nn.Module, batch: Batch) -> None:
 
 
 def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) -> list[list[nn.Module]]:
-    """Return the blocks that a forward pass runs once each, in its order, in chains.
-
-    Args:
-        module: The module.
-        owners: The modules that own the weights to quantize.
-        batch: A batch to run.
-    """
+    """Return the blocks that a forward pass runs once each, in its order, in chains."""
     blocks = _blocks(module, set(owners))
     calls: list[nn.Module] = []
     chained: dict[nn.Module, bool] = {}
@@ -173,17 +146,7 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
 
 
 def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Batch], spill: Spill) -> Stream:
-    """Return what the blocks of a chain are called with.
-
-    Args:
-        module: The module, with the weights that it is to run with.
-        chain: Blocks, of which each gets what the one before it returned.
-        batches: Inputs of the module.
-        spill: Where the tensors that go from block to block are to lie.
-
-    Raises:
-        ConfigError: A block is called with a cache, which would grow at every further call.
-    """
+    """Return what the blocks of a chain are called with; ConfigError: with a cache, which would grow at every call."""
     stream, calls = Stream(spill), list[Arguments]()
 
     def entered(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -207,12 +170,7 @@ def capture(module: nn.Module, chain: Sequence[nn.Module], batches: Sequence[Bat
 
 @contextlib.contextmanager
 def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], None]) -> Iterator[None]:
-    """Within it, show what each call of some layers gets.
-
-    Args:
-        layers: The layers.
-        see: Called with a layer and its input.
-    """
+    """Within it, call `see` with the layer and its input at each call of one of some layers."""
     with contextlib.ExitStack() as stack:
         for layer in layers:
             stack.callback(layer.register_forward_pre_hook(lambda layer, args: see(layer, args[0])).remove)
@@ -220,15 +178,7 @@ def inputs_of(layers: Iterable[nn.Module], see: Callable[[nn.Module, Tensor], No
 
 
 def without_padding(values: Tensor, batch: Batch) -> Tensor:
-    """Return the rows of a layer's input that are no padding.
-
-    Args:
-        values: `[*, K]`.
-        batch: The batch that led to it, with or without attention masks `[sequences, tokens]`.
-
-    Returns:
-        `[n, K]`.
-    """
+    """Return the rows of a layer's input `[*, K]` that are no padding, as `[n, K]`."""
     rows = values.reshape(-1, values.shape[-1])
     for name, mask in batch.items() if isinstance(batch, Mapping) else ():
         if name.endswith("attention_mask") and mask.dim() == 2 and mask.numel() == len(rows):

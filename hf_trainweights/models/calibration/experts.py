@@ -23,12 +23,7 @@ from hf_trainweights.models.calibration.moments import Moments
 
 
 class ExpertInputs(TorchFunctionMode):
-    """Within it, collects what the experts of a weight multiply.
-
-    Args:
-        weight: Float `[E, *, *]`, as its layer has it.
-        spill: Where they are to lie.
-    """
+    """Within it, collects in `rows` what each expert of a layer's float weight `[E, *, *]` multiplies."""
 
     def __init__(self, weight: Tensor, spill: Spill):
         super().__init__()
@@ -60,16 +55,7 @@ class ExpertInputs(TorchFunctionMode):
 
 
 def quantize_experts_with_feedback(weight: Tensor, form: Format, rows: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
-    """Quantize the experts of a weight, each so that its products with what it gets change least.
-
-    Args:
-        weight: Finite float `[E, N, K]`.
-        form: A format that can hold it, and gains by it.
-        rows: For each expert what it gets, `[n, K]`.
-
-    Returns:
-        The stored tensors.
-    """
+    """Quantize finite experts `[E, N, K]`, each so that its products with its rows `[n, K]` change least."""
     E, _, K = weight.shape
     usual = Moments(K, weight.device)
     for parts in rows:
@@ -91,11 +77,7 @@ def quantize_experts_with_feedback(weight: Tensor, form: Format, rows: Sequence[
 
 @contextlib.contextmanager
 def one_by_one(module: nn.Module) -> Iterator[None]:
-    """Let the models of Transformers in a module multiply by one expert after another.
-
-    Args:
-        module: Any module. Its models choose products of all experts at once where they can.
-    """
+    """Let the models of Transformers in a module multiply by one expert after another, instead of all at once."""
     models = [each for each in module.modules() if isinstance(each, PreTrainedModel)]
     saved = [(model.config, dict(vars(model.config))) for model in models]
     try:

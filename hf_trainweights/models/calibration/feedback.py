@@ -21,16 +21,9 @@ _BLOCK_COLUMNS = 128
 
 
 def quantize_with_feedback(weight: Tensor, form: Format, moments: Moments, factor: Tensor) -> dict[str, Tensor] | None:
-    """Quantize a weight so that its products with inputs of given moments change least.
+    """Quantize a finite weight `[N, K]` so that its products with inputs of such moments change least.
 
-    Args:
-        weight: Finite float `[N, K]`, in the dtype its scales will have.
-        form: A format that can hold it.
-        moments: Of its inputs.
-        factor: Their `factor()`.
-
-    Returns:
-        The stored tensors, as `Format.quantize` returns them; None for a format that gains nothing.
+    The weight has the dtype its scales will have; `factor` is `moments.factor()`. None for a format that gains nothing.
     """
     codes = form.columns(weight, _importance(factor))
     if codes is None:

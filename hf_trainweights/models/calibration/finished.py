@@ -20,11 +20,9 @@ _SEPARATOR = "/"
 
 
 class FinishedBlocks:
-    """The stored tensors of blocks, in files named by all that they depend on.
+    """The stored tensors of blocks, in files named by all that they depend on; without a directory none are kept.
 
-    Args:
-        directory: Where the files lie; None to keep none.
-        sha256: Of the inputs that the codes are chosen with.
+    `sha256` is that of the inputs with which the codes are chosen.
     """
 
     def __init__(self, directory: Path | None, sha256: str):
@@ -33,14 +31,7 @@ class FinishedBlocks:
     def read(
         self, weights: Sequence[tuple[str, Format | None, Tensor]]
     ) -> tuple[str, dict[str, dict[str, Tensor]] | None]:
-        """Return the key of the next block, and its tensors by the names of the weights if it is finished.
-
-        Args:
-            weights: The name, format and float values of each weight in the block.
-
-        Returns:
-            The tensors are views of a mapped file; None if there is none that is whole.
-        """
+        """Return the next block's key, and its tensors by weight, mapped from the disk; None: it is not finished."""
         if self._directory is None:
             return self._key, None
         sha256 = hashlib.sha256(self._key.encode())
@@ -51,15 +42,7 @@ class FinishedBlocks:
         return self._key, _read(self._file(self._key))
 
     def write(self, key: str, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Keep a finished block; return its tensors as they are mapped from the disk, nothing where none are kept.
-
-        Args:
-            key: As `read` returned it.
-            weights: The stored tensors of each weight.
-
-        Raises:
-            SaveError: The disk is full or refuses.
-        """
+        """Keep a finished block; return its tensors as they are mapped from the disk, none where none are kept."""
         if self._directory is None:
             return {}
         file = self._file(key)

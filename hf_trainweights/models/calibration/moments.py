@@ -14,12 +14,7 @@ _CORRECTION = 0.5
 
 
 class Moments:
-    """Sums over tokens of the products of a layer's inputs.
-
-    Args:
-        K: Number of inputs.
-        device: Where to add up.
-    """
+    """Sums over tokens of the products of a layer's K inputs."""
 
     def __init__(self, K: int, device: torch.device):
         self._own = torch.zeros(K, K, device=device)
@@ -27,24 +22,14 @@ class Moments:
         self.tokens = 0
 
     def add(self, own: Tensor, reference: Tensor) -> None:
-        """Add tokens.
-
-        Args:
-            own: Float `[n, K]`: the inputs in the model whose earlier layers are quantized.
-            reference: Float `[n, K]`: those of the same tokens in the float model.
-        """
+        """Add tokens `[n, K]`: inputs in the model whose earlier layers are quantized, and those in the float model."""
         own, reference = own.float(), reference.float()
         self._own.addmm_(own.t(), own)
         self._cross.addmm_(reference.t(), own)
         self.tokens += len(own)
 
     def blend(self, mean: Tensor, tokens: int) -> None:
-        """Add the moments of other inputs as if they were so many tokens.
-
-        Args:
-            mean: Float32 `[K, K]`: moments of one token.
-            tokens: For how many tokens they count.
-        """
+        """Add other inputs, of which one token has the moments `[K, K]`, as if they were so many tokens."""
         self._own.add_(mean, alpha=tokens)
         self._cross.add_(mean, alpha=tokens)
         self.tokens += tokens
@@ -73,14 +58,6 @@ class Moments:
         return torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower), device=lower.device), upper=True)
 
     def corrected(self, weight: Tensor, factor: Tensor) -> Tensor:
-        """Return the weight that gives, for inputs that have changed, more nearly what the float model has.
-
-        Args:
-            weight: Float32 `[N, K]`.
-            factor: U.
-
-        Returns:
-            New float32 `[N, K]`.
-        """
+        """Return a new weight `[N, K]` that gives, for changed inputs, more nearly what the float model has."""
         difference = (self._cross - self._own) / max(1, self.tokens)
         return weight.addmm(weight @ (difference @ factor.t()), factor, alpha=_CORRECTION)

@@ -47,13 +47,7 @@ _logger = logging.get_logger(__name__)
 
 @dataclass(frozen=True)
 class Calibration:
-    """What a walk has found.
-
-    Args:
-        weights: The quantized weights, by name.
-        reasons: Why the others are to be quantized without calibration, by name.
-        gain: What it was worth.
-    """
+    """What a walk has found: quantized weights, why others are quantized without calibration, and what it was worth."""
 
     weights: Mapping[str, QuantizedTensor]
     reasons: Mapping[str, str]
@@ -63,18 +57,9 @@ class Calibration:
 def calibrate(
     module: nn.Module, choices: Sequence[Choice], batches: Sequence[Batch], spill: Spill, finished: FinishedBlocks
 ) -> Calibration:
-    """Choose the codes of weights with inputs of their module.
+    """Choose the codes of finite float weights with inputs of their module, which even an error leaves as it was.
 
-    Args:
-        module: A module whose weights are loaded. It is in the same state afterwards, also after an error.
-        choices: The weights to quantize, float and finite, and their formats.
-        batches: Inputs of the module, at least one.
-        spill: Where the inputs of blocks lie.
-        finished: Blocks of an earlier call that was interrupted; those that this call finishes are added.
-
-    Raises:
-        ConfigError: The module does not run on the batches, or needs a cache to run.
-        SaveError: The disk is full or refuses.
+    Blocks that `finished` has from an earlier call are taken from there; those that this call finishes are added.
     """
     walk = _Walk(module, choices, batches, spill, finished)
     with torch.no_grad(), _evaluating(module), one_by_one(module), fast_products(module):
@@ -86,14 +71,7 @@ def calibrate(
 
 
 def require_gain(choices: Sequence[Choice]) -> None:
-    """Check that some weights are to have a format whose codes calibration can choose.
-
-    Args:
-        choices: The weights to quantize.
-
-    Raises:
-        ConfigError: None has such a format.
-    """
+    """Check that some weights are to have a format whose codes calibration can choose."""
     if not any(map(_gains, choices)):
         expected, found = (
             "a format of 2 to 6 bits or coded",

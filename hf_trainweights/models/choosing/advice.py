@@ -28,10 +28,6 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
 
     Nothing is said of formats that were chosen for a budget, of embeddings, whose rows are looked up, and where there
     is an accelerator, to which weights may still move.
-
-    Args:
-        module: A module whose weights are loaded.
-        config: The configuration that they were quantized by.
     """
     if not _is_said or config.plan is not None or torch.accelerator.is_available():
         return
@@ -39,11 +35,7 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
 
 
 def say_if_head_is_large(summary: Summary) -> None:
-    """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads.
-
-    Args:
-        summary: The choices by which a float model is quantized.
-    """
+    """Warn in one line, once in a process, if the output head that is left in float is much of what a token reads."""
     if _is_said and summary.large_head:
         _tell([f"{summary.large_head[0].upper()}{summary.large_head[1:]}."])
 

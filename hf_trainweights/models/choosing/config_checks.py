@@ -29,15 +29,7 @@ _logger = logging.getLogger(__name__)
 
 
 def in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] | None:
-    """Return overrides in the order that a configuration names: of several expressions that match the first wins.
-
-    Args:
-        overrides: By selector.
-        order: What the configuration has under `OVERRIDE_ORDER`; None for the order that they have.
-
-    Raises:
-        ConfigError: The order does not list the selectors, each once.
-    """
+    """Return overrides in the order that a configuration names: of several expressions that match the first wins."""
     if order is None:
         return overrides
     if not isinstance(order, list) or sorted(map(str, order)) != sorted(overrides or ()):
@@ -47,13 +39,7 @@ def in_order(overrides: dict[str, Any] | None, order: object) -> dict[str, Any] 
 
 
 def right_argument(name: str, value: object, known: Sequence[str]) -> str:
-    """Return what to write in place of an argument that there is not: most are another library's.
-
-    Args:
-        name: The argument.
-        value: Its value.
-        known: The arguments that there are.
-    """
+    """Return what to write in place of an argument that there is not: most are another library's."""
     bits = {"load_in_4bit": 4, "load_in_8bit": 8}.get(name, value if name in _BITS else None)
     if bits in (4, 8):
         return f'Write TrainWeightsConfig("int{bits}").'
@@ -61,14 +47,7 @@ def right_argument(name: str, value: object, known: Sequence[str]) -> str:
 
 
 def check_names(names: Sequence[str] | None) -> list[str] | None:
-    """Return `modules_to_not_convert` as a list, or None.
-
-    Args:
-        names: What the user passed.
-
-    Raises:
-        ConfigError: It is no list of names, or an expression in it is not valid.
-    """
+    """Return `modules_to_not_convert` as a list, or None."""
     if names is None:
         return None
     if not isinstance(names, list | tuple | set) or not all(isinstance(name, str) for name in names):
@@ -84,17 +63,7 @@ def check_names(names: Sequence[str] | None) -> list[str] | None:
 
 
 def check_unknown(key: str, value: Any, known: Sequence[str], is_attribute: bool) -> None:
-    """Check that a key which this version does not know may be kept, and log it.
-
-    Args:
-        key: The key in config.json.
-        value: Its value.
-        known: The keys that this version knows.
-        is_attribute: Whether the configuration has a method or property of this name.
-
-    Raises:
-        ConfigError: The key is one of those, asks to dequantize, or has a value that JSON does not hold.
-    """
+    """Check that a key which this version does not know may be kept, and log it."""
     if key == "dequantize" and value:
         raise ConfigError(key, "no such key", repr(value), "Load the model, then call model.dequantize().")
     listed = ", ".join(known)

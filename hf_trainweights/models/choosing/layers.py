@@ -11,36 +11,20 @@ from transformers.pytorch_utils import Conv1D
 
 
 def is_weight(owner: nn.Module, leaf: str, parameter: Tensor) -> bool:
-    """Return whether a parameter is one that can be quantized.
-
-    Args:
-        owner: The module that owns it.
-        leaf: Its name there.
-        parameter: The parameter, also on the meta device.
-    """
+    """Return whether a parameter is one that can be quantized."""
     if isinstance(owner, nn.Linear | nn.Embedding | Conv1D):
         return leaf == "weight" and parameter.dim() == 2
     return is_experts(owner, parameter)
 
 
 def is_experts(owner: nn.Module, parameter: Tensor) -> bool:
-    """Return whether a parameter holds the weights of several experts, `[E, N, K]` or `[E, K, N]`.
-
-    Args:
-        owner: The module that owns it.
-        parameter: The parameter.
-    """
+    """Return whether a parameter holds the weights of several experts, `[E, N, K]` or `[E, K, N]`."""
     named = hasattr(owner, "num_experts") or hasattr(owner, "is_transposed") or "expert" in type(owner).__name__.lower()
     return parameter.dim() == 3 and named and min(parameter.shape[1:]) > 1
 
 
 def is_transposed(owner: nn.Module, parameter: Tensor) -> bool:
-    """Return whether a module reduces along the last dimension but one of its weight.
-
-    Args:
-        owner: The module that owns the weight.
-        parameter: The weight.
-    """
+    """Return whether a module reduces along the last dimension but one of its weight."""
     if parameter.dim() != 3:
         return isinstance(owner, Conv1D)
     declared = getattr(owner, "is_transposed", None)

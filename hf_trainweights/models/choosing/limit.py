@@ -37,13 +37,6 @@ class Budget:
     def of(cls, bits: object, size: object) -> Budget | None:
         """Return the budget that a user gives, None for none.
 
-        Args:
-            bits: A number above 0, or None.
-            size: A number of bytes, a text such as `"1.2GB"`, or None.
-
-        Raises:
-            ConfigError: Both are given, or one is no such value.
-
         Examples:
             >>> Budget.of(None, "1.2 GB")
             Budget(bits=None, size_bytes=1200000000)
@@ -60,14 +53,7 @@ class Budget:
 
 
 def check_left_to_budget(**options: object) -> None:
-    """Check that a user who gives a budget does not give what is chosen for it.
-
-    Args:
-        options: The arguments that the choice decides about.
-
-    Raises:
-        ConfigError: One of them is given.
-    """
+    """Check that a user who gives a budget does not give what is chosen for it."""
     for name, value in options.items():
         if value is not None:
             next_step = "Leave one out; overrides give single weights a format of their own."
@@ -75,16 +61,7 @@ def check_left_to_budget(**options: object) -> None:
 
 
 def check_target(target: str | None, bits: object, size: object) -> str | None:
-    """Return the layout that formats are chosen for.
-
-    Args:
-        target: A name in `TARGETS`, or None.
-        bits: What a user gives.
-        size: Likewise.
-
-    Raises:
-        ConfigError: There is no such layout, or nothing is chosen.
-    """
+    """Return the layout that formats are chosen for; ConfigError: there is no such layout, or nothing is chosen."""
     if target is not None and target not in TARGETS:
         next_step = "Leave it out for ONNX, TorchScript and .pt2, which hold every format."
         raise ConfigError("for_target", f"one of {', '.join(TARGETS)}", repr(target), next_step)

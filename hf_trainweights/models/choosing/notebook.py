@@ -10,13 +10,7 @@ _MOST_ROWS = 1000
 
 
 def html_table(caption: str, head: Sequence[str], rows: Iterable[Sequence[object]], *, folded: bool = False) -> str:
-    """Return a table as HTML; whatever text comes in is escaped.
-
-    Args:
-        caption: What it shows.
-        head: Names of the columns.
-        rows: The cells; after the first thousand rows, the number of the others.
-        folded: Whether it shows only its caption until someone opens it.
+    """Return a table as HTML, its texts escaped, of at most a thousand rows; folded, it shows only its caption.
 
     Examples:
         >>> html_table("sizes", ["name", "bytes"], [("<w>", 4)])

@@ -22,12 +22,7 @@ _BOUNDARY = r"(?:(?<=\.)|(?=\.|$))(?s:.*)"
 def listed(patterns: Iterable[str], names: Iterable[str]) -> set[str]:
     """Return the names that patterns match, as Transformers 5.23 matches `modules_to_not_convert`.
 
-    Args:
-        patterns: Suffixes of names, or regular expressions that match from the start of a name up to a `.` or its end.
-        names: Full names of modules or parameters.
-
-    Raises:
-        ConfigError: An expression is not valid, or takes too long.
+    A pattern is a suffix of a name, or a regular expression that matches from its start up to a `.` or its end.
 
     Examples:
         >>> listed(["layers.1"], ["layers.1.mlp", "layers.11.mlp"])
@@ -44,13 +39,6 @@ def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
     A plain entry that selects nothing is matched as earlier versions of this package matched every entry, with
     `listed`: saved models hold such entries. Of a user's own configuration they are refused by `check_choice`.
 
-    Args:
-        selectors: The entries.
-        names: Full names of all modules and parameters that there are.
-
-    Raises:
-        ConfigError: An expression is not valid, or takes too long.
-
     Examples:
         >>> sorted(left_out(["mlp", "layers.[0-2]"], ["layers.0.mlp", "layers.1.attn", "layers.3.attn"]))
         ['layers.0.mlp', 'layers.1.attn']
@@ -62,28 +50,14 @@ def left_out(selectors: Iterable[str], names: Iterable[str]) -> set[str]:
 
 
 def format_of(override: Override) -> Format | None:
-    """Return the format that an override gives, None where it leaves the weight in float.
-
-    Args:
-        override: The override.
-
-    Raises:
-        ConfigError: There is no such format, or not with these parameters.
-    """
+    """Return the format that an override gives, None where it leaves the weight in float."""
     if override is None:
         return None
     return get_format({"format": override} if isinstance(override, str) else override)
 
 
 def check_overrides(overrides: Any) -> dict[str, Any]:
-    """Return a copy of overrides that are valid.
-
-    Args:
-        overrides: What the user passed as overrides, or None.
-
-    Raises:
-        ConfigError: Selectors, expressions or formats are not valid.
-    """
+    """Return a copy of overrides that are valid, empty for None."""
     if overrides is not None and not isinstance(overrides, Mapping):
         raise ConfigError(
             "overrides", "a dict of names to formats", repr(overrides), 'E.g. {"re:.*down_proj": "int8"}.'
@@ -98,14 +72,7 @@ def check_overrides(overrides: Any) -> dict[str, Any]:
 
 
 def check_plan(plan: Any) -> dict[str, Any] | None:
-    """Return a copy of a plan whose formats there are, None for none.
-
-    Args:
-        plan: Full names of weights to their formats, or None.
-
-    Raises:
-        ConfigError: It is no such dict.
-    """
+    """Return a copy of a plan whose formats there are, None for none."""
     if plan is None:
         return None
     if not isinstance(plan, Mapping) or not all(isinstance(each, str | Mapping) for each in plan.values()):
@@ -117,9 +84,6 @@ def check_plan(plan: Any) -> dict[str, Any] | None:
 
 def shortest(form: Format) -> str | dict[str, Any]:
     """Return how an override or a plan names a format: by its name alone, where it is the default of that name.
-
-    Args:
-        form: The format.
 
     Examples:
         >>> shortest(get_format({"format": "int4", "group_size": 32})), shortest(get_format({"format": "int8"}))
@@ -138,14 +102,7 @@ def _check_override(where: str, selector: Any, override: Any) -> None:
 
 @contextlib.contextmanager
 def named(where: str) -> Iterator[None]:
-    """Let an error of the block say in which option it lies.
-
-    Args:
-        where: The option.
-
-    Raises:
-        ConfigError: The block raised one.
-    """
+    """Let a ConfigError of the block say in which option it lies."""
     try:
         yield
     except ConfigError as error:

@@ -33,11 +33,9 @@ class _Rules(NamedTuple):
     """What a configuration says about the names of a module.
 
     Args:
-        config: The configuration.
         selected: Each override's key to the names that it selects.
         left_out: The names that `modules_to_not_convert` selects.
         skipped: The names that the model itself keeps in float.
-        head: The model's output head.
     """
 
     config: TrainWeightsConfig
@@ -54,18 +52,9 @@ class _Rules(NamedTuple):
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
-    """Choose a format for every parameter of a module.
+    """Choose a format for every parameter of a module, in its order, a tied one once under its first name.
 
-    Args:
-        module: Any module, also on the meta device.
-        config: The configuration.
-        skip: Modules that the model itself keeps in float, as `modules_to_not_convert`; an override wins over it.
-
-    Returns:
-        A choice for each parameter, in the module's order, a tied parameter under its first name.
-
-    Raises:
-        ConfigError: A regular expression of the configuration takes too long.
+    `skip` is what the model itself keeps in float, like `modules_to_not_convert`; an override wins over it.
     """
     owners = dict(module.named_modules(remove_duplicate=False))
     aliases = _aliases(module)
@@ -76,13 +65,7 @@ def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = 
 
 
 def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
-    """Return the choices that a loaded module shows: what is quantized in it, and why the rest is not.
-
-    Args:
-        module: A module with its weights loaded.
-        config: The configuration.
-        skip: As for `choose`.
-    """
+    """Return the choices that a loaded module shows: what is quantized in it, and why the rest is not."""
     found = []
     for choice in choose(module, config, skip).tensors:
         weight = local_tensor(getattr(choice.module, choice.name.rpartition(".")[2]))
@@ -99,14 +82,6 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
 
     A saved model's configuration may name what another class of the same model lacks, such as its head: it is not
     checked.
-
-    Args:
-        module: The module.
-        summary: The choices for it.
-        config: The configuration.
-
-    Raises:
-        ConfigError: A selector selects nothing, nothing is quantized, or a weight is quantized to another format.
     """
     unplanned = config.plan is not None and not config.plan
     wrong = [choice for choice in summary.quantized if choice.reason == AS_SAVED or unplanned]

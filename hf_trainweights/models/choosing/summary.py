@@ -71,11 +71,7 @@ class Calibrated:
 
     @classmethod
     def beside(cls, directory: Path) -> Calibrated | None:
-        """Return what is kept beside a saved model; None if it is not calibrated, or its file of digests is damaged.
-
-        Args:
-            directory: The model's; it may be missing.
-        """
+        """Return what is kept beside a saved model; None if it is not calibrated, or its file of digests is damaged."""
         try:
             kept: Any = read_calibration(directory)
             if kept is None:
@@ -270,15 +266,7 @@ def _because(choice: Choice) -> str:
 
 
 def check_not_empty(summary: Summary, config: TrainWeightsConfig) -> None:
-    """Check that something is quantized.
-
-    Args:
-        summary: The choices.
-        config: The configuration.
-
-    Raises:
-        ConfigError: Nothing is quantized.
-    """
+    """Check that something is quantized."""
     if not summary.quantized:
         raise ConfigError(
             "model",

@@ -37,11 +37,6 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
     """Wrap methods of a PEFT class whose instance takes in a module with quantized weights.
 
     PyTorch calls this whenever a module gets a submodule.
-
-    Args:
-        module: The module.
-        name: Name of the submodule there.
-        submodule: The submodule. One in which no weight is quantized is left alone, and so is PEFT.
     """
     if name not in _PLACES or not _is_of_peft(module, _PLACES[name]) or submodule is None:
         return
@@ -163,11 +158,7 @@ def _refuse_loftq(method: _Method, options: dict[str, Any]) -> None:
 
 
 def quantized_names(module: nn.Module) -> list[str]:
-    """Return the names of a module's own weights that are quantized and have values.
-
-    Args:
-        module: The module; those below it do not count.
-    """
+    """Return the names of a module's own weights that are quantized and have values."""
     own = module.named_parameters(recurse=False)
     return [name for name, weight in own if isinstance(weight, QuantizedTensor) and not weight.is_meta]
 

@@ -30,12 +30,7 @@ _save_file: ContextVar[Callable[..., None] | None] = ContextVar("save_file", def
 
 
 def drop_conversions(model: PreTrainedModel, operation: type[QuantizerOp]) -> None:
-    """Make a model forget converters that it was loaded by, so that saving does not try to revert them.
-
-    Args:
-        model: A loaded model; one that was not loaded from a checkpoint has none.
-        operation: The kind of operation whose converters are dropped.
-    """
+    """Make a model forget converters that it was loaded by, so that saving does not try to revert them."""
     conversions: Any = getattr(model, "_weight_conversions", None)
     if conversions is not None:
         kept = [c for c in conversions if not any(isinstance(op, operation) for op in getattr(c, "operations", ()))]
@@ -46,12 +41,6 @@ def restore_merging(model: PreTrainedModel) -> None:
     """Let a float save of a model write experts one by one, as a save of a model that was never quantized does.
 
     Transformers reverts the conversions that a load has used, and a quantized checkpoint has its experts merged.
-
-    Args:
-        model: A model that was loaded from a quantized checkpoint.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
     """
     used: list[Any] = getattr(model, "_weight_conversions", None) or []
     merged = {name for conversion in used for name in conversion.target_patterns}
@@ -61,12 +50,7 @@ def restore_merging(model: PreTrainedModel) -> None:
 
 
 def expect_unused(model: PreTrainedModel, name: str) -> None:
-    """Keep Transformers from reporting a tensor of a checkpoint that no model has.
-
-    Args:
-        model: A model that is about to be loaded; where a version lacks the attribute, the report names the tensor.
-        name: The tensor's name, or the end of it.
-    """
+    """Keep Transformers from reporting a tensor of a checkpoint that no model has, by its name or the end of it."""
     model._keys_to_ignore_on_load_unexpected = {
         *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()),
         rf"(^|\.){re.escape(name)}$",
@@ -74,32 +58,15 @@ def expect_unused(model: PreTrainedModel, name: str) -> None:
 
 
 def checkpoint_tensors(model: PreTrainedModel, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors as a checkpoint of a model has them: experts one by one, under their names there.
-
-    Args:
-        model: The model.
-        tensors: Full names in the model to tensors.
-
-    Returns:
-        Names in the checkpoint to views or copies of the tensors.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Return tensors, or copies, as a checkpoint of a model has them: experts one by one, under their names there."""
     return private("core_model_loading", "revert_weight_conversion")(model, tensors)
 
 
 def converted_names(module: nn.Module) -> set[str]:
-    """Return the names in a model's files whose tensors are not the modules' own: renamed, split, merged or transposed.
+    """Return the names in a model's files whose tensors are renamed, split, merged or transposed ones of the modules.
 
-    Args:
-        module: Any module, on any device; nothing is copied.
-
-    Returns:
-        Empty for a quantized model, for one that saves its adapters alone, and for one that is none of Transformers.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
+    There are none for a quantized model, for one that saves its adapters alone, and for one that is none of
+    Transformers.
     """
     if not isinstance(module, PreTrainedModel) or getattr(module, "hf_quantizer", None) or has_adapters(module):
         return set()
@@ -108,24 +75,12 @@ def converted_names(module: nn.Module) -> set[str]:
 
 
 def names_not_saved(model: PreTrainedModel) -> set[str]:
-    """Return the names in a model's state dict that Transformers leaves out of its files; none where it does not say.
-
-    Args:
-        model: The model.
-    """
+    """Return the names in a model's state dict that Transformers leaves out of its files; none if it does not say."""
     return set(getattr(model, "_keys_to_ignore_on_save", None) or ())
 
 
 def load_offloaded(model: PreTrainedModel, name: str) -> Tensor:
-    """Return a parameter that accelerate keeps on another device or on the disk.
-
-    Args:
-        model: The model, which has the parameter on the meta device.
-        name: Full name of the parameter.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Return a parameter that accelerate keeps on another device or on the disk."""
     return private("integrations.accelerate", "load_offloaded_parameter")(model, name)
 
 
@@ -136,18 +91,7 @@ def read_by(
     dtype: torch.dtype | None,
     conversions: Sequence[Any],
 ) -> None:
-    """Let Transformers load a checkpoint into a model through another quantizer, on the CPU and without a report.
-
-    Args:
-        quantizer: The quantizer.
-        model: A model on the meta device.
-        files: The checkpoint's files.
-        dtype: The dtype to load them in.
-        conversions: How the tensors in them become parameters; those of experts are offered one by one.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Let Transformers load a checkpoint into a model through another quantizer, on the CPU and without a report."""
     options = private("modeling_utils", "LoadStateDictConfig")(
         dtype=dtype,
         hf_quantizer=quantizer,
@@ -180,11 +124,7 @@ class _SaveFile:
 
 @contextlib.contextmanager
 def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
-    """Let Transformers write the safetensors files of a save in this thread by a function.
-
-    Args:
-        write: Takes the arguments of `safetensors.torch.save_file`. A version that does not ask it writes as ever.
-    """
+    """Let Transformers write the safetensors files of a save in this thread by a function like `save_file`."""
     original = getattr(modeling_utils, _SAVE_FILE, None)
     if original is None:
         yield
@@ -199,14 +139,5 @@ def writing_files_by(write: Callable[..., None]) -> Iterator[None]:
 
 
 def save_remote_code(model: PreTrainedModel, directory: Path, config: Any) -> None:
-    """Copy the files of a model's own code and name them in its configuration.
-
-    Args:
-        model: A model whose code came with its checkpoint.
-        directory: The directory to copy to.
-        config: The configuration, which is changed.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Copy the files of a model's own code and name them in its configuration, which is changed."""
     private("dynamic_module_utils", "custom_object_save")(model, directory, config=config)

@@ -16,9 +16,6 @@ def refuse_quantized_configurations(method: str) -> None:
 
     Transformers asks no quantizer there. It would make a float model of random weights that says of itself that it is
     quantized, so that nothing could load what it saves.
-
-    Args:
-        method: The `quant_method` of the configurations.
     """
     original: Any = getattr(PreTrainedModel, "_from_config", None)
     if original is None:

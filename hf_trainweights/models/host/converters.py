@@ -38,10 +38,7 @@ class QuantizerOp(ConversionOps):
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Tensor | None:
         """Return the parameter that is made of several tensors, or None to leave the merging to Transformers.
 
-        Args:
-            name: Full name of the parameter.
-            parts: For each pattern of the converter the tensors that match it.
-            model: The model on the meta device.
+        `parts` has for each pattern of the converter the tensors that match it.
         """
         return None
 
@@ -66,32 +63,14 @@ class MergingConverter(Converter):
     __slots__ = ()
 
     def add_tensor(self, target_key: str, source_key: str, source_pattern: str, future: Any) -> None:
-        """Collect a tensor together with its name in the checkpoint.
-
-        Args:
-            target_key: Full name of the merged parameter.
-            source_key: Name in the checkpoint.
-            source_pattern: The pattern of this converter that matches that name.
-            future: The function that loads the tensor.
-        """
+        """Collect a tensor together with its name in the checkpoint."""
         named: Any = (source_key, future)
         super().add_tensor(target_key, source_key, source_pattern, named)
 
     def convert(
         self, layer_name: str, model: Any = None, config: Any = None, hf_quantizer: Any = None, loading_info: Any = None
     ) -> dict[str, Any]:
-        """Return the merged parameter: the one that the operation makes, else the one that Transformers makes.
-
-        Args:
-            layer_name: Full name of the parameter.
-            model: The model on the meta device.
-            config: Its configuration.
-            hf_quantizer: The quantizer.
-            loading_info: The report of the load.
-
-        Returns:
-            The full name to the parameter.
-        """
+        """Return the merged parameter: the one that the operation makes, else the one that Transformers makes."""
         collected: dict[str, list[Any]] = self.collected_tensors
         parts = [collected[pattern] for pattern in self.source_patterns if pattern in collected]
         operation = self.quantization_operation
@@ -107,15 +86,10 @@ class MergingConverter(Converter):
 def make_converter(
     source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors.
+    """Return a converter that makes one parameter of several tensors, all named by the ends of their names.
 
-    Where a version lacks an attribute, Transformers' own converter does the same more slowly.
-
-    Args:
-        source_patterns: The ends of the tensors' names in a checkpoint.
-        target_pattern: The end of the parameter's name.
-        operation: The operation that makes the parameter.
-        on_cpu: Whether the operation gets the tensors on the CPU, wherever the parameter is to be.
+    Where a version lacks an attribute, Transformers' own converter does the same more slowly. With `on_cpu` the
+    operation gets the tensors on the CPU, wherever the parameter is to be.
     """
     cls = Converter if _has_known_converters() else WeightConverter
     return cls(
@@ -126,12 +100,8 @@ def make_converter(
 def offer_before_merging(conversion: Any) -> Any:
     """Return a converter that does the same as one of Transformers', but offers experts to the quantizer one by one.
 
-    Args:
-        conversion: A renaming or converter of a model.
-
-    Returns:
-        The converter; the conversion itself where it does anything but merge experts, or where a version lacks an
-        attribute: the result is the same, but all experts of a layer are in memory as floats.
+    One that does anything but merge experts is returned itself, and so is every one where a version lacks an attribute:
+    the result is the same, but all experts of a layer are in memory as floats.
     """
     if not merges_experts(conversion) or type(conversion) is not WeightConverter or not _has_known_converters():
         return conversion
@@ -146,11 +116,7 @@ def offer_before_merging(conversion: Any) -> Any:
 
 
 def merges_experts(conversion: Any) -> bool:
-    """Return whether a renaming or converter puts experts, which a checkpoint keeps one by one, into one parameter.
-
-    Args:
-        conversion: A renaming or converter of a model.
-    """
+    """Return whether a renaming or converter puts experts, which a checkpoint keeps one by one, into one parameter."""
     kinds = [(type(op), getattr(op, "dim", None)) for op in getattr(conversion, "operations", ())]
     return kinds in ([(MergeModulelist, 0)], [(MergeModulelist, 0), (Concatenate, 1)])
 

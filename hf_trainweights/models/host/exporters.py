@@ -12,20 +12,7 @@ from hf_trainweights.models.host.versions import private
 
 
 def onnx_graph(model: nn.Module, inputs: Mapping[str, Any], opset: int, dynamic_shapes: Any = None) -> Any:
-    """Trace a model to an ONNX graph whose dimensions are free wherever the model leaves them free.
-
-    Args:
-        model: A model of Transformers, or a part of one, of plain modules.
-        inputs: Arguments of its `forward`.
-        opset: Version of ONNX's ops.
-        dynamic_shapes: As for `torch.export.export`; None for all.
-
-    Returns:
-        An `onnx_ir.Model`.
-
-    Raises:
-        UnsupportedError: The installed version has no exporter.
-    """
+    """Trace a model to an `onnx_ir.Model` whose dimensions are free wherever the model leaves them free."""
     exporter = private("exporters.exporter_onnx", "OnnxExporter")()
     config = private("exporters.configs", "OnnxConfig")(
         dynamic=True, opset_version=opset, dynamic_shapes=dynamic_shapes

@@ -11,30 +11,12 @@ from hf_trainweights.models.host.versions import private_attribute
 
 
 def tied_names(module: nn.Module) -> dict[str, str]:
-    """Return the parameters that a model ties, or will tie after its weights are loaded.
-
-    Args:
-        module: Any module.
-
-    Returns:
-        The name of each tied parameter to that of its source; empty for a module that is no Transformers model.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Return the name of each parameter that a model ties, or will tie after its load, to that of its source."""
     return private_attribute(module, "all_tied_weights_keys") if isinstance(module, PreTrainedModel) else {}
 
 
 def modules_kept_in_float(module: nn.Module, include_embeddings: bool) -> list[str]:
-    """Return the modules that a model asks to keep in float: output head, tied embeddings, and float32 modules.
-
-    Args:
-        module: Any module; one that is no Transformers model asks for nothing.
-        include_embeddings: Whether to leave the output head and tied embeddings out.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
-    """
+    """Return the modules that a model keeps in float: float32 ones, and head and tied embeddings unless included."""
     if not isinstance(module, PreTrainedModel):
         return []
     tied, head = tied_names(module), output_head(module)
@@ -56,8 +38,7 @@ def output_head(module: nn.Module) -> nn.Module | None:
 def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
     """Return another object of a model's class that shares all its parts and attributes.
 
-    Args:
-        model: The model. The class that `fully_shard` gives it cannot be copied by `copy`.
+    `copy.copy` cannot copy the class that `fully_shard` gives a model.
     """
     copied = object.__new__(type(model))
     copied.__setstate__(model.__dict__)
@@ -65,40 +46,24 @@ def shallow_copy(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def was_loaded(parameter: Tensor) -> bool:
-    """Return whether a parameter came from a checkpoint; False where a version does not say.
-
-    Args:
-        parameter: A parameter of a model after `from_pretrained`.
-    """
+    """Return whether a parameter came from a checkpoint; False where a version does not say."""
     return bool(getattr(parameter, "_is_hf_initialized", False))
 
 
 def base_prefix(model: PreTrainedModel) -> str:
-    """Return what stands before the names of the base model's parameters in a model with a head, e.g. `model.`.
-
-    Args:
-        model: Any model, with a head or without; empty where a version does not say.
-    """
+    """Return what stands before the base model's parameters in a model with a head, e.g. `model.`; empty if unknown."""
     prefix = getattr(model, "base_model_prefix", "")
     return f"{prefix}." if prefix else ""
 
 
 def has_adapters(model: PreTrainedModel) -> bool:
-    """Return whether a model has adapters, so that saving it saves these alone.
-
-    Args:
-        model: The model.
-    """
+    """Return whether a model has adapters, so that saving it saves these alone."""
     loaded = getattr(model, "_hf_peft_config_loaded", None)
     return bool(getattr(model, "peft_config", None)) if loaded is None else loaded
 
 
 def tasks_of(class_name: str) -> list[str]:
-    """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them.
-
-    Args:
-        class_name: Name of the class, e.g. `LlamaForCausalLM`.
-    """
+    """Return the tasks of the Hub that a class of Transformers is for; none where a version has no table of them."""
     tables = getattr(import_module("transformers.modelcard"), "TASK_MAPPING", {})
     return [
         task

@@ -6,14 +6,9 @@ from torch import nn
 
 
 def model_origin(model: nn.Module) -> tuple[str | None, str | None]:
-    """Return what `from_pretrained` got a model's weights from.
+    """Return the directory or name on the Hub that a model's weights came from, and the commit; None where unknown.
 
-    Args:
-        model: Any module. Of a PEFT model its base model counts.
-
-    Returns:
-        Directory or name on the Hub, and the commit where it came from the Hub; None where the model does not know.
-        Transformers 5.17 keeps the commit, 5.23 does not.
+    Transformers 5.17 keeps the commit, 5.23 does not.
 
     Examples:
         >>> model_origin(nn.Linear(1, 1))

@@ -21,9 +21,6 @@ class LocalPart:
 
     Transformers calls `contiguous` on it, which of a weight that is stored transposed would make float values. The
     stored tensors are contiguous already.
-
-    Args:
-        part: The part.
     """
 
     def __init__(self, part: Tensor):
@@ -44,11 +41,7 @@ class LocalPart:
 
 
 def is_loaded_by_ranks(model: PreTrainedModel) -> bool:
-    """Return whether Transformers distributes a model over ranks while it loads it; False where a version cannot.
-
-    Args:
-        model: The model, whose configuration says so before anything is distributed.
-    """
+    """Return whether Transformers distributes a model over ranks while it loads it; False where a version cannot."""
     return getattr(model.config, "distributed_config", None) is not None
 
 
@@ -56,14 +49,8 @@ def read_whole(model: PreTrainedModel, choose: Callable[[Mapping[str, Any]], Ite
     """Make Transformers read some weights whole on every rank while it loads a model, and not this rank's part alone.
 
     Transformers asks the model's state dict what is a DTensor, and cuts what it reads for it as the values of a float
-    weight lie. Stored tensors of a quantized weight lie otherwise.
-
-    Args:
-        model: The model, before it is distributed.
-        choose: Gets the distributed parameters by name, and returns the names of those to read whole. It may raise.
-
-    Returns:
-        The handle that ends it.
+    weight lie. Stored tensors of a quantized weight lie otherwise. `choose` gets the distributed parameters by name and
+    returns those to read whole. The handle that is returned ends it.
     """
 
     def show_plain(module: nn.Module, state_dict: dict[str, Any], prefix: str, _: object) -> None:
@@ -75,12 +62,7 @@ def read_whole(model: PreTrainedModel, choose: Callable[[Mapping[str, Any]], Ite
 
 
 def plan_of(model: PreTrainedModel, name: str) -> str:
-    """Return what cuts a weight: its style in the model's plan, or "its placements" where a version does not say.
-
-    Args:
-        model: The model.
-        name: Full name of the weight.
-    """
+    """Return what cuts a weight: its style in the model's plan, or "its placements" where a version does not say."""
     plans: dict[str, str] = {**(getattr(model, "_ep_plan", None) or {}), **(getattr(model, "_tp_plan", None) or {})}
     pattern = re.sub(r"\.\d+(?=\.|$)", ".*", name)
     style = next((plans[key] for key in (name, pattern, pattern.rpartition(".")[0]) if key in plans), None)
@@ -88,12 +70,7 @@ def plan_of(model: PreTrainedModel, name: str) -> str:
 
 
 def run_on_parts(model: nn.Module, is_quantized: Callable[[Any], bool]) -> None:
-    """Freeze the quantized parts of a model and make their modules multiply by them as they are, not by DTensors.
-
-    Args:
-        model: A loaded model.
-        is_quantized: Tells of a local part whether it is quantized.
-    """
+    """Freeze the quantized parts of a model and make their modules multiply by them as they are, not by DTensors."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             if is_distributed(parameter) and is_quantized(local_tensor(parameter)):
@@ -104,11 +81,7 @@ def run_on_parts(model: nn.Module, is_quantized: Callable[[Any], bool]) -> None:
 
 
 def without_ranks(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a copy that shares all with a model, but which Transformers saves like one that is not distributed.
-
-    Args:
-        model: A model whose whole state dict is given to the save.
-    """
+    """Return a copy that shares all with a model, but which Transformers saves like one that is not distributed."""
     alone = shallow_copy(model)
     alone.config = copy.copy(model.config)
     alone.config.distributed_config = None

@@ -14,25 +14,13 @@ SUPPORTED = ">=5.17,<5.24"
 
 
 def unsupported(name: str) -> UnsupportedError:
-    """Return the error for a private name that the installed version lacks.
-
-    Args:
-        name: The name.
-    """
+    """Return the error for a private name that the installed version lacks."""
     found = f"{transformers.__version__}, which does not have it"
     return UnsupportedError(name, f"transformers{SUPPORTED}", found, f"pip install 'transformers{SUPPORTED}'")
 
 
 def private(module: str, name: str) -> Any:
-    """Return a private function that no fallback replaces.
-
-    Args:
-        module: The module, without the package's name.
-        name: Its name there.
-
-    Raises:
-        UnsupportedError: The installed version does not have it.
-    """
+    """Return a private function that no fallback replaces; UnsupportedError: the installed version lacks it."""
     try:
         return getattr(import_module(f"transformers.{module}"), name)
     except (ImportError, AttributeError) as error:
@@ -40,15 +28,7 @@ def private(module: str, name: str) -> Any:
 
 
 def private_attribute(model: PreTrainedModel, name: str) -> Any:
-    """Return a private attribute that no fallback replaces.
-
-    Args:
-        model: The model.
-        name: Name of the attribute.
-
-    Raises:
-        UnsupportedError: The installed version does not have it.
-    """
+    """Return a private attribute that no fallback replaces; UnsupportedError: the installed version lacks it."""
     try:
         return getattr(model, name)
     except AttributeError as error:

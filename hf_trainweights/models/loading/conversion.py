@@ -20,11 +20,7 @@ from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, un
 
 
 class TrainWeightsQuantize(QuantizerOp):
-    """Quantizes float weights as they are loaded.
-
-    Args:
-        state: What the operations of this load share.
-    """
+    """Quantizes float weights as they are loaded."""
 
     def __init__(self, state: LoadState):
         self.state = state
@@ -32,26 +28,12 @@ class TrainWeightsQuantize(QuantizerOp):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, **_: Any
     ) -> dict[str, Any]:
-        """Quantize each entry that the quantizer chose a format for.
-
-        Args:
-            input_dict: Full parameter name to a tensor, or to a list of one.
-            model: The model on the meta device.
-
-        Returns:
-            Full parameter name to a parameter.
-        """
+        """Quantize each entry, a tensor or a list of one, that the quantizer chose a format for."""
         loaded = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
         return {name: self.quantize_one(name, weight, model) for name, weight in loaded.items()}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
-        """Quantize a weight, or return it as it is where no format was chosen for it.
-
-        Args:
-            name: Full name of the weight.
-            weight: The weight as it is in the checkpoint.
-            model: The model on the meta device.
-        """
+        """Quantize a weight, or return it as it is where no format was chosen for it."""
         choice = self.state.choices.get(name)
         if choice is None or choice.format is None:
             return weight
@@ -65,16 +47,7 @@ class TrainWeightsQuantize(QuantizerOp):
         return self.state.parameter_or_stand_in(skeleton, make)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
-        """Quantize experts before they are merged, where the merged weight is to be quantized.
-
-        Args:
-            name: Full name of the merged weight.
-            parts: The tensors that are concatenated, for each part one per expert.
-            model: The model on the meta device.
-
-        Returns:
-            The merged parameter; None where it stays float, or where its layer keeps it transposed.
-        """
+        """Quantize experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
         choice = self.state.choices.get(name)
         if choice is None or choice.format is None or choice.transposed:
             return None
@@ -89,11 +62,7 @@ class TrainWeightsQuantize(QuantizerOp):
 
 
 class TrainWeightsDeserialize(QuantizerOp):
-    """Puts a quantized weight together from its stored tensors.
-
-    Args:
-        state: What the operations of this load share.
-    """
+    """Puts a quantized weight together from its stored tensors."""
 
     def __init__(self, state: LoadState):
         self.state = state
@@ -101,16 +70,7 @@ class TrainWeightsDeserialize(QuantizerOp):
     def convert(  # pyright: ignore[reportIncompatibleMethodOverride]  (the base names arguments that no caller passes)
         self, input_dict: dict[str, Any], model: Any = None, full_layer_name: str = "", **_: Any
     ) -> dict[str, Any]:
-        """Build one weight.
-
-        Args:
-            input_dict: The name pattern of each stored tensor, e.g. `_weight_qdata`, to a list of one tensor.
-            model: The model on the meta device; its parameter has the dtype that is asked for.
-            full_layer_name: Full name of the weight.
-
-        Returns:
-            Full parameter name to a parameter.
-        """
+        """Build one weight from its stored tensors: lists of one under patterns such as `_weight_qdata`."""
         skeleton = model.get_parameter_or_buffer(full_layer_name)
         prefix = stored_name(full_layer_name.rpartition(".")[2], "")
         tensors = {
@@ -131,13 +91,10 @@ class TrainWeightsDeserialize(QuantizerOp):
 
 
 def deserialize_converters(state: LoadState, leaves: set[str], cut_on_cpu: bool = False) -> list[Any]:
-    """Return the converters that put stored tensors together.
+    """Return the converters that put stored tensors together, for parameters such as `weight` and `down_proj`.
 
-    Args:
-        state: What the operations of this load share.
-        leaves: Names that quantized parameters have in their modules, e.g. `weight`, `down_proj`.
-        cut_on_cpu: Whether to read tensors to the CPU, where they are views of the file, before a rank's part of them
-            is moved to its device.
+    With `cut_on_cpu` tensors are read to the CPU, where they are views of the file, before a rank's part of them is
+    moved to its device.
     """
     suffixes = stored_suffixes()
     return [

@@ -20,16 +20,8 @@ def cut_plans(
     """Return the weights that every rank reads whole, with what cuts them; `state` keeps it.
 
     Of a quantized checkpoint these are the quantized weights. Of a float one they are those whose codes depend on more
-    than this rank's part: of the others Transformers reads the part alone, which is then quantized.
-
-    Args:
-        model: The model on the meta device, distributed.
-        state: What the operations of this load share.
-        parameters: The DTensors among its parameters, by name.
-        pre_quantized: Whether the checkpoint is quantized.
-
-    Raises:
-        UnsupportedError: A part of a weight that is to be quantized would be empty, or would end within a group.
+    than this rank's part: of the others Transformers reads the part alone, which is then quantized. UnsupportedError: a
+    part would be empty, or would end within a group.
     """
     plans = {}
     for name, parameter in parameters.items():

@@ -17,14 +17,7 @@ _logger = logging.get_logger(__name__)
 
 
 def refuse_disk(device_map: Any) -> None:
-    """Check that a device map keeps every weight that is quantized on the fly in memory.
-
-    Args:
-        device_map: As for `from_pretrained`.
-
-    Raises:
-        ConfigError: Some modules are on the disk: Transformers would leave these in float without a word.
-    """
+    """Check that a device map keeps every weight that is quantized on the fly in memory."""
     if isinstance(device_map, Mapping) and "disk" in device_map.values():
         raise ConfigError(
             "device_map",
@@ -35,14 +28,7 @@ def refuse_disk(device_map: Any) -> None:
 
 
 def map_disk_to_cpu(device_map: Any) -> Any:
-    """Return a device map with "cpu" for "disk".
-
-    Args:
-        device_map: As for `from_pretrained`; it stays as it is.
-
-    Returns:
-        A new dict; what is no dict comes back as it is.
-    """
+    """Return a new device map with "cpu" for "disk"; what is no dict comes back as it is."""
     if not isinstance(device_map, Mapping):
         return device_map
     if "disk" in device_map.values():
@@ -51,12 +37,7 @@ def map_disk_to_cpu(device_map: Any) -> Any:
 
 
 def lift_cpu_limit(max_memory_bytes: Mapping[Any, int], model_bytes: int) -> dict[Any, int]:
-    """Return limits that let the "cpu" take whatever the accelerators do not, so that nothing goes to the "disk".
-
-    Args:
-        max_memory_bytes: The limit of each device; it stays as it is.
-        model_bytes: Bytes of the model's parameters.
-    """
+    """Return new limits that let the "cpu" take what the accelerators do not, so that nothing goes to the "disk"."""
     if sum(max_memory_bytes.values()) < model_bytes:
         _warn()
     return {**max_memory_bytes, "cpu": sys.maxsize}

@@ -26,20 +26,10 @@ def quantize_experts(
     count: int | None = None,
     spill: Spill | None = None,
 ) -> QuantizedTensor:
-    """Quantize experts one by one and put them together.
+    """Quantize the experts of a weight `[E, N, K]` one by one and put them together.
 
-    Args:
-        name: Full name of the merged weight.
-        shape: Its shape, `[E, N, K]`.
-        form: The format to quantize to.
-        parts: The tensors that are concatenated along N, for each part one per expert; one of another rank loads None.
-        count: The experts that all ranks hold together; E where there is one.
-        spill: Where to put them together; None for memory.
-
-    Raises:
-        CorruptFileError: An expert is missing, or a tensor has another shape.
-        QuantizationError: A tensor holds NaN or Inf.
-        SaveError: The disk has no room for them.
+    `parts` are concatenated along N, each of them one tensor per expert; one of another rank loads None. `count` is the
+    number of experts that all ranks hold together, E if None.
     """
     E, N, K = shape
     _check_count(name, E if count is None else count, parts)
@@ -72,19 +62,9 @@ def quantize_experts(
 
 
 def rows_of_experts(name: str, shape: Sequence[int], parts: Sequence[Sequence[NamedLoad]], numbers: Tensor) -> Tensor:
-    """Return some rows of experts, read expert by expert.
+    """Return new float rows `[n, K]` of experts `[E, N, K]`, read expert by expert.
 
-    Args:
-        name: Full name of the merged weight.
-        shape: Its shape, `[E, N, K]`.
-        parts: As for `quantize_experts`.
-        numbers: The rows' numbers among those of all experts, in order.
-
-    Returns:
-        New float rows `[n, K]`.
-
-    Raises:
-        CorruptFileError: An expert is missing, or a tensor has another shape.
+    `numbers` are theirs among the rows of all experts, in order.
     """
     E, N, K = shape
     _check_count(name, E, parts)
@@ -117,13 +97,7 @@ def _names(weights: Sequence[tuple[str, Tensor]]) -> str:
 
 
 def wrong_shape(name: str, shape: tuple[int, ...], found: str) -> CorruptFileError:
-    """Return the error for a weight that has another shape than the model's.
-
-    Args:
-        name: Name of the weight, or several names.
-        shape: The shape in the model.
-        found: The shape that was found, or several shapes.
-    """
+    """Return the error for a weight that has another shape than the model's."""
     return CorruptFileError(
         name,
         f"shape {shape}, as config.json has it",

@@ -29,11 +29,7 @@ _spill: ContextVar[Spill | None] = ContextVar("spill", default=None)
 
 @contextlib.contextmanager
 def spilled_to(spill: Spill | None) -> Iterator[None]:
-    """Let loads in this thread put what they make into files instead of memory; what they map stays where it is.
-
-    Args:
-        spill: Makes the files; None for memory.
-    """
+    """Let loads in this thread put what they make into files instead of memory; what they map stays where it is."""
     token = _spill.set(spill)
     try:
         yield
@@ -46,9 +42,6 @@ class LoadState:
 
     Transformers catches an error inside an operation and reports it as untyped text at the end. So the first typed
     error is kept here, and the quantizer raises it when the load is over.
-
-    Args:
-        default: The format that the configuration names.
     """
 
     def __init__(self, default: Format):
@@ -61,11 +54,7 @@ class LoadState:
         self.spill = _spill.get()
 
     def kept(self, weight: Tensor) -> Tensor:
-        """Return a weight that was made, its tensors in a file if that is where this load puts them.
-
-        Args:
-            weight: A quantized weight, or a plain tensor.
-        """
+        """Return a weight that was made, its tensors in a file if that is where this load puts them."""
         if self.spill is None:
             return weight
         # What was freed for the last weight is in pieces that the next one does not fit into.
@@ -76,10 +65,6 @@ class LoadState:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 
         Where ranks hold parts of the weight, it is the part of this rank.
-
-        Args:
-            skeleton: The parameter of the model on the meta device.
-            make: Makes the weight; a typed error that it raises is kept, with the file that the weight lies in.
         """
         made = self.attempt(make)
         if made is None:
@@ -89,11 +74,7 @@ class LoadState:
         return as_parameter(made) if isinstance(made, QuantizedTensor) else made
 
     def attempt(self, make: Callable[[], Made]) -> Made | None:
-        """Return what a function makes, or None once the load has failed.
-
-        Args:
-            make: The function; a typed error that it raises is kept, with the file that the weight lies in.
-        """
+        """Return what a function makes, None once the load has failed; a typed error that it raises is kept."""
         if self.error is None:
             try:
                 return make()
@@ -106,34 +87,16 @@ class LoadState:
         return None
 
     def stand_in(self, skeleton: Tensor) -> nn.Parameter | LocalPart:
-        """Return a parameter that takes no memory.
-
-        Args:
-            skeleton: The parameter of the model on the meta device.
-        """
+        """Return a parameter that takes no memory."""
         stand_in = torch.zeros((), dtype=skeleton.dtype, device="cpu").expand(local_tensor(skeleton).shape)
         return LocalPart(stand_in) if is_distributed(skeleton) else nn.Parameter(stand_in, requires_grad=False)
 
     def shape_read(self, name: str, skeleton: Tensor) -> torch.Size:
-        """Return the shape that a float weight or the weight of stored tensors arrives in.
-
-        Args:
-            name: Full name of the weight.
-            skeleton: As for `parameter_or_stand_in`.
-        """
+        """Return the shape that a float weight or the weight of stored tensors arrives in."""
         return skeleton.shape if name in self.plans else local_tensor(skeleton).shape
 
     def own_part(self, name: str, weight: Tensor, skeleton: Tensor) -> Tensor:
-        """Return what this rank holds of a weight that was read: its part of one that was read whole.
-
-        Args:
-            name: Full name of the weight.
-            weight: The weight in the shape that `shape_read` returns.
-            skeleton: As for `parameter_or_stand_in`.
-
-        Raises:
-            UnsupportedError: The weight cannot be cut between its groups, or is a float one that was entropy-coded.
-        """
+        """Return what this rank holds of a weight that was read: its part of one that was read whole."""
         if not is_distributed(skeleton):
             return weight
         if not isinstance(weight, QuantizedTensor):

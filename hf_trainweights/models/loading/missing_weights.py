@@ -21,11 +21,7 @@ _SHOWN = 3
 
 
 def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
-    """Return the name of the class that a model was saved as, and the class, None if Transformers does not have it.
-
-    Args:
-        config: The configuration that was saved with it; its `architectures` may hold anything.
-    """
+    """Return the name of the class that a model was saved as, and the class, None if Transformers does not have it."""
     saved_as = config.architectures
     name = saved_as[0] if isinstance(saved_as, (list, tuple)) and saved_as else "none"
     cls = getattr(transformers, name, None) if isinstance(name, str) else None
@@ -37,27 +33,13 @@ def saved_class(config: PretrainedConfig) -> tuple[str, Any]:
 
 
 def parameter_names(cls: type[PreTrainedModel], config: PretrainedConfig) -> set[str]:
-    """Return the names of all parameters of a model that is not made, all names of a tied one.
-
-    Args:
-        cls: Its class.
-        config: Its configuration.
-    """
+    """Return the names of all parameters of a model that is not made, all names of a tied one."""
     with torch.device("meta"):
         return {name for name, _ in cls(copy.deepcopy(config)).named_parameters(remove_duplicate=False)}
 
 
 def check_guards(model: PreTrainedModel, names: Iterable[str], stored: Mapping[str, StoredWeight]) -> None:
-    """Check that no quantized weight is lost of which the files still have the guard.
-
-    Args:
-        model: A model that is about to be loaded.
-        names: Its weights that may be quantized.
-        stored: What lies in its files, by the names there.
-
-    Raises:
-        CorruptFileError: There is a guard without its weight.
-    """
+    """Check that no quantized weight is lost of which the files still have the guard."""
     prefix = base_prefix(model)
     guards = {name.removeprefix(prefix): weight.file for name, weight in stored.items() if weight.kind == "guard"}
     lost = {name: guards[name.removeprefix(prefix)] for name in names if name.removeprefix(prefix) in guards}
@@ -71,14 +53,6 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     """Check that every weight that the saved model had in a quantized form was in its checkpoint.
 
     A new head is no part of the model that was saved, and may start from random numbers.
-
-    Args:
-        model: A model that was loaded.
-        summary: The choices that it shows.
-        stored: What lay in its files, by the names there.
-
-    Raises:
-        CorruptFileError: Weights are missing.
     """
     prefix = base_prefix(model)
     in_files = {name.removeprefix(prefix) for name, weight in stored.items() if weight.kind != "guard"}

@@ -19,16 +19,7 @@ from hf_trainweights.models.loading.missing_weights import parameter_names, save
 
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
-    """Load a saved quantized model as `load_saved` does.
-
-    Args:
-        source: Directory or Hub id of a quantized model.
-        spill: As for `load_saved`.
-
-    Raises:
-        ConfigError: As for `load_saved`, or this package has not quantized it.
-        CorruptFileError: A file is damaged.
-    """
+    """Load a saved quantized model as `load_saved` does; ConfigError: this package has not quantized it."""
     config = getattr(read_config(source), "quantization_config", None) or {}
     method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
     if method != QUANT_METHOD:
@@ -46,24 +37,8 @@ def load_saved(
 ) -> PreTrainedModel:
     """Load a saved model as the class that its config.json names, with all its weights, to write or compare them.
 
-    Args:
-        source: Directory or Hub id of a model, float or quantized.
-        dtype: As in `from_pretrained`; `"auto"` for the dtypes it was saved in.
-        spill: Where to put weights that are quantized or decoded; None for memory.
-        options: Further arguments of `from_pretrained`.
-
-    Returns:
-        The model; weights that need no conversion are views of the memory-mapped files.
-
-    Raises:
-        ConfigError: It is missing, cannot be read, is of no class of Transformers, or lacks weights.
-        CorruptFileError: A file is damaged.
-        TrainWeightsError: Quantizing on the fly failed.
-        SaveError: The disk has no room for what is put there.
-
-    Examples:
-        >>> load_saved("llama-int8").device
-        device(type='cpu')
+    Weights that need no conversion are views of the memory-mapped files; `spill` takes those that are quantized or
+    decoded, memory if it is None.
     """
     saved = read_config(source)
     name, cls = saved_class(saved)
@@ -89,16 +64,7 @@ def load_saved(
 
 
 def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a saved model, to read texts that an argument gives.
-
-    Args:
-        source: Directory or Hub id of the model.
-        where: The argument, for the error.
-        next_step: What to do without a tokenizer, for the error.
-
-    Raises:
-        ConfigError: There is none that loads.
-    """
+    """Load the tokenizer of a saved model, to read texts that the argument `where` gives."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except (OSError, ValueError) as error:
@@ -106,19 +72,7 @@ def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -
 
 
 def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
-    """Return the names of the parameters of a saved model, by its config.json: no weight is read.
-
-    Args:
-        directory: A saved model or a Trainer's checkpoint.
-
-    Returns:
-        Names of the parameters, all names of a tied one; None without a config.json that names a class of
-        Transformers.
-
-    Examples:
-        >>> saved_parameter_names("out/checkpoint-500")  # doctest: +SKIP
-        {'lm_head.weight', 'model.embed_tokens.weight', ...}
-    """
+    """Return the names of a saved model's parameters, all of a tied one; None without a config.json that tells."""
     try:
         saved = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError):
@@ -128,14 +82,7 @@ def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
 
 
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
-    """Return the configuration of a saved model.
-
-    Args:
-        source: Directory or Hub id of a model.
-
-    Raises:
-        ConfigError: It is missing, a file, or cannot be read.
-    """
+    """Return the configuration of a saved model; ConfigError: it is missing, a file, or cannot be read."""
     refuse_file(source)
     try:
         return AutoConfig.from_pretrained(source)

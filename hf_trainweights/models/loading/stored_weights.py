@@ -44,20 +44,10 @@ class StoredWeight(NamedTuple):
 def check_weight_files(
     files: Iterable[str | os.PathLike[str]], directory: str | os.PathLike[str] = ""
 ) -> dict[str, StoredWeight]:
-    """Check that the files of a checkpoint are whole, and that every quantized weight in them is.
+    """Check that the files of a checkpoint are whole, and every quantized weight in them; return all weights.
 
-    Args:
-        files: The `.safetensors` and `.bin` files of one checkpoint.
-        directory: The model's directory, which an index must not lead out of. An id on the Hub, or nothing, is none.
-
-    Returns:
-        Every weight under its name in the checkpoint, a quantized one under the name of the float weight.
-
-    Raises:
-        CorruptFileError: A file is missing or truncated, is of another kind than its name says, or holds a pickle with
-            a global that is not allowed; or a stored tensor of a weight is missing, or the weight is there twice; or a
-            file lies elsewhere.
-        OSError: A file cannot be read.
+    Each is under its name in the checkpoint, a quantized one under that of the float weight. An index must not lead out
+    of the model's directory; an id on the Hub is none.
     """
     tensors: dict[str, StoredWeight] = {}
     files = [Path(file) for file in files]

@@ -14,17 +14,7 @@ from hf_trainweights.files.weight_files import bin_name, safetensors_files
 
 
 def rewrite_as_bin(directory: Path) -> dict[str, str]:
-    """Replace each model*.safetensors file, and the index, by its `.bin` twin.
-
-    Args:
-        directory: Where they lie. One shard is mapped at a time.
-
-    Returns:
-        The SHA-256 of each `.bin` by its name.
-
-    Raises:
-        OSError: A file cannot be written.
-    """
+    """Replace each model*.safetensors file, and the index, by its `.bin` twin; return the SHA-256 of each twin."""
     digests = {}
     for file in safetensors_files(directory):
         with safe_open(file, framework="pt") as shard:

@@ -36,29 +36,17 @@ _MARK_LENGTH = len(_MARK.format("0" * 64))
 
 
 def is_generated(text: str) -> bool:
-    """Return whether `model_card` wrote a card and nobody has edited it since.
-
-    Args:
-        text: The whole card. Line ends do not matter, a checkout may have changed them.
-    """
+    """Return whether `model_card` wrote a card and nobody has edited it since, but for its line ends."""
     text = text.replace("\r\n", "\n")
     body = text[:-_MARK_LENGTH]
     return text == body + _MARK.format(_digest(body))
 
 
 def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), earlier: str | None = None) -> str:
-    """Return the text of a model's card.
+    """Return the text of a model's card, metadata and Markdown; always the same for the same model and name.
 
-    Args:
-        model: The model; the card of one that was dequantized, or saves its adapters alone, does not mention quantized
-            weights.
-        repo_id: Full name of the repository that the card is for.
-        tags: Further tags.
-        earlier: The card of an earlier version. The licence and the task of the card beside the weights that the model
-            was loaded from are kept, else those of this one.
-
-    Returns:
-        Metadata and Markdown. The same model under the same name gives the same text.
+    Licence and task are kept from the card beside the weights that the model was loaded from, else from `earlier`. Of a
+    model that was dequantized, or saves its adapters alone, it does not mention quantized weights.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     title = f"# {repo_id.rpartition('/')[2]}"
@@ -80,12 +68,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
 
 
 def with_tags(text: str, tags: Iterable[str]) -> str:
-    """Return a card with further tags, and otherwise as it was.
-
-    Args:
-        text: Any card.
-        tags: The tags.
-    """
+    """Return a card with further tags, and otherwise as it was."""
     card = ModelCard(text, ignore_metadata_errors=True)
     present = card.data.get("tags") or []
     missing = [tag for tag in dict.fromkeys(tags) if tag not in present]
@@ -96,11 +79,7 @@ def with_tags(text: str, tags: Iterable[str]) -> str:
 
 
 def calibrated_of(model: PreTrainedModel) -> Calibrated | None:
-    """Return what calibration was worth to a quantized model: just now, or before it was saved where it comes from.
-
-    Args:
-        model: A model; None is returned of one that is not quantized.
-    """
+    """Return what calibration was worth to a quantized model: just now, or before it was saved where it comes from."""
     quantizer: Any = getattr(model, "hf_quantizer", None)
     if quantizer is None or quantizer.quantization_config.calibration_sha256 is None:
         return None

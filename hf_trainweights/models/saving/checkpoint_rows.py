@@ -18,15 +18,8 @@ def matrices_in_checkpoint(
 ) -> dict[str, dict[str, slice] | None]:
     """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts.
 
-    Args:
-        model: The model, also on the meta device.
-        shapes: Full names of weights to their stored shapes, `[*, N, K]`.
-
-    Returns:
-        None for a weight that a checkpoint splits within a matrix, merges or reorders.
-
-    Raises:
-        UnsupportedError: The installed Transformers is not supported.
+    `shapes` are stored shapes `[*, N, K]`. A weight that a checkpoint splits within a matrix, merges or reorders has
+    None.
     """
     # What a checkpoint splits are rows. So their numbers tell where each goes, and no weight is copied. Each stands
     # there twice: Transformers 5.17 drops all dimensions of size 1 where it splits experts.

@@ -25,17 +25,7 @@ _FOLDERS = ("additional_chat_templates", "[0-9]_*")
 
 
 def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
-    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration.
-
-    Args:
-        source: Directory or Hub id of a model.
-        out: The directory to copy to; made if missing.
-
-    Raises:
-        ConfigError: A file cannot be read.
-        CorruptFileError: A link leads to nothing, or out of the model.
-        OSError: `out` cannot be written.
-    """
+    """Copy the files beside the weights of a model: tokenizer, processor, licence, generation configuration."""
     folder = Path(source)
     with _reading(source):
         if not folder.is_dir():
@@ -49,15 +39,7 @@ def copy_companions(source: str | os.PathLike[str], out: Path) -> None:
 
 
 def companions(folder: Path) -> list[Path]:
-    """Return the files beside the weights of a model that `copy_companions` copies, sorted.
-
-    Args:
-        folder: The directory of a model.
-
-    Raises:
-        CorruptFileError: One is a link out of the model.
-        OSError: It cannot be read.
-    """
+    """Return the files that `copy_companions` copies, sorted; CorruptFileError: one is a link out of the model."""
     files = [path for path in folder.iterdir() if not any(fnmatch.fnmatch(path.name, each) for each in _LEFT_BEHIND)]
     files += [path for name in _FOLDERS for path in folder.glob(f"{name}/*")]
     files = sorted(path for path in files if path.is_file())

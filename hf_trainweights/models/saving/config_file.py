@@ -15,18 +15,7 @@ from hf_trainweights.models.host.checkpoints import save_remote_code
 def write_config(
     model: PreTrainedModel, directory: Path, quantization_config: dict[str, Any] | None, dtype: torch.dtype
 ) -> None:
-    """Write the configuration of a model, its generation configuration, and the files of its own code.
-
-    Args:
-        model: The model; its own configuration stays as it is.
-        directory: Where to; it exists.
-        quantization_config: What config.json says of quantized weights; None for a float model.
-        dtype: The dtype that it names.
-
-    Raises:
-        UnsupportedError: The model has code of its own, and the installed Transformers is not supported.
-        OSError: A file cannot be written.
-    """
+    """Write the configuration of a model, its generation configuration, and the files of its own code."""
     config = copy.deepcopy(model.config)
     vars(config).pop("quantization_config", None)
     if quantization_config is not None:

@@ -26,13 +26,9 @@ class Push:
     """A push that the Hub has agreed to: repository and branch exist.
 
     Args:
-        repo_id: Full name of the repository.
         present: Names of the files in the repository.
         card: Text of the card in the repository, None if there is none.
-        tags: Tags for the card.
         commit_message: Title of the commit; None for "Upload model".
-        commit_description: Text of the commit below its title.
-        token: As for Transformers.
         revision: The branch to commit to; None for the main one.
         create_pr: Whether to open a pull request instead.
     """
@@ -48,20 +44,7 @@ class Push:
     create_pr: bool
 
     def commit(self, directory: Path, names: Iterable[str], card: str, remove: Iterable[str]) -> CommitInfo:
-        """Upload files and a card, and remove others, in one commit.
-
-        Args:
-            directory: The directory with the files.
-            names: Their names, with `/` between parts.
-            card: Text of the card.
-            remove: Names of files to remove; those that the repository does not have are ignored.
-
-        Returns:
-            The commit, a string with its URL.
-
-        Raises:
-            SaveError: The upload failed.
-        """
+        """Upload files and a card, and remove others where the repository has them, in one commit."""
         files = {name: directory / name for name in sorted(names)} | {CARD_NAME: card.encode()}
         operations = [CommitOperationAdd(name, source) for name, source in files.items()]
         operations += [CommitOperationDelete(name) for name in sorted(self.present & set(remove) - files.keys())]
@@ -92,25 +75,7 @@ def begin_push(
     create_pr: bool = False,
     tags: str | Sequence[str] | None = None,
 ) -> Push:
-    """Make repository and branch, unless they exist, and list the files there.
-
-    Args:
-        repo_id: Name of the repository, in the user's own namespace if it has no `/`.
-        commit_message: Title of the commit; None for "Upload model".
-        commit_description: Text of the commit below its title.
-        private: Whether a new repository is private; None for the namespace's default.
-        token: As for Transformers.
-        revision: The branch to commit to; None for the main one.
-        create_pr: Whether to open a pull request instead.
-        tags: Tags for the card.
-
-    Returns:
-        The push, to be finished with `commit`.
-
-    Raises:
-        Exception: The Hub's client raises its own errors: `HFValidationError` for a name that cannot be one,
-            `HfHubHTTPError` without a token that may write there, `OfflineModeIsEnabled`, ...
-    """
+    """Make repository and branch, unless they exist, and list the files there; the Hub's errors are passed on."""
     api = HfApi()
     repo_id = api.create_repo(repo_id, private=private, token=token, exist_ok=True).repo_id
     # A pull request is opened against a branch that exists; refs/pr/1 is one.
@@ -125,8 +90,7 @@ def begin_push(
 def hub_id(model: PreTrainedModel) -> str | None:
     """Return the Hub id that a model was loaded from, None where it was not.
 
-    Args:
-        model: Any model; ask before the working directory changes, or a relative path may look like an id.
+    Ask before the working directory changes, or a relative path may look like an id.
     """
     source = model.config.name_or_path or ""
     try:

@@ -19,33 +19,14 @@ _UNCHANGED = "It is as it was."
 
 
 def require_vacant_directory(out: Path) -> None:
-    """Check that a model can be written to a directory without losing anything.
-
-    Args:
-        out: A new or empty directory.
-
-    Raises:
-        ConfigError: There is something.
-        SaveError: It cannot be read.
-    """
+    """Check that a directory is new or empty, so that nothing is lost by writing a model to it."""
     with save_errors(out, _UNCHANGED):
         if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
             raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
 
 
 def write_directory(model: PreTrainedModel, source: str | os.PathLike[str], out: Path) -> None:
-    """Write a model, and the files that lie beside the weights of another one, in one step.
-
-    Args:
-        model: The model.
-        source: Directory or Hub id of the other one.
-        out: A new or empty directory.
-
-    Raises:
-        ConfigError: A file of the source cannot be read.
-        CorruptFileError: A link in it leads to nothing.
-        SaveError: `out` cannot be written; nothing is left behind.
-    """
+    """Write a model, and the files beside the weights of `source`, to a new or empty directory in one step."""
     with new_directory(out) as temporary:
         copy_companions(source, temporary)
         model.save_pretrained(temporary)
@@ -53,14 +34,7 @@ def write_directory(model: PreTrainedModel, source: str | os.PathLike[str], out:
 
 @contextlib.contextmanager
 def new_directory(out: Path) -> Iterator[Path]:
-    """Yield a temporary directory that becomes `out` when the block ends without an error, durably.
-
-    Args:
-        out: A new or empty directory.
-
-    Raises:
-        SaveError: It cannot be written; nothing is left behind.
-    """
+    """Yield a temporary directory that becomes `out`, durably, unless the block raises: then nothing is left behind."""
     with contextlib.suppress(OSError):  # what a killed call left beside it, unless it is somebody else's
         clean_up(out.parent)
     with save_errors(out, _UNCHANGED), create_directory(out) as temporary:

@@ -22,12 +22,7 @@ _Result = TypeVar("_Result")
 def failing_alike(together: bool) -> Iterator[None]:
     """Raise on every rank what is raised on one of them within the context, so that none waits for one that has gone.
 
-    Args:
-        together: Whether ranks work together at all. If so, every rank must enter the context.
-
-    Raises:
-        Exception: What this rank raised, else the first that another rank did; as a `TrainWeightsError` where it
-            cannot be sent.
+    If ranks work `together` at all, every one must enter it. What cannot be sent is raised as a `TrainWeightsError`.
     """
     failure: Exception | None = None
     try:
@@ -54,12 +49,7 @@ def _as_sent(error: Exception | None) -> Exception | None:
 
 
 def is_in_parts(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> bool:
-    """Return whether ranks hold parts of what is to be saved.
-
-    Args:
-        model: The model.
-        given: The state dict to save; the model's own if None.
-    """
+    """Return whether ranks hold parts of what is to be saved: the state dict that is given, else the model's own."""
     return any(is_distributed(tensor) for tensor in (model.parameters() if given is None else given.values()))
 
 
@@ -69,16 +59,10 @@ def is_first_rank() -> bool:
 
 
 def gather_on_first_rank(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the whole state dict of a model on the first rank; every rank must call it.
+    """Return the whole state dict of a model on the first rank, on all others an empty one; every rank must call it.
 
-    One weight after another is gathered, as codes and scales, and put on the CPU.
-
-    Args:
-        model: The model.
-        given: The state dict to start from; the model's own if None.
-
-    Returns:
-        Names to whole tensors, a tied weight under each of its names; empty on all other ranks.
+    One weight after another is gathered, as codes and scales, and put on the CPU; a tied one is under each of its
+    names.
     """
     state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
     gathered: dict[int, Any] = {}
@@ -96,16 +80,7 @@ def gather_on_first_rank(model: PreTrainedModel, given: Mapping[str, Any] | None
 def on_first_rank(where: str, work: Callable[[], _Result]) -> _Result | None:
     """Do something on the first rank, and fail on every rank if it fails there; every rank must call it.
 
-    Args:
-        where: What errors on other ranks call it.
-        work: What is done.
-
-    Returns:
-        Its result on the first rank, None on all others.
-
-    Raises:
-        SaveError: It failed on the first rank, on every other.
-        Exception: What it raised, on the first rank.
+    Its result is returned there, None on all others. They raise a `SaveError` if it fails.
     """
     result: _Result | None = None
     failure: BaseException | None = None

@@ -18,21 +18,10 @@ def resize_token_embeddings(
     pad_to_multiple_of: int | None = None,
     mean_resizing: bool = True,
 ) -> nn.Module:
-    """Resize the embeddings and the output head of a quantized model.
+    """Resize the embeddings and the output head of a quantized model; return the input embeddings.
 
-    Quantized ones are float while Transformers draws new rows and copies the old ones.
-
-    Args:
-        self: The model.
-        new_num_tokens: As for Transformers.
-        pad_to_multiple_of: As for Transformers.
-        mean_resizing: As for Transformers.
-
-    Returns:
-        The input embeddings.
-
-    Raises:
-        Exception: What Transformers refuses; quantized weights are unchanged.
+    Quantized ones are float while Transformers draws new rows and copies the old ones; what it refuses leaves them
+    unchanged.
     """
     places = parameter_places(self)
     weights = [getattr(module, "weight", None) for module in _tables(self)]

@@ -29,16 +29,8 @@ def flat_state_dict(
 ) -> dict[str, Any]:
     """Return the plain tensors of a model as they are to lie in a file, a tied weight once.
 
-    Args:
-        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
-        default: The format that the model's configuration names.
-        given: The state dict to start from; the model's own if None.
-        guarded: Whether to add guards, under the names that `name_in_file` turns into those of the file.
-        compress: Whether to code every tensor, quantized or float, where that makes it smaller.
-        spill: Where to put what is coded until it is written; None for memory.
-
-    Returns:
-        Names to tensors, which are the model's own where nothing is coded.
+    They are the model's own where nothing is coded. Guards have the names that `name_in_file` turns into those of the
+    file.
     """
     state_dict = whole_state_dict(model, given)
     compress = compress and not has_adapters(model)
@@ -62,12 +54,7 @@ def _guards_of(state_dict: Mapping[str, Any], flat: Mapping[str, Any]) -> dict[s
 
 
 def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return all tensors of a model, a tied weight once, under the name that Transformers keeps.
-
-    Args:
-        model: A quantized model; weights that accelerate keeps elsewhere are fetched.
-        given: The state dict to start from; the model's own if None.
-    """
+    """Return all tensors of a model, offloaded ones too, a tied weight once, under the name that Transformers keeps."""
     state_dict = dict(model.state_dict(keep_vars=True) if given is None else given)
     for name, tensor in state_dict.items():
         if isinstance(tensor, Tensor) and tensor.is_meta:
@@ -98,12 +85,7 @@ def memory_key(tensor: Tensor) -> object:
 
 
 def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
-    """Return the bytes that the model holds in this process, quantized weights by their stored tensors.
-
-    Args:
-        self: The model.
-        return_buffers: Whether to count buffers.
-    """
+    """Return the bytes that the model holds in this process, quantized weights by their stored tensors."""
     parameters = sum(
         p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size()
         for p in map(local_tensor, self.parameters())

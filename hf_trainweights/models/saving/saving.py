@@ -45,11 +45,7 @@ _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 
 
 def attach_methods(model: PreTrainedModel) -> None:
-    """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is.
-
-    Args:
-        model: A quantized model.
-    """
+    """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is."""
     for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings, train):
         setattr(model, function.__name__, types.MethodType(function, model))
 
@@ -210,13 +206,7 @@ def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Pa
 
 
 def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
-    """Return the card to upload: the user's own if there is one, else one that describes the model.
-
-    Args:
-        model: The model.
-        push: The push, which knows the card on the Hub.
-        beside: The card that lies beside the files to be pushed.
-    """
+    """Return the card to upload: the user's own if there is one, else one that describes the model."""
     theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
     tags = [*(model.model_tags or ()), *push.tags]
     return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
@@ -225,11 +215,8 @@ def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
 def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:
     """Return what Transformers is to save: a shallow copy of the model, whose quantizer hands the tensors over.
 
-    Args:
-        model: A quantized model, or one that was.
-        given: The state dict to save; the model's own if None. For a quantized model Transformers drops it, so a copy
-            of the quantizer, in a copy of the model that shares all else with it, hands it over.
-        spill: Where to put what is coded.
+    Transformers drops a state dict that it is given for a quantized model, so a copy of the quantizer, in a copy of the
+    model that shares all else with it, hands `given` over; the model's own if None.
     """
     if not hasattr(model, "hf_quantizer"):
         return model
@@ -241,10 +228,5 @@ def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill
 
 
 def is_replaced(name: str, variant: str | None) -> bool:
-    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it.
-
-    Args:
-        name: A file name without its directory.
-        variant: As for `save_pretrained`.
-    """
+    """Return whether a file is the work of a save of weights, so that the next one replaces or removes it."""
     return is_weight_file(name, variant) or name == digests_name(variant)

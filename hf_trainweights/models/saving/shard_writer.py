@@ -27,28 +27,12 @@ class ShardWriter:
     def write(
         self, tensors: Mapping[str, Tensor], file: str | os.PathLike[str], metadata: Mapping[str, str] | None = None
     ) -> None:
-        """Write one file; the arguments are those of `safetensors.torch.save_file`.
-
-        Args:
-            tensors: By the names that Transformers has for them.
-            file: Path of the file.
-            metadata: What its header says of them.
-
-        Raises:
-            OSError: It cannot be written.
-        """
+        """Write one file; the arguments are those of `safetensors.torch.save_file`."""
         file, to_write = Path(file), {name: TensorToWrite.of(tensor) for name, tensor in tensors.items()}
         self.digests[file.name] = write_safetensors(file, to_write, metadata or {}, name_in_file)
 
     def finish(self, directory: Path) -> None:
-        """Rename guards in the index, and write again what a class with a `save_pretrained` of its own has written.
-
-        Args:
-            directory: Where the files lie.
-
-        Raises:
-            OSError: A file cannot be written.
-        """
+        """Rename guards in the index, and write again what a class with a `save_pretrained` of its own has written."""
         for file in directory.glob("*.safetensors"):
             if file.name not in self.digests:
                 self._write_again(file)

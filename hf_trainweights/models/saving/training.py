@@ -15,13 +15,6 @@ def train(self: PreTrainedModel, mode: bool = True) -> PreTrainedModel:
 
     Transformers' Trainer evaluates a quantized model only if its quantizer lets it train one too. So a model without
     adapters, of which only norms, biases and the like would train, is told here.
-
-    Args:
-        self: A quantized model.
-        mode: As for `nn.Module.train`.
-
-    Returns:
-        The model.
     """
     if mode and not self.training and _trains_leftovers(self):
         warnings.warn(
