@@ -46,17 +46,7 @@ def lay_out(
 ) -> tuple[dict[str, TensorToWrite], dict[str, Any]]:
     """Return the tensors of a checkpoint in the layout, and the `quantization_config` that describes them.
 
-    Args:
-        model: A quantized model.
-        state_dict: All its tensors, a tied one once, none on the meta device, none in a kernel's private layout.
-
-    Returns:
-        Name in the checkpoint to a tensor that is made when it is asked for; and JSON values.
-
-    Raises:
-        ConfigError: Nothing is quantized.
-        UnsupportedError: The layout, or its reader in Transformers, cannot hold a weight, which is named; or the
-            model has adapters.
+    The state dict has a tied tensor once, none on the meta device and none in a kernel's private layout.
     """
     quantized = {name: as_int8(each) for name, each in state_dict.items() if isinstance(each, QuantizedTensor)}
     if not quantized:
@@ -80,13 +70,7 @@ def _ready(tensor: Tensor) -> TensorToWrite:
 
 
 def pack(codes: Tensor) -> Tensor:
-    """Return int8 codes in int32 words.
-
-    Args:
-        codes: Int8 `[N, K]`.
-
-    Returns:
-        A new int32 tensor `[N, ceil(K / 4)]`, each code + 128, the first one in the lowest bits.
+    """Return int8 codes `[N, K]`, each + 128, in int32 words `[N, ceil(K / 4)]`, the first one in the lowest bits.
 
     Examples:
         >>> codes = torch.tensor([[-128, -127, 0, 127]], dtype=torch.int8)
@@ -152,13 +136,7 @@ def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) ->
 
 
 def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, TensorToWrite]:
-    """Return the tensors of one matrix of a checkpoint as they are in the layout.
-
-    Args:
-        name: Name of the matrix.
-        weight: The weight that it is in.
-        rows: Its rows among those of all experts.
-    """
+    """Return the layout's tensors of one matrix of a checkpoint: some rows of a weight, which may hold all experts."""
     codes, scale = (weight.tensors[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
     if _SCHEMES[weight.format.name][2] == "float-quantized":
         return {name: _ready(codes), f"{name}_scale": _ready(scale)}

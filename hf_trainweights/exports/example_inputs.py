@@ -21,27 +21,14 @@ ExampleInputs = Tensor | Sequence[Any] | Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Inputs:
-    """The arguments of a model's `forward`.
-
-    Args:
-        args: By position.
-        kwargs: By name.
-    """
+    """The arguments of a model's `forward`."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, model: nn.Module, example_inputs: ExampleInputs | None) -> Inputs:
-        """Return what the caller gives, or inputs that fit a model of Transformers.
-
-        Args:
-            model: The model.
-            example_inputs: A tensor, a tuple or a dict of arguments, or None.
-
-        Raises:
-            ConfigError: There are none, and none can be made up for such a model.
-        """
+        """Return what is given, or inputs that fit a model of Transformers; ConfigError: none can be made up."""
         if example_inputs is None:
             return cls(kwargs=_without_cache(model, _made_up(model)))
         if isinstance(example_inputs, Tensor):
@@ -51,11 +38,7 @@ class Inputs:
         return cls(tuple(example_inputs))
 
     def by_name(self, model: nn.Module) -> dict[str, Any]:
-        """Return all arguments by the names that the model's `forward` gives them.
-
-        Args:
-            model: The model.
-        """
+        """Return all arguments by the names that the model's `forward` gives them."""
         names = list(inspect.signature(model.forward).parameters)
         return {**dict(zip(names, self.args, strict=False)), **self.kwargs}
 

@@ -12,11 +12,7 @@ _Value = TypeVar("_Value")
 
 
 def as_int8(value: _Value) -> _Value:
-    """Return a coded weight as the int8 weight of the same tensors, anything else as it is.
-
-    Args:
-        value: An entry of a state dict.
-    """
+    """Return a coded weight as the int8 weight of the same tensors, anything else as it is."""
     if not isinstance(value, QuantizedTensor) or not isinstance(value.format, Coded):
         return value
     return QuantizedTensor.from_held(value.held, Int8(), value.stored_shape, value.dtype, value.transposed)  # type: ignore[return-value]

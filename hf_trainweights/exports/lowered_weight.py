@@ -15,12 +15,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 class LoweredWeight:
     """Answers `F.linear` and `F.embedding` by a target's ops; for anything else it is the dequantized weight.
 
-    Args:
-        module: The module that owned the weight. Its buffers are read at each use, since exporters exchange them.
-        name: The weight's name there.
-        keys: The names of its tensors, each the end of a buffer's name.
-        weight: The quantized weight.
-        target: The ops to compute with.
+    Its tensors are the module's buffers `_<name>_<key>`, read at each use, since exporters exchange them.
     """
 
     def __init__(self, module: nn.Module, name: str, keys: tuple[str, ...], weight: QuantizedTensor, target: Target):
@@ -44,11 +39,7 @@ class LoweredWeight:
         return weight.transpose(-1, -2) if self._transposed else weight
 
     def look_up(self, indices: Tensor) -> Tensor:
-        """Return rows of a weight `[N, K]`.
-
-        Args:
-            indices: Integers of any shape.
-        """
+        """Return rows of a weight `[N, K]`."""
         plain = self.plain
         return plain.scale_columns(self._target.look_up(plain, indices)).to(self.dtype)
 

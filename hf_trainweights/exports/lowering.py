@@ -24,17 +24,6 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
     """Hold a model's quantized weights as plain buffers within the context; in place, and as before afterwards.
 
     A weight `<module>.<name>` becomes the buffers `<module>._<name>_qdata`, `_scale` and what else the target needs.
-
-    Args:
-        model: A model with quantized weights.
-        target: The ops to compute with.
-
-    Yields:
-        The model.
-
-    Raises:
-        ConfigError: Nothing in the model is quantized.
-        UnsupportedError: A weight is in a format that the target cannot hold.
     """
     weights = [parameter for parameter in model.parameters() if isinstance(parameter, QuantizedTensor)]
     if not weights:
@@ -46,15 +35,7 @@ def lowered(model: nn.Module, target: Target) -> Iterator[nn.Module]:
 
 
 def lowered_if_quantized(model: nn.Module, target: Target) -> contextlib.AbstractContextManager[nn.Module]:
-    """Return `lowered(model, target)`, which leaves a float model as it is instead of refusing it.
-
-    Args:
-        model: Any model.
-        target: The ops to compute with.
-
-    Raises:
-        UnsupportedError: On entry, if a weight is in a format that the target cannot hold.
-    """
+    """Return `lowered(model, target)`, which leaves a float model as it is instead of refusing it."""
     is_quantized = any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
     return lowered(model, target) if is_quantized else contextlib.nullcontext(model)
 

@@ -9,15 +9,7 @@ from hf_trainweights.errors import UnsupportedError
 
 
 def require(name: str, extra: Literal["onnx", "gguf"]) -> Any:
-    """Import a module that an extra brings.
-
-    Args:
-        name: Of the module.
-        extra: Of this package.
-
-    Raises:
-        UnsupportedError: It is not installed.
-    """
+    """Import a module that an extra brings; UnsupportedError: it is not installed."""
     try:
         return importlib.import_module(name)
     except ImportError as error:

@@ -14,11 +14,7 @@ from hf_trainweights.exports.example_inputs import Inputs
 
 @contextlib.contextmanager
 def in_eval_mode(model: nn.Module) -> Iterator[None]:
-    """Hold a model in eval mode within the context.
-
-    Args:
-        model: The model; each module is in its own mode again afterwards.
-    """
+    """Hold a model in eval mode within the context; afterwards each module is in its own mode again."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -31,9 +27,7 @@ def in_eval_mode(model: nn.Module) -> Iterator[None]:
 class NamedCall(nn.Module):
     """A model of Transformers that takes tensors by name and returns a dict of tensors.
 
-    Args:
-        model: The model.
-        options: Arguments that are no tensors, the same at every call.
+    Its options are arguments that are no tensors, the same at every call.
     """
 
     def __init__(self, model: PreTrainedModel, options: Mapping[str, Any]):
@@ -57,13 +51,7 @@ def _named_tensors(outputs: Mapping[str, Any], prefix: str = "") -> Iterator[tup
 
 
 class OrderedCall(nn.Module):
-    """A model of Transformers that takes tensors in order and returns a tuple of tensors, as C++ calls it.
-
-    Args:
-        model: The model.
-        names: The arguments that the tensors are, in order.
-        options: Arguments that are no tensors, the same at every call.
-    """
+    """A model of Transformers that takes tensors in the order of `names` and returns a tuple, as C++ calls it."""
 
     def __init__(self, model: PreTrainedModel, names: Sequence[str], options: Mapping[str, Any]):
         super().__init__()
@@ -75,12 +63,7 @@ class OrderedCall(nn.Module):
 
 
 def split_inputs(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model's arguments that are tensors, and the others, both by name.
-
-    Args:
-        model: The model.
-        inputs: Its arguments.
-    """
+    """Return a model's arguments that are tensors, and the others, both by name."""
     named = inputs.by_name(model)
     tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
     return tensors, {name: value for name, value in named.items() if name not in tensors}

@@ -9,12 +9,7 @@ from hf_trainweights.exports.lowered_weight import LoweredWeight
 
 
 class ScriptedLinear(nn.Module):
-    """A Linear of plain tensors.
-
-    Args:
-        module: The lowered Linear.
-        weight: Its weight.
-    """
+    """A lowered Linear of plain tensors."""
 
     def __init__(self, module: nn.Linear, weight: LoweredWeight):
         super().__init__()
@@ -30,12 +25,7 @@ class ScriptedLinear(nn.Module):
 
 
 class ScriptedEmbedding(nn.Module):
-    """An Embedding of plain tensors.
-
-    Args:
-        module: The lowered Embedding.
-        weight: Its table.
-    """
+    """A lowered Embedding of plain tensors."""
 
     def __init__(self, module: nn.Embedding, weight: LoweredWeight):
         super().__init__()
@@ -48,11 +38,7 @@ class ScriptedEmbedding(nn.Module):
 
 
 def scripted_layer(module: nn.Module) -> nn.Module | None:
-    """Return the module that TorchScript compiles in the place of a lowered one; None for one that it leaves alone.
-
-    Args:
-        module: A module of a lowered model.
-    """
+    """Return the module that TorchScript compiles in the place of a lowered one; None for one that it leaves alone."""
     weight = vars(module).get("weight")
     if isinstance(weight, LoweredWeight):
         if type(module).forward is nn.Linear.forward:

@@ -10,13 +10,5 @@ from hf_trainweights.models.loading.saved_models import load_saved
 
 
 def model_of(source: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    """Return a model as it is, or the one that was saved to a directory, in the dtypes it was saved in.
-
-    Args:
-        source: A model, or the directory of one.
-
-    Raises:
-        ConfigError: The directory holds no whole model of a class of Transformers.
-        CorruptFileError: A weight file of the directory is damaged.
-    """
+    """Return a model as it is, or the one that was saved to a directory, in the dtypes it was saved in."""
     return source if isinstance(source, nn.Module) else load_saved(source)

@@ -72,16 +72,7 @@ def export_torchscript(
 
 
 def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = None) -> bytes:
-    """Return the TorchScript file of any model, float or quantized.
-
-    Args:
-        model: The model. It is traced where there are inputs for it, as for `export_torchscript`, and else compiled.
-        example_inputs: As for `export_torchscript`.
-
-    Raises:
-        ConfigError: There are no inputs, and none can be made up for such a model of Transformers.
-        UnsupportedError: TorchScript cannot hold the model.
-    """
+    """Return the TorchScript file of any model, float or quantized: traced where there are inputs, else compiled."""
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
     with _without_deprecation(), lowered_if_quantized(model, Aten()):

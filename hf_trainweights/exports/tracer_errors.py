@@ -19,17 +19,7 @@ _LOCALS = ("self", "nn_module")
 def tracer_errors(
     model: nn.Module, tracer: str, next_step: str, passed: tuple[type[Exception], ...] = ()
 ) -> Iterator[None]:
-    """Raise an `UnsupportedError` for any error of a tracer or compiler within the context.
-
-    Args:
-        model: The model that is traced.
-        tracer: Its name, for the error.
-        next_step: What the reader should do, a full sentence.
-        passed: Errors that leave the context as they are, such as those of a disk.
-
-    Raises:
-        UnsupportedError: The tracer raised anything else; it names the innermost module that was at work.
-    """
+    """Turn errors of a tracer, but those `passed`, into UnsupportedErrors that name the innermost module at work."""
     try:
         yield
     except (TrainWeightsError, *passed):

@@ -67,33 +67,16 @@ def _write(path: Path, descriptor: int, *, durable: bool = True) -> Iterator[Bin
 
 @contextlib.contextmanager
 def create_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a new file to write into; when the block ends its data is on the disk, its name not yet.
-
-    Args:
-        path: A name that does not exist, in a directory that does.
-
-    Yields:
-        A binary file, write only, not seekable.
-
-    Raises:
-        OSError: The disk is full or refuses. A partly written file is removed.
-    """
+    """Yield a new binary file; when the block ends its data is on the disk, its name not yet."""
     with _write(path, disk.file_system.create(path)) as file:
         yield file
 
 
 @contextlib.contextmanager
 def create_file_aside(directory: Path) -> Iterator[tuple[Claim, BinaryIO]]:
-    """Yield a new file under a temporary name; it stays when the block ends, and nobody waits for the disk.
+    """Yield the claim on a new file under a temporary name, and the file, which stays when the block ends.
 
-    Args:
-        directory: An existing directory.
-
-    Yields:
-        The claim on it, to be released when `move_file` gave it its final name, and the binary file.
-
-    Raises:
-        OSError: The disk is full or refuses. A partly written file is removed.
+    Nobody waits for the disk. The caller releases the claim once `move_file` has given the file its final name.
     """
     claim, descriptor = claim_file(directory)
     try:
@@ -106,17 +89,7 @@ def create_file_aside(directory: Path) -> Iterator[tuple[Claim, BinaryIO]]:
 
 @contextlib.contextmanager
 def replace_file(path: Path) -> Iterator[BinaryIO]:
-    """Yield a file that takes the place of `path` when the block ends without an error, durably.
-
-    Args:
-        path: A name in an existing directory; the file there, if any, stays whole until the last step.
-
-    Yields:
-        A binary file, write only, not seekable.
-
-    Raises:
-        OSError: The disk is full or refuses; `path` is as it was.
-    """
+    """Yield a binary file that takes the place of `path` when the block ends without an error, durably."""
     claim, descriptor = claim_file(path.parent)
     try:
         with _write(claim.path, descriptor) as file:
@@ -133,15 +106,7 @@ def replace_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def move_file(source: Path, target: Path) -> None:
-    """Give a file that was written aside its final name, durably, data first.
-
-    Args:
-        source: The file.
-        target: A name in the same directory; a file there stays whole until the last step.
-
-    Raises:
-        OSError: The disk refuses; both names are as they were, or the move is not on the disk yet.
-    """
+    """Give a file that was written aside its final name in the same directory, durably, data first."""
     disk.file_system.sync_file(source)
     disk.file_system.rename(source, target)
     disk.file_system.sync_directory(target.parent)
@@ -151,16 +116,7 @@ def move_file(source: Path, target: Path) -> None:
 def create_directory(path: Path) -> Iterator[Path]:
     """Yield a temporary directory that becomes `path` when the block ends without an error, durably.
 
-    Args:
-        path: A missing name, or an existing empty directory. Missing parents are created.
-
-    Yields:
-        The temporary directory, on the file system of `path`. Files in it are written with `create_file`; others' files
-        are forced to the disk by `sync_tree` before the block ends.
-
-    Raises:
-        SaveError: `path` holds something.
-        OSError: The disk is full or refuses. Nothing is left behind.
+    Files in it are written by `create_file`, or forced to the disk by `sync_tree` before the block ends.
     """
     require_vacant(path)
     make_directories(path.parent)
@@ -180,14 +136,7 @@ def create_directory(path: Path) -> Iterator[Path]:
 
 
 def require_vacant(path: Path) -> None:
-    """Check that a directory can be created at `path` without losing anything.
-
-    Args:
-        path: Any path.
-
-    Raises:
-        SaveError: There is a file, a link or a directory that is not empty.
-    """
+    """Check that `path` is missing or an empty directory, so that one created there loses nothing; else SaveError."""
     if not os.path.lexists(path):
         return
     if path.is_symlink() or not path.is_dir() or any(path.iterdir()):
@@ -196,14 +145,7 @@ def require_vacant(path: Path) -> None:
 
 
 def make_directories(path: Path) -> None:
-    """Create `path` and its missing parents, durably.
-
-    Args:
-        path: A directory path.
-
-    Raises:
-        OSError: A parent is a file, or the disk refuses.
-    """
+    """Create `path` and its missing parents, durably."""
     if path.is_dir():
         return
     make_directories(path.parent)
@@ -216,16 +158,7 @@ def make_directories(path: Path) -> None:
 
 
 def link_or_copy(source: Path, target: Path) -> None:
-    """Make a file appear under a second name: as a hard link, or as a copy where links are not possible.
-
-    Args:
-        source: A regular file.
-        target: A name that does not exist.
-
-    Raises:
-        CorruptFileError: `source` is no regular file.
-        OSError: `source` is missing, `target` exists, or the disk is full or refuses.
-    """
+    """Make a regular file appear under a second, new name: as a hard link, or as a copy where there are no links."""
     try:
         disk.file_system.link(source, target)
     except OSError as error:
@@ -239,14 +172,7 @@ def link_or_copy(source: Path, target: Path) -> None:
 
 
 def sync_tree(directory: Path) -> None:
-    """Force everything in a directory to the disk, whoever wrote it: the data of each file, then the names.
-
-    Args:
-        directory: The directory; links in it are not followed.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Force a directory, whoever wrote it, to the disk, following no links: the data of each file, then the names."""
     for entry in sorted(os.scandir(directory), key=lambda entry: entry.name):
         if entry.is_dir(follow_symlinks=False):
             sync_tree(Path(entry.path))
@@ -256,14 +182,7 @@ def sync_tree(directory: Path) -> None:
 
 
 def remove_files(files: Iterable[Path]) -> None:
-    """Remove those of some files that are there, durably and in this order: an index of shards before its shards.
-
-    Args:
-        files: Their paths.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Remove those of some files that are there, durably and in this order: an index of shards before its shards."""
     for file in files:
         if file.exists():
             disk.file_system.unlink(file)
@@ -271,15 +190,7 @@ def remove_files(files: Iterable[Path]) -> None:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory and everything in it; links are removed, never followed.
-
-    Args:
-        path: The directory.
-        ignore_errors: Go on where the disk refuses, as when cleaning up after another error.
-
-    Raises:
-        OSError: The disk refuses, unless `ignore_errors`.
-    """
+    """Remove a directory and everything in it; links are removed, never followed."""
     with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):

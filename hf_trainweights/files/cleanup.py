@@ -14,17 +14,9 @@ _logger = logging.getLogger(__name__)
 
 
 def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Remove the temporary files and directories whose writers no longer live.
+    """Remove temporary files and directories right in a directory whose writers no longer live; return them, sorted.
 
-    Args:
-        directory: It is looked in directly, not below.
-        dry_run: Only say what would be removed.
-
-    Returns:
-        What was removed, sorted. Nothing while a save into the directory runs: that one cleans up itself.
-
-    Raises:
-        OSError: The directory cannot be read, or something in it not be removed.
+    While a save into the directory runs nothing is removed: that one cleans up itself.
     """
     if not directory.is_dir():
         return []
@@ -33,18 +25,7 @@ def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:
 
 
 def remove_abandoned(directory: Path, *, dry_run: bool = False) -> list[Path]:
-    """Do what `clean_up` does, in a directory that the caller has locked.
-
-    Args:
-        directory: Likewise.
-        dry_run: Likewise.
-
-    Returns:
-        What was removed, sorted.
-
-    Raises:
-        OSError: Likewise.
-    """
+    """Do what `clean_up` does, in a directory that the caller has locked."""
     return [path for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")) if _remove_if_abandoned(path, dry_run)]
 
 

@@ -87,13 +87,7 @@ class _Spec(NamedTuple):
 
 
 def encode_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
-    """Return tensors as one array of bytes; equal tensors give equal bytes.
-
-    Args:
-        tensors: By name; of any shape, of `CODED_DTYPES`, on any device.
-
-    Returns:
-        A new uint8 tensor `[bytes]` on the CPU.
+    """Return tensors of `CODED_DTYPES` as one uint8 CPU tensor `[bytes]`; equal tensors give equal bytes.
 
     Examples:
         >>> coded = encode_tensors({"codes": torch.zeros(1000, 1000, dtype=torch.int8)})
@@ -125,18 +119,7 @@ def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
 
 
 def decode_tensors(coded: Tensor, where: str) -> dict[str, Tensor]:
-    """Undo `encode_tensors`.
-
-    Args:
-        coded: Uint8 `[bytes]`.
-        where: What errors call it.
-
-    Returns:
-        New tensors on the CPU, by name.
-
-    Raises:
-        CorruptFileError: It is damaged.
-    """
+    """Undo `encode_tensors`: return new CPU tensors by name; CorruptFileError: the bytes are damaged."""
     reader = CodedTensors(coded, where)
     return {name: reader.read(name) for name in reader.specs}
 
@@ -147,9 +130,6 @@ class CodedTensors:
     Args:
         coded: Uint8 `[bytes]`, on any device.
         where: What errors call it.
-
-    Raises:
-        CorruptFileError: The header is damaged, or the blocks are not as long as it says.
     """
 
     def __init__(self, coded: Tensor, where: str):
@@ -174,18 +154,7 @@ class CodedTensors:
             raise self._corrupt("the blocks", f"{self._edges[-1]} bytes with the header", f"{len(self._data)}")
 
     def read(self, name: str, matrix: int | None = None) -> Tensor:
-        """Return a tensor, or one of its matrices.
-
-        Args:
-            name: One of `specs`.
-            matrix: Its number among those of all leading dimensions, which are flattened; None for all.
-
-        Returns:
-            A new tensor on the CPU, of the whole shape or `[N, K]`.
-
-        Raises:
-            CorruptFileError: A block is damaged.
-        """
+        """Return a new CPU tensor, whole or as its `matrix`-th `[N, K]`; CorruptFileError: a block is damaged."""
         spec = self.specs[name]
         shape = spec.shape if matrix is None else spec.shape[-2:]
         try:

@@ -73,9 +73,6 @@ class ModelReport:
 def digests_name(variant: str | None = None) -> str:
     """Return the name of the file that holds the digests of a variant's weight files.
 
-    Args:
-        variant: As for `save_pretrained`.
-
     Examples:
         >>> digests_name(), digests_name("fp16")
         ('trainweights_files.json', 'trainweights_files.fp16.json')
@@ -90,19 +87,7 @@ def write_digests(
     known: Mapping[str, str] | None = None,
     calibration: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the digests of some files beside them; equal files give equal bytes.
-
-    Args:
-        directory: Where the files lie, and the config.json that describes them.
-        names: Their names.
-        variant: As for `save_pretrained`.
-        known: The SHA-256 of those that were read for it already.
-        calibration: What calibration was worth, as JSON values; None for a model without.
-
-    Raises:
-        CorruptFileError: config.json is none.
-        OSError: A file cannot be read, or the digests cannot be written.
-    """
+    """Write the digests of some files beside them, reading those not in `known`; equal files give equal bytes."""
     known = known or {}
     content: dict[str, Any] = {"files": {name: _entry(directory / name, known.get(name)) for name in names}}
     content["versions"] = package_versions()
@@ -180,26 +165,14 @@ def verify_model(path: str | os.PathLike[str]) -> ModelReport:
 
 
 def read_calibration(directory: Path) -> Mapping[str, Any] | None:
-    """Return what calibration was worth, as `write_digests` was given it; None for a model without.
-
-    Args:
-        directory: The model's; it may be missing.
-
-    Raises:
-        CorruptFileError: The file of digests is damaged.
-        OSError: It cannot be read.
-    """
+    """Return what calibration was worth, as `write_digests` was given it; None for a model without."""
     return next(
         (each[_CALIBRATION_KEY] for each in map(_read, digest_files(directory)) if _CALIBRATION_KEY in each), None
     )
 
 
 def digest_files(directory: Path) -> list[Path]:
-    """Return the files with digests in a directory, sorted: one for each variant.
-
-    Args:
-        directory: It may be missing.
-    """
+    """Return the files with digests in a directory, sorted: one for each variant; none if the directory is missing."""
     return sorted([*directory.glob(digests_name()), *directory.glob(digests_name("*"))])
 
 

@@ -15,11 +15,7 @@ MAX_BYTES = 512 << 20
 
 
 def main() -> None:
-    """Read a request from stdin, and write the answer for each expression in a line of its own, as soon as it is known.
-
-    Raises:
-        ValueError: The request is no JSON.
-    """
+    """Read a request from stdin, and write the answer for each expression in a line, as soon as it is known."""
     # Windows has no such limit, and macOS refuses this one.
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource

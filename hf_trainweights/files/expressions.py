@@ -30,19 +30,9 @@ _MAX_SHOWN = 200
 
 
 def matching(expressions: Iterable[str], names: Iterable[str], ending: str = "") -> dict[str, frozenset[str]]:
-    r"""Return which names each regular expression matches as a whole; every expression is checked, even without names.
+    r"""Return which names each regular expression, with `ending` behind it, matches as a whole.
 
-    Args:
-        expressions: Expressions of Python's `re`.
-        names: The names.
-        ending: An expression of our own that has to match behind each of these.
-
-    Returns:
-        Each expression to the names it matches.
-
-    Raises:
-        ConfigError: An expression is not valid, or all together take longer than 10 seconds or more than 512 MiB.
-        UnsupportedError: Python cannot start a process here.
+    ConfigError: one is not valid, even if there are no names, or all together take longer than 10 seconds or 512 MiB.
 
     Examples:
         >>> matching([r"layers\.[0-3]\..*"], ["layers.2.mlp", "layers.7.mlp"])

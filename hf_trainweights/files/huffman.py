@@ -42,14 +42,7 @@ _coders = _Coders()
 
 
 def encode_block(block: np.ndarray) -> np.ndarray:
-    """Return a block as one standard zstd frame where that is smaller, else the block itself.
-
-    Args:
-        block: 1-D contiguous uint8.
-
-    Returns:
-        1-D uint8. It is as long as the block if and only if it is the block.
-    """
+    """Return a block, 1-D contiguous uint8, as one standard zstd frame where that is shorter, else the block itself."""
     if len(block) < _SMALLEST_FRAME:
         return block
     coded = _coders.compressor.compress(memoryview(block))  # pyright: ignore[reportArgumentType] (see `decode_block`)
@@ -57,19 +50,7 @@ def encode_block(block: np.ndarray) -> np.ndarray:
 
 
 def decode_block(stored: np.ndarray, size: int, corrupt: Callable[[str, str], CorruptFileError]) -> np.ndarray:
-    """Undo `encode_block`; no frame can make it allocate more than `size` bytes.
-
-    Args:
-        stored: 1-D uint8, what `encode_block` returned.
-        size: Bytes of the block.
-        corrupt: From what was expected and found to the error to raise.
-
-    Returns:
-        Uint8 `[size]`: `stored` itself, or new and not to be written to.
-
-    Raises:
-        CorruptFileError: The block is damaged or has another size.
-    """
+    """Undo `encode_block`: return uint8 `[size]`, not to be written to; no frame can make it allocate more."""
     if len(stored) == size:
         return stored
     frame = memoryview(stored)  # pyright: ignore[reportArgumentType] (numpy 2 has no __buffer__ in 3.11)

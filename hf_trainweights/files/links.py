@@ -9,16 +9,7 @@ from hf_trainweights.files.temporary import temporary_path
 
 
 def replace_by_link(source: Path, target: Path) -> None:
-    """Make a file take the place of another one in the same directory under its name as well, durably.
-
-    Args:
-        source: A regular file whose data are on the disk.
-        target: The other file, which stays whole until the last step.
-
-    Raises:
-        CorruptFileError: `source` is no regular file.
-        OSError: The disk is full or refuses; `target` is as it was.
-    """
+    """Put a link to a regular file, or a copy, in the place of another file in the same directory, durably."""
     aside = temporary_path(target.parent)
     link_or_copy(source, aside)
     move_file(aside, target)

@@ -13,17 +13,9 @@ CONFIG_NAME = "config.json"
 
 
 def quantization_sha256(directory: Path) -> str | None:
-    """Return the SHA-256 of `quantization_config` as canonical JSON: sorted keys, no spaces, ASCII.
+    """Return the SHA-256 of a directory's `quantization_config` as canonical JSON; None where there is none.
 
-    Args:
-        directory: Where config.json lies.
-
-    Returns:
-        64 hexadecimal digits; None where there is no config.json, or none of a quantized model.
-
-    Raises:
-        CorruptFileError: config.json is no regular file, or no JSON object.
-        OSError: It cannot be read.
+    Canonical JSON has sorted keys, no spaces, and ASCII only.
 
     Examples:
         >>> import tempfile

@@ -18,7 +18,7 @@ _TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": cty
 
 
 def load_library(path: Path, functions: Mapping[str, str], abi: int | None = None) -> ctypes.CDLL | None:
-    """Load a library and declare its functions.
+    """Load a library and declare its functions; None where it is missing, or does not fit this machine or this code.
 
     An x86 CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
 
@@ -27,10 +27,6 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int | None = Non
         functions: By name the types of result and arguments, a letter each: `p` for a pointer, `l` for 64 bits, `i` for
             an int, `u` for 32 bits without sign, `f` for a float; first the result, `-` if there is none.
         abi: What its function `abi()` has to return; None where it has no such function.
-
-    Returns:
-        The library, whose calls release Python's lock; None if it is missing or does not fit this machine, or, with a
-        warning, if it is not that of this Python code.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
@@ -63,9 +59,5 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, str]) -> None:
 
 
 def address(array: np.ndarray | None) -> int | None:
-    """Return where the elements of an array begin, for an argument of type `p`; None for None.
-
-    Args:
-        array: What the caller keeps alive until the function returns.
-    """
+    """Return where an array, which the caller keeps alive, begins, for an argument of type `p`; None for None."""
     return None if array is None else array.__array_interface__["data"][0]

@@ -23,19 +23,7 @@ _KINDS = {
 
 
 def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a regular file for reading.
-
-    Args:
-        path: The file.
-        follow_links: Whether the file may be a symbolic link to a regular file.
-
-    Returns:
-        The open file, for the caller to close.
-
-    Raises:
-        CorruptFileError: Something else is there: a FIFO, a socket, a device, a directory, a link to one of these or
-            to nothing, or any link where `follow_links` is false.
-        OSError: Nothing is there, or it cannot be read.
+    """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed.
 
     Examples:
         >>> import tempfile
@@ -59,16 +47,7 @@ def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryI
 
 
 def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None:
-    """Check that a library that opens `path` by itself will find a regular file there.
-
-    Args:
-        path: The file.
-        follow_links: Whether the file may be a symbolic link to a regular file.
-
-    Raises:
-        CorruptFileError: Something else is there, as for `open_regular_file`.
-        OSError: Nothing is there.
-    """
+    """Check that a library that opens `path` by itself will find a regular file; CorruptFileError: it will not."""
     try:
         status = os.stat(path, follow_symlinks=follow_links)
     except ValueError as error:  # a null byte, or half of a surrogate pair

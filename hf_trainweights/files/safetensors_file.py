@@ -30,15 +30,7 @@ _AGAIN = "Download it again, or save it again from the source."
 
 
 def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
-    """Return name to dtype, shape and offsets of the tensors in a safetensors file, after checking its length.
-
-    Args:
-        file: Path of the file.
-
-    Raises:
-        CorruptFileError: The header does not parse, or the file is longer or shorter than it says, or no regular file.
-        OSError: It is missing, or cannot be read.
-    """
+    """Return name to dtype, shape and offsets of the tensors in a safetensors file, after checking its length."""
     with open_regular_file(file) as stream:
         size = os.fstat(stream.fileno()).st_size
         prefix = stream.read(8)
@@ -65,13 +57,7 @@ def read_safetensors_header(file: Path) -> dict[str, dict[str, Any]]:
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor that is made when its turn to be written comes.
-
-    Args:
-        shape: Its shape.
-        dtype: Its dtype.
-        make: Makes it.
-    """
+    """A tensor that is made when its turn to be written comes."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -79,11 +65,7 @@ class TensorToWrite(NamedTuple):
 
     @classmethod
     def of(cls, tensor: Tensor) -> TensorToWrite:
-        """Return a tensor that is there already.
-
-        Args:
-            tensor: The tensor.
-        """
+        """Return a tensor that is there already."""
         return cls(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
     @property
@@ -98,23 +80,11 @@ def write_safetensors(
     metadata: Mapping[str, str],
     name_in_file: Callable[[str], str] = str,
 ) -> str:
-    """Write the file that `safetensors.torch.save_file` writes of these tensors, with one of them in memory at a time.
+    """Write the file that `safetensors.torch.save_file` writes, holding one tensor at a time, and return its SHA-256.
 
     Where 8 spaces more in the header let more of the int8 tensors begin where a product can read the mapped file, the
-    header has them. The content is the same, and equal tensors give equal files.
-
-    Args:
-        file: Path of the file; replaced.
-        tensors: By name.
-        metadata: What the header says of them.
-        name_in_file: Returns the name that a tensor gets, which must not be longer; in the order it keeps the old one.
-
-    Returns:
-        The SHA-256 of the file, in hexadecimal.
-
-    Raises:
-        SaveError: A tensor that was made has another shape or dtype than was said.
-        OSError: The file cannot be written.
+    header has them. The content is the same, and equal tensors give equal files. A name from `name_in_file` must not be
+    longer than the old one, whose place in the order it keeps.
     """
     # Of tensors without elements safetensors makes a header that has the same names, in the order of the file.
     empty = {name: torch.empty(0, dtype=each.dtype, device="cpu") for name, each in tensors.items()}

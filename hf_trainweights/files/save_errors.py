@@ -40,15 +40,7 @@ _OTHERWISE = "a disk that takes the files", "Check the disk, or choose another d
 
 @contextlib.contextmanager
 def save_errors(path: Path, outcome: str) -> Iterator[None]:
-    """Turn what the operating system refuses while `path` is written into a `SaveError`.
-
-    Args:
-        path: The file or directory that is written.
-        outcome: What is true of it after an error, a sentence.
-
-    Raises:
-        SaveError: The block raised an OSError.
-    """
+    """Turn what the operating system refuses while `path` is written into a `SaveError` that tells the outcome."""
     try:
         yield
     except SaveError:

@@ -24,13 +24,6 @@ _MAX_COMPARED = 20_000
 def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozenset[str]]:
     """Return which of some names each selector selects.
 
-    Args:
-        selectors: As the module describes them.
-        names: Full names of all modules and parameters that there are.
-
-    Raises:
-        ConfigError: An expression is not valid, or takes too long.
-
     Examples:
         >>> select(["re:.*up_proj", "up_proj", "proj"], ["layers.0.up_proj"])["up_proj"]
         frozenset({'layers.0.up_proj'})
@@ -46,9 +39,6 @@ def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozense
 
 def name_and_modules(name: str) -> list[str]:
     """Return a name and those of all modules around it, but for the outermost one that has no name.
-
-    Args:
-        name: Full name of a module or parameter.
 
     Examples:
         >>> name_and_modules("mlp.up.weight")
@@ -73,14 +63,10 @@ def _is_within(selector: str, name: str) -> bool:
 
 
 def most_exact(selected: Mapping[str, Collection[str]], names: Iterable[str]) -> str | None:
-    """Return the selector that decides for one parameter.
+    """Return the selector that decides for a parameter; `names` are its own and its module's, under each of its ties.
 
     Full names win over runs of parts, and these over expressions; then parameters over modules, more parts over fewer,
     and the first over later ones. Among expressions the first wins.
-
-    Args:
-        selected: Each selector to what it selects, as `select` returned it for these names and perhaps for others.
-        names: The names of the parameter: its module's and its own, under each of its ties.
 
     Examples:
         >>> names = ["mlp", "mlp.weight"]
@@ -102,16 +88,7 @@ def _rank(selector: str, names: frozenset[str]) -> tuple[int, bool, int]:
 
 
 def require_used(where: str, selected: Mapping[str, Collection[str]], names: Iterable[str]) -> None:
-    """Check that each selector selects something: one that does not is most likely misspelt.
-
-    Args:
-        where: The option that holds the selectors.
-        selected: Each selector to what it selects of `names`.
-        names: Full names of all modules and parameters that there are.
-
-    Raises:
-        ConfigError: A selector selects nothing; the error names the nearest one that would.
-    """
+    """Check that each selector selects something: one that does not is most likely misspelt."""
     for selector, found in selected.items():
         if not found:
             raise ConfigError(

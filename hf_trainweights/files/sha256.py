@@ -14,36 +14,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 def read_chunks(path: Path) -> Iterator[bytes]:
-    """Yield the bytes of a regular file, never following a link in its last component.
-
-    Args:
-        path: The file.
-
-    Yields:
-        Pieces of at most 1 MiB.
-
-    Raises:
-        CorruptFileError: It is a link, a directory, a FIFO or a device.
-        OSError: It is missing or cannot be read.
-    """
+    """Yield the bytes of a regular file in pieces of at most 1 MiB, never following a link in its last component."""
     with open_regular_file(path, follow_links=False) as file:
         while chunk := disk.file_system.read(file.fileno(), _CHUNK_BYTES):
             yield chunk
 
 
 def file_sha256(path: Path) -> str:
-    """Return the SHA-256 of a regular file, in hexadecimal.
-
-    Args:
-        path: The file; a link is an error.
-
-    Returns:
-        64 hexadecimal digits.
-
-    Raises:
-        CorruptFileError: It is no regular file.
-        OSError: It is missing or cannot be read.
-    """
+    """Return the SHA-256 of a regular file, in hexadecimal; a link is an error."""
     digest = hashlib.sha256()
     for chunk in read_chunks(path):
         digest.update(chunk)
@@ -51,11 +29,7 @@ def file_sha256(path: Path) -> str:
 
 
 class DigestedFile:
-    """A file that is written to, and the digest of what was written, so that nobody has to read it again.
-
-    Args:
-        file: A binary file open for writing, at its beginning.
-    """
+    """A binary file, written from its beginning, and the digest of what was written, so that nobody has to read it."""
 
     def __init__(self, file: BinaryIO):
         self._file = file

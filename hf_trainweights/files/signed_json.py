@@ -16,13 +16,7 @@ _UNSIGNED = b'\n  "sha256": ""'
 
 
 def sign_json(content: Mapping[str, Any]) -> bytes:
-    """Return an object as text that holds its own digest.
-
-    Args:
-        content: Values that JSON can hold; a dataclass in it becomes the object of its fields. A `sha256` is replaced.
-
-    Returns:
-        The bytes to write.
+    """Return an object, its dataclasses as objects of their fields, as text that holds its own digest as `sha256`.
 
     Examples:
         >>> text = sign_json({"size_bytes": 3})
@@ -37,10 +31,5 @@ def sign_json(content: Mapping[str, Any]) -> bytes:
 
 
 def is_signed(text: bytes, content: Mapping[str, Any]) -> bool:
-    """Return whether a text is exactly the one that `sign_json` returns for its content.
-
-    Args:
-        text: The bytes of a file.
-        content: What `json.loads` returned for them.
-    """
+    """Return whether a text is exactly the one that `sign_json` returns for its content."""
     return sign_json(content) == text

@@ -30,20 +30,7 @@ class Spill:
         self._directory = next(path for path in (directory.absolute(), *directory.absolute().parents) if path.is_dir())
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return a tensor on the CPU; a large one is filled with zeros.
-
-        Args:
-            shape: Its shape.
-            dtype: Its dtype.
-
-        Raises:
-            SaveError: The disk is full or refuses.
-
-        Examples:
-            >>> import tempfile
-            >>> Spill(Path(tempfile.mkdtemp())).empty((512, 512), torch.int8).sum()
-            tensor(0)
-        """
+        """Return a tensor on the CPU; a large one is filled with zeros."""
         size_bytes = math.prod(shape) * dtype.itemsize
         if size_bytes < _LEAST_BYTES:
             return torch.empty(tuple(shape), dtype=dtype, device="cpu")
@@ -52,14 +39,7 @@ class Spill:
         return plain.view(dtype).view(tuple(shape))
 
     def keep(self, tensor: Tensor) -> Tensor:
-        """Return a copy of a tensor; of one that is small or on another device, itself.
-
-        Args:
-            tensor: The tensor.
-
-        Raises:
-            SaveError: The disk is full or refuses.
-        """
+        """Return a copy of a tensor; of one that is small or on another device, itself."""
         if tensor.nbytes < _LEAST_BYTES or tensor.device.type != "cpu":
             return tensor
         return self.empty(tensor.shape, tensor.dtype).copy_(tensor)

@@ -33,19 +33,8 @@ class StagedFiles:
 def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterator[StagedFiles]:
     """Yield an empty directory; when the block ends without an error, what it holds is in `directory`, all or nothing.
 
-    A loader finds the old files, the new ones, or no model at all, at every moment, whatever stops the process.
-
-    Args:
-        directory: Where the files are to go; made if missing, and held against other saves.
-        is_replaced: Which names are of a kind, such as weight files: where a new file is of it, those of an earlier
-            save go, too.
-
-    Yields:
-        Where to write.
-
-    Raises:
-        SaveError: It cannot be written, the disk is full, or another save into it is running; what was there before is
-            there. Only where the disk also refused to put it back, it is kept aside, and the error says where.
+    A loader finds the old files, the new ones, or no model at all, at every moment, whatever stops the process. If a
+    new file is of the kind that `is_replaced` tells, such as weight files, all older files of that kind go.
     """
     with save_errors(directory, "Nothing was changed there."):
         make_directories(directory)

@@ -33,21 +33,10 @@ _MAX_JOURNAL_BYTES = 1 << 24
 
 
 def swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) -> list[str]:
-    """Move the files of `staging/new` to where they belong, all or none.
+    """Move the files of `staging/new` to where they belong, all or none, and return their names, sorted.
 
-    Args:
-        staging: The staging directory, in `directory`. Everything in it is on the disk.
-        directory: Where the files go.
-        is_replaced: Which names are of a kind, such as weight files: where a new file is of it, those of an earlier
-            save go, too.
-
-    Returns:
-        The names of all new files, relative to `directory`, parts joined by `/`, sorted.
-
-    Raises:
-        IsADirectoryError: A directory has the name of a file to come; nothing was moved.
-        SaveError: The move failed, and so did putting everything back: the old files are kept in `staging`.
-        OSError: The move failed; everything is as it was.
+    All of them are on the disk already. If a new file is of the kind that `is_replaced` tells, such as weight files,
+    all older files of that kind go.
     """
     names = sorted(path.relative_to(staging / NEW).as_posix() for path in (staging / NEW).rglob("*") if path.is_file())
     for name in names:
@@ -75,13 +64,7 @@ def swap_in(staging: Path, directory: Path, is_replaced: Callable[[str], bool]) 
 def undo_interrupted(staging: Path, directory: Path) -> None:
     """Put back what a swap took away that was interrupted by a kill or a power failure; do nothing after a whole one.
 
-    Args:
-        staging: A staging directory whose writer no longer lives.
-        directory: Where it lies.
-
-    Raises:
-        ValueError: The journal is damaged; the old files stay in `staging`.
-        OSError: The disk refuses; a second call goes on from there.
+    ValueError: the journal is damaged; the old files stay in `staging`.
     """
     journal = staging / JOURNAL
     if not journal.is_file():

@@ -48,29 +48,12 @@ class Claim:
 
 
 def temporary_path(directory: Path) -> Path:
-    """Return a fresh name that marks its bearer as unfinished.
-
-    Args:
-        directory: Where the finished file or directory will lie; a rename must not cross file systems.
-
-    Returns:
-        A path that does not exist.
-    """
+    """Return a fresh name in a directory that marks its bearer as unfinished."""
     return directory / f"{TEMPORARY_PREFIX}{secrets.token_hex(8)}"
 
 
 def claim_file(directory: Path) -> tuple[Claim, int]:
-    """Create an empty file under a temporary name.
-
-    Args:
-        directory: An existing directory.
-
-    Returns:
-        The claim, and a descriptor to write to, which is the caller's to close.
-
-    Raises:
-        OSError: The disk is full or refuses.
-    """
+    """Create an empty file under a temporary name; return the claim and a descriptor for the caller to close."""
     while True:
         path = temporary_path(directory)
         descriptor = disk.file_system.create(path)
@@ -81,14 +64,7 @@ def claim_file(directory: Path) -> tuple[Claim, int]:
 
 
 def claim_directory(directory: Path) -> Claim:
-    """Create an empty directory under a temporary name.
-
-    Args:
-        directory: An existing directory.
-
-    Raises:
-        OSError: The disk is full or refuses.
-    """
+    """Create an empty directory under a temporary name."""
     while True:
         path = temporary_path(directory)
         disk.file_system.mkdir(path)
@@ -98,14 +74,7 @@ def claim_directory(directory: Path) -> Claim:
 
 
 def move_aside(path: Path) -> Claim:
-    """Give a directory a temporary name, durably: it is gone for everybody else in one step.
-
-    Args:
-        path: The directory.
-
-    Raises:
-        OSError: The disk refuses.
-    """
+    """Give a directory a temporary name, durably: it is gone for everybody else in one step."""
     descriptor = _open(path)
     locked = descriptor is not None and _lock(descriptor, wait=True)
     aside = temporary_path(path.parent)
@@ -121,14 +90,7 @@ def move_aside(path: Path) -> Claim:
 
 @contextlib.contextmanager
 def take_over(path: Path) -> Iterator[bool]:
-    """Hold a file or directory with a temporary name against all others, if its writer no longer lives.
-
-    Args:
-        path: Its path.
-
-    Yields:
-        Whether it is abandoned, and this process may remove it within the block.
-    """
+    """Hold what has a temporary name against others; yield whether its writer is dead, so that it may be removed."""
     if path.is_symlink():  # no writer makes one
         yield True
         return
@@ -143,17 +105,9 @@ def take_over(path: Path) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def lock_directory(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold a directory for one writer; the system lets go of it if the process dies.
+    """Hold a directory for one writer, and yield whether it was free; the system lets go of it if the process dies.
 
-    Args:
-        path: An existing directory.
-        wait: Until another writer lets go of it.
-
-    Yields:
-        Whether it was free. Where nothing can be locked it always is.
-
-    Raises:
-        OSError: It cannot be opened.
+    Where nothing can be locked it always is free.
     """
     descriptor = os.open(path, os.O_RDONLY) if fcntl is not None else None
     try:

@@ -17,18 +17,7 @@ TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
 
 @contextlib.contextmanager
 def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
-    """Open a zip archive for a block that does nothing but read from it.
-
-    Args:
-        path: The archive.
-
-    Yields:
-        The archive. A member that is read to its end is compared with its checksum.
-
-    Raises:
-        CorruptFileError: It is no zip archive or a damaged one, which may show only when a member is read.
-        OSError: It is missing or cannot be read.
-    """
+    """Open a zip archive for a block that only reads from it; CorruptFileError, also in the block: it is damaged."""
     with open_regular_file(path) as file:
         try:
             with zipfile.ZipFile(file) as archive:
@@ -47,18 +36,7 @@ def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
 
 @contextlib.contextmanager
 def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open the pickle in a file of torch.save, for a block that does nothing but read from it.
-
-    Args:
-        path: The file.
-
-    Yields:
-        The pickle's bytes. When they are read to the end, they are compared with their checksum.
-
-    Raises:
-        CorruptFileError: The file is damaged, or no zip archive of torch.save.
-        OSError: It is missing or cannot be read.
-    """
+    """Open the pickle of a torch.save file for a block that only reads from it; at its end its checksum is compared."""
     with open_zip(path) as archive:
         pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
         if len(pickles) != 1:

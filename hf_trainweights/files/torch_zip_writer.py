@@ -42,11 +42,7 @@ class _Record:
 
 
 class TorchZipWriter:
-    """Writes one archive.
-
-    Args:
-        file: A binary file at its beginning.
-    """
+    """Writes one archive to a binary file that is at its beginning."""
 
     def __init__(self, file: Writable):
         self._file = file
@@ -56,11 +52,7 @@ class TorchZipWriter:
         self._crc32 = self._size_bytes = 0
 
     def begin(self, name: str) -> None:
-        """Begin a record; what `write` gets belongs to it until `end`.
-
-        Args:
-            name: E.g. `data/0`.
-        """
+        """Begin a record; what `write` gets belongs to it until `end`."""
         self._name, self._start = (_ARCHIVE + name).encode(), self._position
         self._crc32 = self._size_bytes = 0
         # The lengths are in an extra field of 64 bits each, which the record may need.
@@ -73,12 +65,7 @@ class TorchZipWriter:
         self._put(header + self._name + sizes)
 
     def write(self, data: bytes | memoryview, crc32: int | None = None) -> None:
-        """Append bytes to the record.
-
-        Args:
-            data: The bytes.
-            crc32: Their checksum, if it is known.
-        """
+        """Append bytes to the record."""
         if crc32 is None or len(data) < _JOINED_BYTES:
             self._crc32 = zlib.crc32(data, self._crc32)
         else:
@@ -92,12 +79,7 @@ class TorchZipWriter:
         self._put(struct.pack("<4sIQQ", b"PK\7\10", self._crc32, self._size_bytes, self._size_bytes))
 
     def add(self, name: str, data: bytes) -> None:
-        """Write a whole record.
-
-        Args:
-            name: As for `begin`.
-            data: What is in it.
-        """
+        """Write a whole record."""
         self.begin(name)
         self.write(data)
         self.end()
@@ -135,14 +117,6 @@ def _directory_entry(record: _Record) -> bytes:
 
 def join_crc32(first: int, second: int, second_bytes: int) -> int:
     """Return the CRC-32 of two byte strings one after the other, without reading them.
-
-    Args:
-        first: The checksum of the first one.
-        second: That of the second one.
-        second_bytes: The length of the second one.
-
-    Returns:
-        The checksum.
 
     Examples:
         >>> join_crc32(zlib.crc32(b"one"), zlib.crc32(b"two"), 3) == zlib.crc32(b"onetwo")

@@ -51,10 +51,6 @@ _WEIGHT_FILE = re.compile(
 def is_weight_file(name: str, variant: str | None = None) -> bool:
     """Return whether a file name is one that Transformers looks for weights under, shards and indices included.
 
-    Args:
-        name: A file name without its directory.
-        variant: The variant whose files are meant; None for those without.
-
     Examples:
         >>> is_weight_file("model-00001-of-00002.safetensors"), is_weight_file("model.fp16.safetensors")
         (True, False)
@@ -66,9 +62,6 @@ def is_weight_file(name: str, variant: str | None = None) -> bool:
 def may_be_loaded(name: str) -> bool:
     """Return whether some loader might take a file for weights; more names than `is_weight_file` knows.
 
-    Args:
-        name: A file name without its directory.
-
     Examples:
         >>> may_be_loaded("consolidated.safetensors"), may_be_loaded("training_args.bin")
         (True, False)
@@ -77,22 +70,12 @@ def may_be_loaded(name: str) -> bool:
 
 
 def safetensors_files(directory: Path) -> list[Path]:
-    """Return the safetensors files of a model, whole or sharded, of any variant, sorted.
-
-    Args:
-        directory: Where the model lies.
-    """
+    """Return the safetensors files of a model, whole or sharded, of any variant, sorted."""
     return sorted(directory.glob("model*.safetensors"))
 
 
 def entry_point_rank(name: str) -> int | None:
-    """Return the place of a file among those that a loader opens first, 0 for the one it looks for first.
-
-    Args:
-        name: A file name without its directory, of any variant.
-
-    Returns:
-        None for shards, and for files that hold no weights.
+    """Return the place of a file among those that a loader opens first, from 0; None for shards and other files.
 
     Examples:
         >>> entry_point_rank("model.safetensors"), entry_point_rank("pytorch_model.bin.index.fp16.json")
@@ -108,9 +91,6 @@ def entry_point_rank(name: str) -> int | None:
 def is_shard(name: str) -> bool:
     """Return whether a file holds weights only for the index that names it.
 
-    Args:
-        name: Its path within the directory, of any variant.
-
     Examples:
         >>> is_shard("model-0a1b2c3d-00001-of-00002.safetensors"), is_shard("model.safetensors.index.json")
         (True, False)
@@ -122,9 +102,6 @@ def is_shard(name: str) -> bool:
 def is_read_by_loaders(name: str) -> bool:
     """Return whether a file of a model directory can change what a loader makes of it: neither cards nor digests can.
 
-    Args:
-        name: Its path within the directory.
-
     Examples:
         >>> is_read_by_loaders("config.json"), is_read_by_loaders("trainweights_files.json")
         (True, False)
@@ -135,9 +112,6 @@ def is_read_by_loaders(name: str) -> bool:
 def bin_name(name: str) -> str:
     """Return the name that the `.bin` twin of a safetensors file, shard or index has.
 
-    Args:
-        name: A file name without its directory.
-
     Examples:
         >>> bin_name("model-00001-of-00002.safetensors")
         'pytorch_model-00001-of-00002.bin'
@@ -146,19 +120,7 @@ def bin_name(name: str) -> str:
 
 
 def shard_names(index: Path) -> list[str]:
-    """Return the shards that an index file lists.
-
-    Args:
-        index: A `*.index.json` file.
-
-    Returns:
-        File names in the index's directory, each once, sorted.
-
-    Raises:
-        CorruptFileError: It is no regular file, no index, or names something that is no plain `.safetensors` or `.bin`
-            file name, such as a path out of the directory.
-        OSError: It cannot be read.
-    """
+    """Return the shards that an index file lists, each once, sorted; CorruptFileError: one is no plain file name."""
     with open_regular_file(index) as file:
         text = file.read()
     try:

@@ -24,18 +24,7 @@ _NUMBER = re.compile(r"(?:-[0-9a-f]{8})?(-\d{5}-of-\d{5}\.)")
 def write_shards(
     tensors: Mapping[str, TensorToWrite], directory: Path, max_shard_size: int | str = MAX_SHARD_SIZE
 ) -> None:
-    """Write safetensors files, and their index where there are several.
-
-    Args:
-        tensors: By name.
-        directory: Where to; it exists.
-        max_shard_size: Bytes of one file at most, or a text such as `"5GB"`.
-
-    Raises:
-        ConfigError: `max_shard_size` is no size.
-        SaveError: A tensor that was made has another shape or dtype than was said.
-        OSError: A file cannot be written.
-    """
+    """Write safetensors files of at most `max_shard_size`, bytes or e.g. `"5GB"`, and their index if several."""
     try:
         split = split_state_dict_into_shards_factory(
             dict(tensors),
@@ -60,20 +49,10 @@ def write_shards(
 
 
 def name_shards(directory: Path, digests: Mapping[str, str]) -> dict[str, str]:
-    """Give each shard a name of its own, which holds the beginning of its SHA-256, in the indices as well.
+    """Put the beginning of each shard's SHA-256 into its name, also in indices; return all digests by the new names.
 
     So the shards of a save never take the place of those of another one, and the index is all that is replaced. Equal
     shards have equal names.
-
-    Args:
-        directory: Where shards and indices lie.
-        digests: The SHA-256 of each file that is known; others are read for it.
-
-    Returns:
-        The same with the new names, and with what was read.
-
-    Raises:
-        OSError: A file cannot be read or written.
     """
     named = dict(digests)
     for path in sorted(path for path in directory.glob("*.index*.json") if entry_point_rank(path.name) is not None):

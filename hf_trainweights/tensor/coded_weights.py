@@ -22,24 +22,14 @@ _LEAST_GAIN, _LEAST_BYTES = 0.02, 1 << 14
 
 
 def encode_stored(tensors: Mapping[str, Tensor], form: Format, compress: bool) -> Tensor | None:
-    """Return the stored tensors of a weight as one coded tensor; None where they lie in a file as they are.
-
-    Args:
-        tensors: The stored tensors by name.
-        form: Their format.
-        compress: Whether to code a format that need not be, where that saves 2 % or more.
-    """
+    """Return the stored tensors of a weight as one, if its format is so in files or `compress` saves 2 %; else None."""
     if form.is_coded_in_files:
         return encode_tensors(tensors)
     return _encode_where_smaller(tensors) if compress else None
 
 
 def encode_float(tensor: object) -> Tensor | None:
-    """Return a float weight as a coded tensor; None where that does not save 2 %, or it is no such weight.
-
-    Args:
-        tensor: An entry of a state dict.
-    """
+    """Return a float weight as a coded tensor; None where that does not save 2 %, or it is no such weight."""
     if type(tensor) is not Tensor or not tensor.is_floating_point() or tensor.dtype not in CODED_DTYPES:
         return None
     return _encode_where_smaller({_FLOAT_NAME: tensor})
@@ -56,20 +46,9 @@ def _encode_where_smaller(tensors: Mapping[str, Tensor]) -> Tensor | None:
 def decode_stored(
     name: str, coded: Tensor, form: Format, shape: Sequence[int] | None, values: bool
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of a weight.
+    """Undo `encode_stored`, on the device of `coded`; without `values` the tensors are on the meta device.
 
-    Args:
-        name: Name of the weight, for errors.
-        coded: What `encode_stored` returned, on any device.
-        form: The format of the weight.
-        shape: The shape that the stored weight must have, so that no other is decoded; None for any.
-        values: False for tensors on the meta device, of which only the header is read.
-
-    Returns:
-        New tensors by name, on the device of `coded`.
-
-    Raises:
-        CorruptFileError: It is damaged, or holds a weight of another shape or format.
+    CorruptFileError: it is damaged, or holds another format or shape than these (None for any), and is not decoded.
     """
     reader = CodedTensors(coded, name)
     found = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in reader.specs.items()}
@@ -83,17 +62,7 @@ def decode_stored(
 
 
 def decode_float(name: str, coded: Tensor, shape: Sequence[int] | None = None, values: bool = True) -> Tensor:
-    """Return a weight that is not quantized.
-
-    Args:
-        name: Its name, for errors.
-        coded: What `encode_float` returned, on any device.
-        shape: The shape that it must have; None for any.
-        values: False for a tensor on the meta device.
-
-    Raises:
-        CorruptFileError: It is damaged, or holds something else.
-    """
+    """Undo `encode_float` of a weight of that shape, None for any; without `values` it is on the meta device."""
     reader = CodedTensors(coded, name)
     spec = reader.specs.get(_FLOAT_NAME)
     if spec is None or len(reader.specs) != 1 or not spec.dtype.is_floating_point:

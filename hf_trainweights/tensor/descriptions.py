@@ -13,11 +13,6 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
     """Make `print(module)` name the module's quantized weights, and torch.jit.script refuse it, while it has any.
 
     PyTorch calls this whenever a module gets a parameter, be it by `load_state_dict(assign=True)`.
-
-    Args:
-        module: The module.
-        name: Name of the parameter there.
-        parameter: What it is to be.
     """
     own = vars(module)
     if isinstance(parameter, QuantizedTensor):
@@ -33,20 +28,12 @@ def describe(module: nn.Module, name: str, parameter: nn.Parameter | None) -> No
 
 
 def extra_repr(module: nn.Module) -> str:
-    """Return the module's own description and its quantized weights'.
-
-    Args:
-        module: The module to describe.
-    """
+    """Return the module's own description and its quantized weights'."""
     own = type(module).extra_repr(module)
     weights = {name: p.format for name, p in module.named_parameters(recurse=False) if isinstance(p, QuantizedTensor)}
     return ", ".join(([own] if own else []) + [f"{name}={form}" for name, form in weights.items()])
 
 
 def refuse_torchscript() -> None:
-    """Raise: torch.jit.script calls this on every module, and would save quantized weights as garbage.
-
-    Raises:
-        UnsupportedError: Always.
-    """
+    """Raise: torch.jit.script calls this on every module, and would save quantized weights as garbage."""
     raise unsupported_by_torchscript()

@@ -23,16 +23,7 @@ _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run an op of which an argument is a quantized weight.
-
-    Args:
-        func: The op.
-        args: Its arguments.
-        kwargs: Likewise.
-
-    Raises:
-        UnsupportedError: The op writes to a quantized weight, or sends it to other processes.
-    """
+    """Run an op of which an argument is a quantized weight."""
     handler = HANDLERS.get(func)
     result = NotImplemented if handler is None else handler(func, *args, **kwargs)
     return _fall_back(func, args, kwargs) if result is NotImplemented else result
@@ -58,11 +49,7 @@ def _fall_back(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def unsupported_collective(func: Any) -> UnsupportedError:
-    """Return the error for a collective that would send a quantized weight as it is.
-
-    Args:
-        func: The op.
-    """
+    """Return the error for a collective that would send a quantized weight as it is."""
     return UnsupportedError(
         str(func),
         "plain tensors",
@@ -73,12 +60,7 @@ def unsupported_collective(func: Any) -> UnsupportedError:
 
 
 def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
-    """Return the error for what would change a quantized weight in place.
-
-    Args:
-        where: The op or assignment.
-        weight: The weight.
-    """
+    """Return the error for what would change a quantized weight in place."""
     return UnsupportedError(
         where,
         "an op that leaves the quantized weight as it is",
@@ -88,12 +70,6 @@ def unsupported_in_place(where: str, weight: HeldTensor) -> UnsupportedError:
 
 
 def compute_dequantized(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run an op on dequantized arguments.
-
-    Args:
-        func: The op.
-        args: Its arguments; quantized ones, at any depth, are dequantized.
-        kwargs: Likewise.
-    """
+    """Run an op with its quantized arguments, at any depth, dequantized."""
     args, kwargs = tree_map_only(HeldTensor, lambda tensor: tensor.dequantize(), (args, kwargs))
     return func(*args, **kwargs)

@@ -27,31 +27,20 @@ def make_guard() -> Tensor:
 
 
 def is_guard(value: object) -> bool:
-    """Return whether a value is what `make_guard` returns, wherever its byte lies and whatever it is.
-
-    Args:
-        value: A tensor, on the meta device if need be, or anything else.
-    """
+    """Return whether a value is what `make_guard` returns, wherever its byte lies and whatever it is."""
     return isinstance(value, Tensor) and value.dtype is torch.uint8 and tuple(value.shape) == _GUARD_SHAPE
 
 
 def is_notice(name: str) -> bool:
-    """Return whether a name is that of the notice; a conversion of Transformers may put a prefix before it.
-
-    Args:
-        name: A name as it lies in a file.
-    """
+    """Return whether a name is that of the notice; a conversion of Transformers may put a prefix before it."""
     return name.rpartition(".")[2] == NOTICE_NAME
 
 
 def guarded_names(names: Iterable[str]) -> list[str]:
-    """Return which weights get a guard: the first of each stack of layers, and each that is in none.
+    """Return which weights get a guard: in the order of the model the first of each stack of layers, and each in none.
 
     Every class that a checkpoint can be loaded as takes whole stacks: `AutoModel` leaves out a head, an encoder leaves
     out the decoder, a shorter model leaves out the last layers. So each meets a guard if it takes a quantized weight.
-
-    Args:
-        names: Full names of the quantized weights, in the order of the model.
 
     Examples:
         >>> guarded_names(["encoder.0.q.weight", "encoder.1.q.weight", "decoder.0.q.weight", "head.weight"])
@@ -67,11 +56,7 @@ def guarded_names(names: Iterable[str]) -> list[str]:
 
 
 def guards_of(names: Iterable[str]) -> dict[str, Tensor]:
-    """Return what stands before the tensors of a file: the notice and the guards, under the names of the weights.
-
-    Args:
-        names: Full names of the quantized weights, in the order of the model; if there are none, neither is a notice.
-    """
+    """Return what stands before a file's tensors, if there are any weights: the notice, and their guards by name."""
     guarded = guarded_names(names)
     return {name: make_guard() for name in ([NOTICE_NAME, *guarded] if guarded else [])}
 
@@ -80,9 +65,6 @@ def name_for_transformers(name: str) -> str:
     """Return the name under which a guard is handed to Transformers, to be taken back in its file.
 
     Its save would rename the plain name, and split the guard of merged experts; the underscore keeps it off.
-
-    Args:
-        name: Full name of the weight.
 
     Examples:
         >>> name_for_transformers("layers.0.q_proj.weight")
@@ -94,9 +76,6 @@ def name_for_transformers(name: str) -> str:
 
 def name_in_file(name: str) -> str:
     """Return the name that a tensor has in a file: the plain name of the weight for a guard, else the name itself.
-
-    Args:
-        name: A name as Transformers writes it.
 
     Examples:
         >>> name_in_file("layers.0.q_proj._weight_trainweights_guard"), name_in_file("layers.0.q_proj._weight_scale")

@@ -18,11 +18,7 @@ REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
 
 def implements(*ops: Any) -> Callable[[_Function], _Function]:
-    """Make the decorated function the handler of ops.
-
-    Args:
-        ops: Overloads such as `torch.ops.aten.t.default`.
-    """
+    """Make the decorated function the handler of ops."""
 
     def register(function: _Function) -> _Function:
         HANDLERS.update(dict.fromkeys(ops, function))
@@ -32,11 +28,7 @@ def implements(*ops: Any) -> Callable[[_Function], _Function]:
 
 
 def replaces(replaced: Any) -> Callable[[_Function], _Function]:
-    """Make the decorated function run instead of a function of torch that gets a quantized weight.
-
-    Args:
-        replaced: The function as `__torch_function__` gets it, e.g. `F.linear`.
-    """
+    """Make the decorated function run instead of a function of torch that gets a quantized weight."""
 
     def register(function: _Function) -> _Function:
         REPLACEMENTS[replaced] = function

@@ -17,9 +17,6 @@ class Held:
     """The tensors that a weight holds in memory, and what a kernel prepared for them: exchanged as one attribute.
 
     Another thread may multiply meanwhile, so nothing here changes but `multiply_few`, which depends on the rest alone.
-
-    Args:
-        tensors: The stored tensors of the format, by their names.
     """
 
     __slots__ = ("multiply_few", "tensors")
@@ -94,15 +91,7 @@ class HeldTensor(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> Self:
-        """Return the weight that tensors hold, unchecked.
-
-        Args:
-            held: The tensors; kept, not copied.
-            format: As for the class.
-            shape: Likewise.
-            dtype: Likewise.
-            transposed: Likewise.
-        """
+        """Return the weight that tensors hold, which are kept, unchecked."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         size = list(shape)
         if transposed:

@@ -13,9 +13,6 @@ class Identity:
     """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
 
     As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
-
-    Args:
-        address: Address of `qdata`.
     """
 
     address: int

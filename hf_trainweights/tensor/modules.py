@@ -12,13 +12,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
-    """Make a quantized weight a frozen parameter, in place.
-
-    Args:
-        weight: A weight that nothing else holds.
-
-    Returns:
-        The weight itself.
+    """Make a quantized weight that nothing else holds a frozen parameter, in place, and return it.
 
     Examples:
         >>> from hf_trainweights.formats import get_format
@@ -81,11 +75,7 @@ def get_model_size_in_bytes(module: nn.Module) -> int:
 
 
 def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]]:
-    """Return where each parameter stands, by its identity: a tied one in several places.
-
-    Args:
-        module: Any module.
-    """
+    """Return where each parameter stands, by its identity: a tied one in several places."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in module.modules():
         for name, parameter in owner.named_parameters(recurse=False):
@@ -94,11 +84,6 @@ def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]
 
 
 def put_parameter(places: list[tuple[nn.Module, str]], parameter: nn.Parameter) -> None:
-    """Put a parameter in the place of another.
-
-    Args:
-        places: Owner and name, one of `parameter_places`.
-        parameter: The parameter.
-    """
+    """Put a parameter into all places of another one, as `parameter_places` has them."""
     for owner, name in places:
         setattr(owner, name, parameter)

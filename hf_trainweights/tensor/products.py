@@ -26,21 +26,7 @@ Expert = tuple[Held, Format, tuple[int, ...]]
 
 
 def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Tensor | None = None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of a quantized weight.
-
-    Args:
-        x: Float `[*, K]`, of the dtype that the weight shows.
-        held: The tensors that hold the weight.
-        form: Its format.
-        shape: `[N, K]`.
-        bias: `[N]` or None.
-
-    Returns:
-        A new tensor `[*, N]` of the dtype of `x`.
-
-    Raises:
-        UnsupportedError: `torch.onnx.export` asks.
-    """
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` in the dtype that the weight, of shape `[N, K]`, shows."""
     plain = is_plain(x)
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
@@ -54,11 +40,7 @@ def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Te
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
-    """Return whether all tensors have values: none is one that a compiler traces with, or a subclass of another kind.
-
-    Args:
-        tensors: Tensors, or None for one that is not there.
-    """
+    """Return whether all tensors have values: none is one that a compiler traces with, or of another subclass."""
     for tensor in tensors:
         if tensor is not None and type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
             return False

@@ -53,11 +53,7 @@ class ReadOnlyTensor(Tensor):
         return views_as_read_only(func, func(*plain_args, **plain_kwargs))
 
     def numpy(self, *, force: bool = False) -> np.ndarray[Any, Any]:
-        """Return the values as an array that cannot be written to.
-
-        Args:
-            force: As for `torch.Tensor.numpy`.
-        """
+        """Return the values as an array that cannot be written to."""
         array = self.plain.numpy(force=force)
         array.flags.writeable = False
         return array
@@ -80,21 +76,13 @@ class ReadOnlyTensor(Tensor):
         raise lost_write("data")
 
     def apply_(self, *_: object) -> NoReturn:  # type: ignore[override]
-        """Raise.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise an UnsupportedError."""
         raise lost_write("apply_, map_ or map2_")
 
     map_ = map2_ = apply_  # type: ignore[assignment]
 
     def storage(self) -> NoReturn:
-        """Raise: PyTorch's old storages write past every check.
-
-        Raises:
-            UnsupportedError: Always.
-        """
+        """Raise: PyTorch's old storages write past every check."""
         raise lost_write("storage")
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -139,11 +127,7 @@ class ReadOnlyStorage(torch.UntypedStorage):
 
 
 def read_only(tensor: Tensor) -> Tensor:
-    """Return a tensor that shares the memory of a plain one and cannot be written to.
-
-    Args:
-        tensor: The values. One of another class is returned as it is: a compiler traces with it.
-    """
+    """Return a plain tensor as one that shares its memory and cannot be written to, any other as it is."""
     if type(tensor) is not Tensor or torch._C._len_torch_dispatch_stack() != 0:
         return tensor
     return _read_only_sharing(tensor)
@@ -162,25 +146,14 @@ def _read_only_sharing(plain: Tensor) -> ReadOnlyTensor:
 
 
 def views_as_read_only(func: Any, result: Any) -> Any:
-    """Return the result of an op, made read-only where the op returns views of what it gets.
-
-    Args:
-        func: The op.
-        result: What it returned for float values of a quantized weight.
-    """
+    """Return the result of an op, made read-only where the op returns views of what it gets."""
     aliases = (value.alias_info for value in func._schema.returns)
     is_view = any(alias is not None and not alias.is_write for alias in aliases)
     return tree_map_only(Tensor, read_only, result) if is_view or func in _UNSAID_VIEWS else result
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
-    """Return the arguments that an op writes to.
-
-    Args:
-        func: The op.
-        args: Its arguments.
-        kwargs: Likewise.
-    """
+    """Return the arguments that an op writes to."""
     values: list[Any] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -189,25 +162,15 @@ def written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[An
 
 
 def read_only_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Make a storage refuse writes, and return it.
-
-    Args:
-        storage: The storage. PyTorch keeps one Python object for each.
-    """
+    """Make a storage, of which PyTorch keeps one Python object, refuse writes, and return it."""
     storage.__class__ = ReadOnlyStorage
     return storage
 
 
 def dlpack_of_copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Return the DLPack capsule of float values of a quantized weight for a reader who asked for a copy.
+    """Return the DLPack capsule of float values of a quantized weight; UnsupportedError: no copy was asked for.
 
-    Args:
-        tensor: The values.
-        args: As for `torch.Tensor.__dlpack__`.
-        kwargs: Likewise.
-
-    Raises:
-        UnsupportedError: The reader did not pass `copy=True`. Others may write to the memory that they get.
+    Whoever asks for none may write to the memory.
     """
     if not kwargs.get("copy"):
         raise lost_write("__dlpack__")
@@ -215,11 +178,7 @@ def dlpack_of_copy(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
 
 
 def lost_write(where: str) -> UnsupportedError:
-    """Return the error for a write to float values of a quantized weight.
-
-    Args:
-        where: The op or assignment.
-    """
+    """Return the error for a write to float values of a quantized weight."""
     return UnsupportedError(
         where,
         "float values of a quantized weight to be read only",

@@ -33,13 +33,7 @@ class Rounding:
     size: float = 0.0
 
     def add(self, before: QuantizedTensor, wanted: Tensor, after: QuantizedTensor) -> None:
-        """Count one weight.
-
-        Args:
-            before: The weight as it was.
-            wanted: Its new float values.
-            after: These, quantized.
-        """
+        """Count one weight."""
         values = wanted.detach().float()
         self.count += 1
         self.formats.add(str(after.format))
@@ -78,18 +72,9 @@ def rounding_said_once() -> Iterator[None]:
 
 
 def requantize(weight: QuantizedTensor, values: Tensor) -> QuantizedTensor:
-    """Quantize new values of a weight as the weight is quantized.
+    """Return new values of a weight, quantized as it is; rows that are equal keep their codes and scales bit by bit.
 
-    Args:
-        weight: The weight; it is not changed.
-        values: Float values of its shape, or with another number of rows (of columns, where it is stored transposed).
-
-    Returns:
-        A new weight of the same format and dtypes. Rows whose values are those of `weight` keep their codes and scales
-        bit by bit.
-
-    Raises:
-        QuantizationError: The values hold NaN or Inf.
+    There may be another number of rows (of columns, where the weight is stored transposed).
     """
     plain = values.detach().to(weight.scale_dtype)
     quantized = QuantizedTensor.quantize(plain, weight.format, weight.transposed, beside=weight.held.tensors)
@@ -121,13 +106,6 @@ def in_float(module: nn.Module, names: Sequence[str]) -> Iterator[None]:
     """Hold quantized weights of a module in float within the context; those that it changes are quantized again.
 
     The parameters stay the same objects, so ties hold. After an error, theirs or the caller's, no weight is changed.
-
-    Args:
-        module: The module that owns the weights.
-        names: Their names there.
-
-    Raises:
-        QuantizationError: A changed weight holds NaN or Inf.
     """
     weights = {name: getattr(module, name) for name in names}
     for name, weight in weights.items():

@@ -16,19 +16,7 @@ from hf_trainweights.formats.base import Format
 
 
 def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:
-    """Check that tensors may be held as the stored tensors of a weight and read by address.
-
-    Args:
-        tensors: The stored tensors by name.
-        form: The format that they are in.
-        shape: Shape of the stored weight, `[*, N, K]`.
-        name: What errors call the weight.
-
-    Raises:
-        CorruptFileError: The format cannot hold such a weight; a tensor is missing or has another shape or dtype than
-            the format says; or it is of a subclass, on another device than `qdata`, not contiguous, or larger than its
-            storage.
-    """
+    """Check that a format's tensors of a weight `[*, N, K]` may be held and read by address; else CorruptFileError."""
     *lead, N, K = shape
     # Of many rows: a single one, which no weight is quantized to alone, may be cut out of another weight.
     if form.fallback((*lead, max(N, 2), K)) != form:

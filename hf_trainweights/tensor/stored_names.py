@@ -53,10 +53,6 @@ def stored_suffixes() -> tuple[str, ...]:
 def stored_name(parameter_name: str, suffix: str) -> str:
     """Return the name under which one stored tensor of a weight lies in a file.
 
-    Args:
-        parameter_name: Full name of the weight.
-        suffix: `qdata`, `scale`, ... or `format`.
-
     Examples:
         >>> stored_name("layers.0.q_proj.weight", "scale")
         'layers.0.q_proj._weight_scale'
@@ -67,9 +63,6 @@ def stored_name(parameter_name: str, suffix: str) -> str:
 
 def parse_stored_name(name: str) -> tuple[str, str] | None:
     """Return weight name and suffix of a stored tensor's name, or None if it is not one.
-
-    Args:
-        name: A name as it lies in a file.
 
     Examples:
         >>> parse_stored_name("layers.0.q_proj._weight_scale")
@@ -89,18 +82,11 @@ def _stored_name_pattern(suffixes: tuple[str, ...]) -> re.Pattern[str]:
 def flatten_weight(
     name: str, weight: QuantizedTensor, default: Format | None, compress: bool = False, plain: bool = False
 ) -> dict[str, Tensor]:
-    """Return the plain tensors that stand for one weight in a file.
+    """Return the plain tensors that stand for one weight in a file, by their names there; contiguous ones are its own.
 
-    Args:
-        name: Full name of the weight.
-        weight: The weight.
-        default: The format that the model's configuration names; None if each weight is to name its own.
-        compress: Whether to code the tensors where that makes them smaller, of any format.
-        plain: Whether to code none, of no format: the parts that ranks hold are put together from plain tensors.
-
-    Returns:
-        The weight's stored tensors by their names in a file: its own, or copies where a kernel's private layout holds
-        it, or where it is a slice whose rows lie apart. Or one coded tensor.
+    Where `default`, which the model's configuration names, is not its format, a tensor says its own. `compress` codes
+    tensors of any format where that makes them smaller, and `plain` those of none: the parts that ranks hold are put
+    together from plain tensors.
     """
     stored = {key: tensor.contiguous() for key, tensor in weight.tensors.items()}
     coded = None if plain else encode_stored(stored, weight.format, compress)
@@ -127,21 +113,11 @@ def unflatten_weight(
     shape: Sequence[int] | None = None,
     values: bool = True,
 ) -> Tensor:
-    """Return the weight that plain tensors of a file stand for.
+    """Return the weight that tensors of a file, by suffix, stand for, or the float one that was coded; no copies.
 
-    Args:
-        name: Full name of the weight, for errors.
-        tensors: Its stored tensors by suffix; kept, not copied.
-        dtype: Float dtype that the weight shows; None for the one it was saved with.
-        default: The format that the model's configuration names; None if there is none.
-        shape: The shape that the weight must show if it is coded: no other is decoded. None for any.
-        values: False to read no more than the header of a coded weight: its tensors are on the meta device.
-
-    Returns:
-        A `QuantizedTensor`; a plain tensor where a weight that is not quantized is coded.
-
-    Raises:
-        CorruptFileError: A tensor is missing, or has a shape, dtype, memory or content that does not fit.
+    `dtype` is what it shows, None for the one it was saved with; `default` is the format that the model's configuration
+    names. A coded weight is decoded only if it has `shape`, None for any; without `values` only its header is read, and
+    its tensors are on the meta device. CorruptFileError: a tensor is missing or does not fit.
     """
     tensors = dict(tensors)
     if CODED_FLOAT_SUFFIX in tensors:
@@ -194,15 +170,10 @@ def _read_format(name: str, encoded: Tensor | None, default: Format | None) -> t
 
 
 def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, compress: bool = False) -> dict[str, Any]:
-    """Return a state dict in which every quantized weight is replaced by its plain tensors, in place of order.
+    """Return a new state dict that has in the place of every quantized weight its plain tensors.
 
-    Args:
-        state_dict: Names to tensors, some of them quantized.
-        default: The format that the model's configuration names; None if there is none.
-        compress: Whether to code every tensor, quantized or float, where that saves 2 % or more.
-
-    Returns:
-        A new dict of the same tensors, or of coded ones.
+    `default` is the format that the model's configuration names; `compress` codes every tensor, quantized or float,
+    where that saves 2 % or more.
     """
     flat: dict[str, Any] = {}
     for name, tensor in state_dict.items():
@@ -215,10 +186,7 @@ def flatten_state_dict(state_dict: Mapping[str, Any], default: Format | None, co
 
 
 def group_stored(names: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the stored tensors of each quantized weight: weight name to suffix to value.
-
-    Args:
-        names: What lies in a file, by name; names that are not of a quantized weight are left out.
+    """Return the stored tensors of each quantized weight: weight name to suffix to value; other names are left out.
 
     Examples:
         >>> group_stored({"a._weight_qdata": 1, "a._weight_scale": 2, "a.bias": 3})
@@ -246,13 +214,7 @@ class FoldStoredTensors:
         self.pending: dict[str, dict[str, Tensor]] = defaultdict(dict)
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-        """Replace the stored tensors of each complete weight by the weight.
-
-        Args:
-            module: The quantized model.
-            state_dict: What is loaded; changed in place.
-            prefix: Where the model stands in the module that loads.
-        """
+        """Replace the stored tensors of each complete weight by the weight, in place."""
         for key in [key for key in state_dict if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
             if is_notice(name) or (

@@ -136,14 +136,7 @@ ARCHITECTURES = {
 
 
 def architecture_of(model: PreTrainedModel) -> Architecture:
-    """Return the architecture of a model.
-
-    Args:
-        model: The model.
-
-    Raises:
-        UnsupportedError: llama.cpp does not have it, or has other settings built in.
-    """
+    """Return the architecture of a model; UnsupportedError: llama.cpp has none, or one with other settings built in."""
     name = type(model).__name__
     if name not in ARCHITECTURES or getattr(transformers, name, None) is not type(model):
         next_step = "For other readers there is export_compressed_tensors."

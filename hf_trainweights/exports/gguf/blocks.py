@@ -40,13 +40,7 @@ _IN_FLOAT = "Quantize the model again and leave it in float (modules_to_not_conv
 
 
 class FileTensor(NamedTuple):
-    """A tensor of a file, made when its turn to be written comes.
-
-    Args:
-        kind: How its values are stored.
-        shape: Its shape, in values.
-        make: Makes its bytes, uint8 of any shape.
-    """
+    """A tensor of a file, with its shape in values; its bytes, uint8 of any shape, are made when they are written."""
 
     kind: gguf.GGMLQuantizationType
     shape: tuple[int, ...]
@@ -64,17 +58,7 @@ class FileTensor(NamedTuple):
 
 
 def lay_out(name: str, tensor: Tensor, place: Place) -> FileTensor:
-    """Return a tensor of a file.
-
-    Args:
-        name: Its name there.
-        tensor: The tensor of the model that it comes from, in no kernel's private layout.
-        place: Its name in the model, and what takes it out of there.
-
-    Raises:
-        UnsupportedError: A file has no place for its dtype, or for the format, the groups or the scales of a quantized
-            weight.
-    """
+    """Return the tensor of a file that one of the model becomes, which is in no kernel's private layout."""
     if isinstance(tensor, QuantizedTensor):
         if name != _NEVER_IN_BLOCKS:
             return _lay_out_quantized(place.source, as_int8(tensor), place.take)

@@ -23,16 +23,7 @@ _DEFAULT_EPSILON = 1e-12
 
 
 def describe_model(writer: gguf.GGUFWriter, model: PreTrainedModel, architecture: Architecture) -> None:
-    """Write the sizes and settings of a model.
-
-    Args:
-        writer: Where to.
-        model: A model of one of `ARCHITECTURES`.
-        architecture: The one.
-
-    Raises:
-        UnsupportedError: llama.cpp does not have its rotary embedding.
-    """
+    """Write the sizes and settings of a model."""
     config = model.config
     writer.add_vocab_size(vocabulary_size(model))
     writer.add_block_count(config.num_hidden_layers)
@@ -78,13 +69,7 @@ def _describe_attention(writer: gguf.GGUFWriter, architecture: Architecture, con
 
 
 def describe_source(writer: gguf.GGUFWriter, model: PreTrainedModel, directory: Path | None) -> None:
-    """Write the name of a model and the licence that its card names.
-
-    Args:
-        writer: Where to.
-        model: The model.
-        directory: Where it was saved; None if that is not known.
-    """
+    """Write the name of a model and the licence that its card names."""
     writer.add_type(gguf.GGUFType.MODEL)
     name = directory.resolve().name if directory else Path(model.config.name_or_path or "").name
     writer.add_name(name or type(model).__name__)
@@ -99,33 +84,20 @@ def describe_source(writer: gguf.GGUFWriter, model: PreTrainedModel, directory: 
 
 
 def vocabulary_size(model: PreTrainedModel) -> int:
-    """Return how many tokens a model has embeddings for.
-
-    Args:
-        model: The model.
-    """
+    """Return how many tokens a model has embeddings for."""
     embeddings: Any = model.get_input_embeddings()
     return embeddings.weight.shape[0]
 
 
 def key_value_heads(config: PretrainedConfig) -> int:
-    """Return how many heads of keys and values a layer has.
-
-    Args:
-        config: Of a model of one of `ARCHITECTURES`.
-    """
+    """Return how many heads of keys and values a layer has."""
     if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
         return 1
     return _first(config, ("num_key_value_heads", "num_kv_heads")) or config.num_attention_heads
 
 
 def skipped_positions(architecture: Architecture, config: PretrainedConfig) -> int:
-    """Return how many of its first positions a model never uses. They are not in a file.
-
-    Args:
-        architecture: Of the model.
-        config: Its configuration.
-    """
+    """Return how many of its first positions a model never uses. They are not in a file."""
     return config.pad_token_id + 1 if architecture.skips_positions else 0
 
 

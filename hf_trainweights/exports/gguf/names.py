@@ -37,19 +37,7 @@ class Place(NamedTuple):
 
 
 def places(names: Iterable[str], architecture: Architecture, config: PretrainedConfig) -> dict[str, Place]:
-    """Return the tensors of a file.
-
-    Args:
-        names: Names in the model.
-        architecture: Of the model.
-        config: Its configuration.
-
-    Returns:
-        Names in the file to where the tensors come from.
-
-    Raises:
-        UnsupportedError: llama.cpp has no place for a tensor.
-    """
+    """Return by their names in a file where its tensors come from; UnsupportedError: llama.cpp has no place for one."""
     known = gguf.get_tensor_name_map(architecture.number, config.num_hidden_layers)
     found, unknown = {}, []
     for source in names:
@@ -91,11 +79,7 @@ def _float_names(name: str, architecture: Architecture, config: PretrainedConfig
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """Return all rows of a tensor.
-
-    Args:
-        tensor: The tensor.
-    """
+    """Return all rows of a tensor."""
     return tensor
 
 

@@ -24,16 +24,7 @@ _WITHOUT_WEIGHTS = ("Transformer", "Pooling", "Normalize")
 
 
 def describe_pooling(writer: gguf.GGUFWriter, directory: Path | None) -> None:
-    """Write the pooling of a sentence encoder, if its directory says what it is.
-
-    Args:
-        writer: Where to.
-        directory: Where the model was saved; None if that is not known.
-
-    Raises:
-        ConfigError: A file of the directory is damaged.
-        UnsupportedError: llama.cpp has no such pooling, or no place for what comes behind it.
-    """
+    """Write the pooling of a sentence encoder, if its directory says what it is."""
     if directory is None or not (directory / _MODULES).is_file():
         return
     next_step = "For other readers there is export_compressed_tensors."

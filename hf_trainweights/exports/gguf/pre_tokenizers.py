@@ -38,14 +38,7 @@ _NAMES = {
 
 
 def pre_tokenizer_name(stored: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which a byte-level tokenizer splits text.
-
-    Args:
-        stored: The content of its tokenizer.json.
-
-    Raises:
-        UnsupportedError: llama.cpp has no name for it, or none that is known here.
-    """
+    """Return llama.cpp's name for the way in which a byte-level tokenizer.json splits text."""
     found = steps(stored["pre_tokenizer"], "pretokenizers")
     key = tuple(expression for step in found for expression in _expressions(step)), stored["model"]["ignore_merges"]
     if key not in _NAMES:
@@ -55,12 +48,7 @@ def pre_tokenizer_name(stored: dict[str, Any]) -> str:
 
 
 def unsupported_tokenizer(expected: str, found: str) -> UnsupportedError:
-    """Return the error for a tokenizer that llama.cpp would not follow.
-
-    Args:
-        expected: What it would follow.
-        found: What there is.
-    """
+    """Return the error for a tokenizer that llama.cpp would not follow."""
     next_step = "llama.cpp would give the model other tokens. For other readers there is export_compressed_tensors."
     return UnsupportedError("tokenizer", expected, found, next_step)
 
@@ -79,12 +67,7 @@ def _expressions(step: dict[str, Any]) -> list[str]:
 
 
 def steps(step: dict[str, Any] | None, key: str) -> list[dict[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, those of sequences one by one.
-
-    Args:
-        step: It, None if there is none.
-        key: What a sequence calls its steps.
-    """
+    """Return the steps of a normalizer or pre-tokenizer; those of a sequence, which are under `key`, one by one."""
     if step is None:
         return []
     return [inner for each in step[key] for inner in steps(each, key)] if step["type"] == "Sequence" else [step]

@@ -21,16 +21,7 @@ _SETTINGS = {"default": set(), "linear": {"factor"}, "yarn": _YARN, "llama3": _L
 
 
 def describe_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: PretrainedConfig) -> None:
-    """Write the settings of a rotary embedding, if the model has one.
-
-    Args:
-        writer: Where to.
-        architecture: Of the model.
-        config: Its configuration.
-
-    Raises:
-        UnsupportedError: llama.cpp does not have that rotary embedding.
-    """
+    """Write the settings of a rotary embedding, if the model has one."""
     rope = _rope(config)
     if rope is None:
         return
@@ -57,11 +48,7 @@ def describe_rope(writer: gguf.GGUFWriter, architecture: Architecture, config: P
 def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     """Return what llama.cpp divides each frequency of a rotary embedding by, where it does not compute that itself.
 
-    Args:
-        config: Of a model of one of `ARCHITECTURES`.
-
-    Returns:
-        Names in a file to float32 `[turned rows of a head / 2]`: one for Llama 3's scaling, two for LongRoPE.
+    By name, float32 `[turned rows of a head / 2]`: one tensor for Llama 3's scaling, two for LongRoPE.
     """
     rope = _rope(config) or {}
     kind = rope.get("rope_type")
@@ -72,11 +59,7 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
 
 
 def head_size(config: PretrainedConfig) -> int:
-    """Return how many rows of a projection make a head.
-
-    Args:
-        config: Of a model of one of `ARCHITECTURES`.
-    """
+    """Return how many rows of a projection make a head."""
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

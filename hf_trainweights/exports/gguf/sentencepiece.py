@@ -23,16 +23,9 @@ _MARKS_WORDS = {"type": "Metaspace", "replacement": _SPACE, "prepend_scheme": "a
 def describe_unigram(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write the scores of a Unigram tokenizer, which takes the tokens whose scores add up to the most.
+    """Write the scores of a Unigram tokenizer.json, which takes the tokens whose scores add up to the most.
 
-    Args:
-        writer: Where to.
-        stored: The content of tokenizer.json.
-        tokens: The tokens in the order of their numbers.
-        kinds: What each is for; the unknown token is marked.
-
-    Raises:
-        UnsupportedError: llama.cpp would split text in another way.
+    The unknown token is marked in `kinds`.
     """
     model, normalizers = stored["model"], steps(stored["normalizer"], "normalizers")
     if model["byte_fallback"] or model["unk_id"] is None:
@@ -58,17 +51,7 @@ def describe_unigram(
 def describe_sentencepiece_bpe(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write scores that stand for the order of merges, and mark bytes, spaces and the unknown token.
-
-    Args:
-        writer: Where to.
-        stored: The content of tokenizer.json.
-        tokens: The tokens in the order of their numbers; spaces in those that a user added are written as such.
-        kinds: What each is for, which is changed for bytes and the unknown token.
-
-    Raises:
-        UnsupportedError: llama.cpp would split text in another way.
-    """
+    """Write scores that stand for the order of merges, and mark bytes, spaces and the unknown token, in place."""
     prefix = _adds_space(stored)
     scores = _scores(tokens, kinds, merges_of(stored))
     for number, token in enumerate(tokens):
@@ -85,11 +68,7 @@ def describe_sentencepiece_bpe(
 
 
 def merges_of(stored: dict[str, Any]) -> list[Sequence[str]]:
-    """Return the merges of a BPE tokenizer, each the two tokens that are merged.
-
-    Args:
-        stored: The content of tokenizer.json.
-    """
+    """Return the merges of a BPE tokenizer.json, each the two tokens that are merged."""
     return [merge.split(" ") if isinstance(merge, str) else merge for merge in stored["model"]["merges"]]
 
 

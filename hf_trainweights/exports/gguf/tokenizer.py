@@ -19,14 +19,7 @@ _BYTE_LEVEL_NORMALIZERS = ([], ["NFC"])
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a saved model.
-
-    Args:
-        source: Directory or Hub id.
-
-    Raises:
-        ConfigError: There is none, or it is damaged.
-    """
+    """Load the tokenizer of a model by directory or Hub id; ConfigError: there is none, or it is damaged."""
     try:
         return AutoTokenizer.from_pretrained(source)
     except Exception as error:
@@ -39,17 +32,9 @@ def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
 def describe_tokenizer(
     writer: gguf.GGUFWriter, tokenizer: PreTrainedTokenizerBase, config: PretrainedConfig, size: int
 ) -> None:
-    """Write a tokenizer and its chat template.
+    """Write a tokenizer, as many tokens as the model embeds (`size`), and its chat template.
 
-    Args:
-        writer: Where to.
-        tokenizer: The tokenizer.
-        config: Of the model, for special tokens that the tokenizer does not name.
-        size: How many tokens the model has embeddings for. Those that the tokenizer lacks are written as unused.
-
-    Raises:
-        ConfigError: The tokenizer has more tokens than that, or no end of text, or is none of the library tokenizers.
-        UnsupportedError: llama.cpp would split text in another way.
+    Tokens that it lacks are written as unused; special ones that it does not name are those of the configuration.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

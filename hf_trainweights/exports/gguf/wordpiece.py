@@ -18,17 +18,7 @@ _LOWERCASE, _STRIP_ACCENTS = "tokenizer.ggml.normalizer.lowercase", "tokenizer.g
 def describe_wordpiece(
     writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
 ) -> None:
-    """Write how text is normalized, and mark tokens as llama.cpp expects them.
-
-    Args:
-        writer: Where to.
-        stored: The content of tokenizer.json.
-        tokens: The tokens in the order of their numbers, which are renamed.
-        kinds: What each is for.
-
-    Raises:
-        UnsupportedError: llama.cpp would split text in another way.
-    """
+    """Write how a tokenizer.json normalizes text, and rename tokens, in place, to mark them as llama.cpp expects."""
     normalizer = stored["normalizer"] or {}
     if {key: normalizer.get(key) for key in _NORMALIZER} != _NORMALIZER:
         raise unsupported_tokenizer("text to be normalized as by BERT", str(stored["normalizer"]))

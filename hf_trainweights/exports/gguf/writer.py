@@ -38,19 +38,7 @@ def write_model(
     source: str | os.PathLike[str] | None,
     target: Path,
 ) -> None:
-    """Write a quantized model, none of whose weights is in a kernel's private layout.
-
-    Args:
-        model: The model.
-        tokenizer: Its tokenizer; None for the one in `source`.
-        source: Directory or Hub id that it was loaded from; None if there is none.
-        target: The file.
-
-    Raises:
-        ConfigError: As `export_gguf` says.
-        UnsupportedError: Likewise.
-        SaveError: Likewise.
-    """
+    """Write a quantized model, with its tokenizer or the one in `source`; no weight is in a kernel's private layout."""
     tensors = lay_out_model(model)
     if tokenizer is None and source is None:
         next_step = "Pass it: export_gguf(model, out, tokenizer)."
@@ -76,18 +64,7 @@ def write_model(
 
 
 def lay_out_model(model: PreTrainedModel) -> dict[str, FileTensor]:
-    """Return the tensors of a file.
-
-    Args:
-        model: A quantized model, none of whose weights is in a kernel's private layout.
-
-    Returns:
-        Names in the file to tensors that are made when they are asked for.
-
-    Raises:
-        ConfigError: Nothing is quantized.
-        UnsupportedError: A file has no place for the architecture or for a tensor; or the model has adapters.
-    """
+    """Return a file's tensors, made when they are asked for; no weight of the model is in a kernel's private layout."""
     state_dict = whole_state_dict(model)
     if not any(isinstance(tensor, QuantizedTensor) for tensor in state_dict.values()):
         raise ConfigError("model", "quantized weights", "none", "Quantize the model first.")

@@ -41,14 +41,7 @@ _DIMENSIONS = {
 
 
 def check_decoder(model: nn.Module) -> PreTrainedModel:
-    """Return a model that can be exported as a decoder with past.
-
-    Args:
-        model: Any module.
-
-    Raises:
-        UnsupportedError: It is no decoder of Transformers that turns token ids and cached keys and values into logits.
-    """
+    """Return a model that can be exported as a decoder with past; UnsupportedError: it cannot."""
     next_step = "Leave task out: then the file holds one call of forward, without a past."
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
         found = type(model).__name__
@@ -64,21 +57,7 @@ def check_decoder(model: nn.Module) -> PreTrainedModel:
 
 
 def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
-    """Return a decoder with past as a graph.
-
-    Args:
-        model: A quantized decoder, in eval mode.
-        target: The ops to compute with.
-        opset: Version of ONNX's ops.
-
-    Returns:
-        An `onnx_ir.Model` of free batch and lengths.
-
-    Raises:
-        ConfigError: Nothing in the model is quantized.
-        UnsupportedError: Its cache holds other tensors than keys and values, the target cannot hold a weight, or no
-            exporter can trace the model.
-    """
+    """Return a quantized decoder with past, in eval mode, as an `onnx_ir.Model` of free batch and lengths."""
     call = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH))
     past = {name: value[:, :_PAST_LENGTH] for name, value in call.items()}
     with torch.no_grad(), tracer_errors(model, "torch.onnx", NEXT_STEP):
@@ -91,21 +70,7 @@ def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
 
 
 def verify_decoder(path: Path, model: PreTrainedModel, rtol: float = 1e-5, atol: float = 1e-6) -> VerificationReport:
-    """Run a prompt and one step through a file and through the model it came from, and compare the logits.
-
-    Args:
-        path: The file.
-        model: The quantized decoder.
-        rtol: How large a difference may be, relative to the largest logit.
-        atol: How large it may be besides.
-
-    Returns:
-        The largest difference for the prompt and for the step.
-
-    Raises:
-        CorruptFileError: The file is no valid ONNX.
-        UnsupportedError: A package is missing.
-    """
+    """Run a prompt and one step through a file and through the model it came from, and compare the logits."""
     session = open_valid(path)
     mask = _mask(_BATCH + 1, _LENGTH + 1)
     call, cache = _call(model, mask), DynamicCache()

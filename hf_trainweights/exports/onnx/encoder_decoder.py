@@ -77,15 +77,7 @@ class _Decoder(Part):
 
 
 def check_encoder_decoder(model: nn.Module, task: str) -> PreTrainedModel:
-    """Return a model that can be exported as an encoder and a decoder.
-
-    Args:
-        model: Any module.
-        task: "text2text-generation" or "automatic-speech-recognition".
-
-    Raises:
-        UnsupportedError: It is no encoder-decoder of Transformers that takes what the task is about.
-    """
+    """Return a model that can be exported as an encoder and a decoder; UnsupportedError: it cannot."""
     taken = "input_ids" if task == "text2text-generation" else "input_features"
     if isinstance(model, PreTrainedModel) and model.can_generate() and model.config.is_encoder_decoder:
         if model.main_input_name == taken:
@@ -99,21 +91,7 @@ def check_encoder_decoder(model: nn.Module, task: str) -> PreTrainedModel:
 
 
 def trace_encoder_decoder(model: PreTrainedModel, target: Target, opset: int) -> dict[str, Any]:
-    """Return the graphs of an encoder-decoder by the names of their files.
-
-    Args:
-        model: A quantized encoder-decoder, in eval mode.
-        target: The ops to compute with.
-        opset: Version of ONNX's ops.
-
-    Returns:
-        An `onnx_ir.Model` for each file, of free batch and lengths.
-
-    Raises:
-        ConfigError: Nothing in the model is quantized.
-        UnsupportedError: Its cache holds other tensors than keys and values, the target cannot hold a weight, or no
-            exporter can trace the model.
-    """
+    """Return the graphs of an encoder-decoder in eval mode by the names of their files; batch and lengths are free."""
     source = _source(model, _BATCH)
     with torch.no_grad(), lowered(model, Aten()):
         call = _first_call(model, source, _BATCH)
@@ -134,19 +112,7 @@ def trace_encoder_decoder(model: PreTrainedModel, target: Target, opset: int) ->
 
 
 def verify_encoder_decoder(directory: Path, model: PreTrainedModel) -> VerificationReport:
-    """Run an encoding, a first call and a step through the files and through the model, and compare.
-
-    Args:
-        directory: Where the files are.
-        model: The quantized encoder-decoder.
-
-    Returns:
-        The largest difference for each of the three.
-
-    Raises:
-        CorruptFileError: A file is no valid ONNX.
-        UnsupportedError: A package is missing.
-    """
+    """Run an encoding, a first call and a step through the files and through the model, and compare."""
     sessions = {name: open_valid(directory / name) for name in (ENCODER, DECODER, DECODER_WITH_PAST)}
     source, decoder = _source(model, _BATCH + 1), _Decoder(model)
     with torch.no_grad(), lowered(model, Aten()):

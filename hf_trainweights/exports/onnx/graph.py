@@ -31,15 +31,7 @@ NEXT_STEP = "Pass other example_inputs or dynamic_shapes, or leave these out."
 
 @dataclass(frozen=True)
 class GraphOptions:
-    """How a graph is to be; see `export_onnx`.
-
-    Args:
-        opset: Version of ONNX's ops.
-        dynamic_axes: As for `torch.onnx.export`.
-        dynamic_shapes: As for `torch.export.export`.
-        input_names: Names of the graph's inputs.
-        output_names: Names of its outputs.
-    """
+    """How a graph is to be; see `export_onnx`."""
 
     opset: int
     dynamic_axes: Mapping[str, Any] | None = None
@@ -49,11 +41,7 @@ class GraphOptions:
 
 
 class Part(nn.Module):
-    """A part of a model of Transformers, which Transformers' exporter traces as it does a whole one.
-
-    Args:
-        model: The whole model.
-    """
+    """A part of a model of Transformers, which Transformers' exporter traces as it does a whole one."""
 
     def __init__(self, model: PreTrainedModel):
         super().__init__()
@@ -61,21 +49,7 @@ class Part(nn.Module):
 
 
 def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOptions) -> Any:
-    """Return one call of a quantized model as a graph that holds its codes and scales.
-
-    Args:
-        model: The model, in eval mode.
-        inputs: The arguments of the call.
-        target: The ops to compute with.
-        options: How the graph is to be.
-
-    Returns:
-        An `onnx_ir.Model`.
-
-    Raises:
-        ConfigError: Nothing in the model is quantized.
-        UnsupportedError: The target cannot hold a weight, no exporter can trace the model, or a package is missing.
-    """
+    """Return a call of a quantized model, in eval mode, as an `onnx_ir.Model` that holds its codes and scales."""
     require("onnxscript", "onnx")
     finish = require("hf_trainweights.exports.onnx.stored_tensors", "onnx").finish
     with lowered(model, target):
@@ -86,26 +60,18 @@ def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOption
 
 
 def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
-    """Write a graph to a file, and its weights to `<path>.data` where that is asked for or needed.
+    """Write an `onnx_ir.Model` to a file, and its weights to `<path>.data` where that is asked for.
 
-    Args:
-        graph: An `onnx_ir.Model`.
-        path: The file.
-        external_data: Whether weights go to a second file; None where the first would become too large.
-
-    Raises:
-        OSError: The disk refuses.
+    Where `external_data` is None they go there if one file would become too large.
     """
     external = _is_too_large(graph) if external_data is None else external_data
     require("onnx_ir", "onnx").save(graph, path, external_data=f"{path.name}.data" if external else None)
 
 
 def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]]) -> None:
-    """Exchange the tracer's symbols, such as `s36 + s70`, for names, in the shapes of all values.
+    """Exchange the tracer's symbols, such as `s36 + s70`, for names, in the shapes of all values, in place.
 
-    Args:
-        graph: An `onnx_ir.Model`; changed in place.
-        dimensions: What the free dimensions of each input are called, or a size that the tracer left free.
+    `dimensions` holds for each input the names of its free dimensions, or the size of one that the tracer left free.
     """
     free = ((value.shape[axis], name) for value in graph.graph.inputs for axis, name in dimensions[value.name].items())
     names = {str(size): str(name) for size, name in free if not isinstance(size, int)}

@@ -9,11 +9,7 @@ from hf_trainweights.exports.targets.onnx import STORED
 
 
 def finish(model: ir.Model) -> None:
-    """Remove the ops that mark stored tensors, and make int32 words that DequantizeLinear reads INT4; in place.
-
-    Args:
-        model: A graph that `lowered` with the target `Onnx` was traced to.
-    """
+    """Remove the ops that mark stored tensors, and make int32 words that DequantizeLinear reads INT4; in place."""
     domain, _, op_type = STORED.partition("::")
     for graph in model.graphs():
         for node in list(graph):

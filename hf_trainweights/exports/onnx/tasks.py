@@ -25,40 +25,22 @@ TaskName = Literal["text-generation", "text2text-generation", "automatic-speech-
 
 
 class Task(ABC):
-    """How a model becomes the graphs of a task.
-
-    Args:
-        name: As Transformers' pipelines call it.
-    """
+    """How a model becomes the graphs of a task, which is named as Transformers' pipelines name it."""
 
     def __init__(self, name: str):
         self.name = name
 
     @abstractmethod
     def check(self, model: nn.Module) -> PreTrainedModel:
-        """Return a model that can be exported for the task.
-
-        Raises:
-            UnsupportedError: It is none.
-        """
+        """Return a model that can be exported for the task; UnsupportedError: it cannot."""
 
     @abstractmethod
     def trace(self, model: PreTrainedModel, target: Target, opset: int) -> dict[str, Any]:
-        """Return an `onnx_ir.Model` for each file, by its name.
-
-        Raises:
-            ConfigError: Nothing in the model is quantized.
-            UnsupportedError: The target cannot hold a weight, or no exporter can trace the model.
-        """
+        """Return an `onnx_ir.Model` for each file, by its name."""
 
     @abstractmethod
     def verify(self, directory: Path, model: PreTrainedModel) -> VerificationReport:
-        """Return how far the files are from the model.
-
-        Raises:
-            CorruptFileError: A file is no valid ONNX.
-            UnsupportedError: A package is missing.
-        """
+        """Return how far the files are from the model."""
 
 
 class _Decoder(Task):

@@ -89,15 +89,7 @@ def verify_onnx_model(
 
 
 def open_valid(path: str | os.PathLike[str]) -> OnnxModel:
-    """Return a file that ONNX calls valid, ready to run on the CPU.
-
-    Args:
-        path: The file.
-
-    Raises:
-        CorruptFileError: It is no valid ONNX.
-        UnsupportedError: A package is missing.
-    """
+    """Return a file, ready to run on the CPU, after ONNX's own check; CorruptFileError: it is not valid."""
     checker = require("onnx.checker", "onnx")
     try:
         checker.check_model(os.fspath(path), full_check=True)
@@ -121,15 +113,7 @@ def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
 
 
 def compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float, atol: float) -> OutputDifference:
-    """Return how far an output of a file is from the model's.
-
-    Args:
-        name: Its name.
-        found: What the file returns.
-        wanted: What the model returns.
-        rtol: How large a difference may be, relative to the largest magnitude.
-        atol: How large it may be besides.
-    """
+    """Return how far an output of a file is from the model's; `rtol` is relative to the largest magnitude of these."""
     own = wanted.detach().cpu().numpy()
     if found.shape != own.shape or own.size == 0:
         return OutputDifference(name, math.nan, math.nan, found.shape == own.shape)

@@ -66,53 +66,25 @@ class Target:
     name: ClassVar[str]
 
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
-        """Return the tensors that stand for a weight in the file, besides column scales.
-
-        Args:
-            weight: A weight as it lies in files.
-            uses: What the modules that own it do with it; a tied weight has several.
-
-        Raises:
-            UnsupportedError: The target cannot hold such a weight.
-        """
+        """Return the tensors that stand for a weight in a file, besides column scales; a tied one has several uses."""
         del uses
         words = {"qdata": octets_of(weight.qdata)} if weight.qdata.dtype == torch.int32 else {}
         return {name: tensor for name, tensor in {**weight.tensors, **words}.items() if name != COLUMN_SCALE}
 
     def stored(self, tensor: Tensor) -> Tensor:
-        """Return a tensor of the file as ops read it.
-
-        Args:
-            tensor: One of `buffers`.
-        """
+        """Return a tensor of the file as ops read it."""
         return tensor
 
     def unpack(self, weight: PlainWeight) -> Unpacked:
-        """Return a weight taken apart by plain ops.
-
-        Args:
-            weight: The weight.
-        """
+        """Return a weight taken apart by plain ops."""
         return weight.unpack({name: self.stored(tensor) for name, tensor in weight.buffers.items()})
 
     def dequantize(self, weight: PlainWeight) -> Tensor:
-        """Return the stored weight `[*, N, K]` in float32, without its column scales.
-
-        Args:
-            weight: The weight.
-        """
+        """Return the stored weight `[*, N, K]` in float32, without its column scales."""
         return self.unpack(weight).weight()
 
     def look_up(self, weight: PlainWeight, indices: Tensor) -> Tensor:
-        """Return rows of a weight in float32, without its column scales.
-
-        Args:
-            weight: A weight `[N, K]`.
-            indices: Integers of any shape.
-
-        Returns:
-            `[*indices.shape, K]`.
-        """
+        """Return rows `[*indices.shape, K]` of a weight `[N, K]` in float32, without its column scales."""
         shared = weight.format.shared_names
         rows = {
             name: self.stored(tensor) if name in shared else F.embedding(indices, self.stored(tensor))
@@ -121,11 +93,5 @@ class Target:
         return weight.unpack(rows).weight()
 
     def linear(self, weight: PlainWeight, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear(x, weight, bias)`, the weight with its column scales.
-
-        Args:
-            weight: A weight `[N, K]`.
-            x: `[*, K]`.
-            bias: `[N]`, or None.
-        """
+        """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight `[N, K]`, with its column scales."""
         return F.linear(x, weight.scale_columns(self.dequantize(weight)).to(weight.dtype), bias)

@@ -37,9 +37,6 @@ class Onnx(Target):
         """Return the stored tensors: as `codes` those that DequantizeLinear reads, as `qdata` what else they are.
 
         No runtime looks up rows of float8 and int4, so that the codes of a table are bytes.
-
-        Raises:
-            UnsupportedError: The weight computes in another dtype than float32.
         """
         if weight.dtype != torch.float32:
             raise UnsupportedError(
@@ -89,11 +86,7 @@ class Onnx(Target):
 
 
 def code_bits(weight: QuantizedTensor) -> int | None:
-    """Return the bits of codes that need nothing but a scale and that ONNX has a type for; None for others.
-
-    Args:
-        weight: A weight.
-    """
+    """Return the bits of codes that need nothing but a scale and that ONNX has a type for; None for others."""
     if weight.format.name == Int4.name:
         return 4
     unpacked = weight.format.unpack({name: tensor.to("meta") for name, tensor in weight.tensors.items()})

@@ -69,11 +69,7 @@ class Placed(NamedTuple):
         return sizes_of(self.intervals(first))[0]
 
     def intervals(self, coordinate: Sequence[int]) -> list[list[Interval]]:
-        """Return what one rank holds of each dimension of the stored weight.
-
-        Args:
-            coordinate: The rank's place in the mesh.
-        """
+        """Return what the rank at a place of the mesh holds of each dimension of the stored weight."""
         own = [torch.arange(size, device="cpu") for size in self.stored_shape]
         mesh_shape, placements = self.whole.device_mesh.shape, self.whole.placements
         for placement, dim, rank, ranks in zip(placements, self.stored_dims, coordinate, mesh_shape, strict=True):
@@ -85,11 +81,7 @@ class Placed(NamedTuple):
 
 
 def is_distributed(tensor: object) -> TypeGuard[DTensor]:
-    """Return whether a tensor is a DTensor, of which this rank may hold a part.
-
-    Args:
-        tensor: Any object. A build of PyTorch without its distributed package has no such tensors.
-    """
+    """Return whether a tensor is a DTensor, of which this rank may hold a part."""
     if not torch.distributed.is_available():
         return False
     from torch.distributed.tensor import DTensor
@@ -98,11 +90,7 @@ def is_distributed(tensor: object) -> TypeGuard[DTensor]:
 
 
 def local_tensor(tensor: Any) -> Any:
-    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself.
-
-    Args:
-        tensor: Any object.
-    """
+    """Return what this rank holds of a tensor: the local part of a DTensor, any other tensor itself."""
     if not is_distributed(tensor):
         return tensor
     # With gradients it would be an alias that is recorded.
@@ -111,12 +99,7 @@ def local_tensor(tensor: Any) -> Any:
 
 
 def with_local(tensor: DTensor, local: Tensor) -> DTensor:
-    """Return a DTensor as another one is, with another local part.
-
-    Args:
-        tensor: Says shape, mesh and placements.
-        local: What this rank holds; kept, not copied.
-    """
+    """Return a DTensor of the shape, mesh and placements of another one, with another local part, which is kept."""
     from torch.distributed.tensor import DTensor
 
     mesh, shape, stride = tensor.device_mesh, tensor.shape, tensor.stride()
@@ -124,14 +107,7 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 
 def check_parts(placed: Placed) -> None:
-    """Check that a weight can be cut for all ranks; each of them finds the same.
-
-    Args:
-        placed: The weight.
-
-    Raises:
-        UnsupportedError: A part would be empty, or would end within a group.
-    """
+    """Check that a weight can be cut for all ranks, each of which finds the same; UnsupportedError: it cannot."""
     form, shape = placed.format, placed.stored_shape
     for coordinate in itertools.product(*(range(size) for size in placed.whole.device_mesh.shape)):
         intervals = placed.intervals(coordinate)
@@ -156,11 +132,7 @@ def _runs(indices: Tensor) -> list[Interval]:
 
 
 def sizes_of(intervals: Sequence[Sequence[Interval]]) -> tuple[int, ...]:
-    """Return the shape of a part.
-
-    Args:
-        intervals: What it holds of each dimension.
-    """
+    """Return the shape of a part."""
     return tuple(sum(end - start for start, end in runs) for runs in intervals)
 
 

@@ -47,11 +47,7 @@ class FlatWeight(Tensor):
 
     @classmethod
     def of(cls, weight: QuantizedTensor) -> FlatWeight:
-        """Return the view.
-
-        Args:
-            weight: The weight.
-        """
+        """Return the view of a weight."""
         flat = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
             cls, (weight.numel(),), dtype=weight.dtype, device=weight.device, storage_size=0
         )

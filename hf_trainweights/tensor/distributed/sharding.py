@@ -39,20 +39,12 @@ class ShardedTensor(HeldTensor):
         return self.transposed and len(self.stored_shape) == 2
 
     def can_be_cut(self, size: int) -> bool:
-        """Return whether FSDP may give each rank `size` of the first dimension.
-
-        Args:
-            size: What the first rank gets.
-        """
+        """Return whether FSDP may give each rank `size` of the first dimension."""
         length = self.shape[0]
         return not self.is_cut_by_columns or (size > 0 and length % size == 0 and size % self.format.column_step == 0)
 
     def zeros(self, size: int) -> Self:
-        """Return a shard of zeros.
-
-        Args:
-            size: Its first dimension, for which `can_be_cut`.
-        """
+        """Return a shard of zeros whose first dimension is `size`, for which `can_be_cut`."""
         if self.is_cut_by_columns:
             shape = (self.stored_shape[0], size)
             tensors = self.format.empty(shape, self.scale_dtype, self.device)
@@ -63,11 +55,7 @@ class ShardedTensor(HeldTensor):
         return zeros
 
     def chunks(self, size: int) -> list[Self]:
-        """Return the weight in parts along K.
-
-        Args:
-            size: Columns of each, for which `can_be_cut`.
-        """
+        """Return the weight in parts of `size` columns, for which `can_be_cut`."""
         rows, length = self.stored_shape
         return [
             self.from_held(
@@ -81,14 +69,9 @@ class ShardedTensor(HeldTensor):
         ]
 
     def join(self, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Self:
-        """Return the weight of which all ranks have a shard like this one.
+        """Return the weight of which all ranks have a shard like this one, from their tensors one behind another.
 
-        Args:
-            gathered: The stored tensors of the ranks, one behind another along their first dimension.
-            dtype: Float dtype that the weight is to show.
-
-        Returns:
-            Views of what was gathered, but new tensors where it is cut by columns.
+        It holds views of what was gathered, but new tensors where it is cut by columns.
         """
         rows, length = self.stored_shape[0], self.stored_shape[-1]
         if self.is_cut_by_columns:
@@ -106,12 +89,7 @@ class ShardedTensor(HeldTensor):
         return self.from_held(Held(tensors), self.format, shape, dtype, self.transposed)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """Return the weight whose stored tensors have another first dimension, in the layout of files.
-
-        Args:
-            function: From a stored tensor `[n, ...]` to one `[m, ...]`, with the same m for each. Tensors that all rows
-                share are kept.
-        """
+        """Return the weight with each stored tensor `[n, ...]` mapped to `[m, ...]`, but for those that rows share."""
         shared = self.shared_names()
         tensors = {name: t if name in shared else function(t) for name, t in self.tensors.items()}
         shape = (tensors["qdata"].shape[0], *self.stored_shape[1:])
@@ -124,9 +102,8 @@ class ShardedTensor(HeldTensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], None]:
         """Return what this rank sends: its stored tensors, with rows of zeros where it has fewer than others.
 
-        Args:
-            mesh: The ranks. PyTorch also knows a hook of five arguments, but then refuses tensors of other sizes than
-                the weight's where rows do not divide by the ranks.
+        PyTorch also knows a hook of five arguments, but then refuses tensors of other sizes than the weight's where
+        rows do not divide by the ranks.
         """
         del mesh
         missing = (self.padded_rows or 0) - self.stored_shape[0]
@@ -136,17 +113,9 @@ class ShardedTensor(HeldTensor):
     def fsdp_post_all_gather(
         self, outputs: Sequence[Tensor], metadata: None, dtype: torch.dtype, *, out: Any = None
     ) -> tuple[Self, tuple[Tensor, ...]] | None:
-        """Return the whole weight, rows of padding included.
+        """Return the whole weight, rows of padding included, and the tensors beyond `outputs` that FSDP is to free.
 
-        Args:
-            outputs: The stored tensors of all ranks, one after another.
-            metadata: What `fsdp_pre_all_gather` returned.
-            dtype: Float dtype that the weight is to show.
-            out: The weight of an earlier gather, which holds views of the same buffers; None for the first.
-
-        Returns:
-            The weight, and the tensors beyond `outputs` that FSDP is to free; None if there is an `out`, which then
-            holds the weight.
+        Where `out` is the weight of an earlier gather, which holds views of the same buffers, fill it and return None.
         """
         del metadata
         names = self.format.tensor_names
@@ -165,10 +134,5 @@ class ShardedTensor(HeldTensor):
 
 
 def pad_rows(weight: ShardedTensor, rows: int) -> Any:
-    """Return a weight with rows of zeros behind its own.
-
-    Args:
-        weight: The weight.
-        rows: How many.
-    """
+    """Return a weight with so many rows of zeros behind its own."""
     return weight.map_rows(lambda stored: torch.cat([stored, stored.new_zeros(rows, *stored.shape[1:])]))

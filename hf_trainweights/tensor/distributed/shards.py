@@ -28,9 +28,6 @@ def has_own_codes(placed: Placed) -> bool:
 
     So it is where the part shares no stored tensor with another: what is stored of it then depends on nothing else. The
     scale of a row that is cut along K depends on the whole row, and what rows share on all of them.
-
-    Args:
-        placed: The weight; its parts have passed `check_parts`.
     """
     form, shape = placed.format, placed.stored_shape
     intervals = placed.own_intervals()
@@ -41,20 +38,7 @@ def has_own_codes(placed: Placed) -> bool:
 
 
 def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str = "its placements") -> QuantizedTensor:
-    """Return the part of a weight that this rank is to hold.
-
-    Args:
-        weight: The whole weight.
-        whole: The parameter that it is to be, of the same shape, which says mesh and placements.
-        name: Full name of the weight.
-        plan: As for `Placed`.
-
-    Returns:
-        A new weight whose stored tensors are contiguous copies.
-
-    Raises:
-        UnsupportedError: As for `check_parts`, whichever rank's part it is.
-    """
+    """Return the part of a weight that this rank is to hold of `whole`, with contiguous copies; see `check_parts`."""
     placed = Placed(name, weight.format, weight.transposed, whole, plan)
     check_parts(placed)
     form, shape = weight.format, weight.stored_shape
@@ -74,11 +58,7 @@ def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str
 def gather(tensor: DTensor) -> Tensor:
     """Return the whole of a tensor that ranks hold parts of; all ranks of its mesh must call it.
 
-    Args:
-        tensor: A float or quantized one. Of a quantized one the stored tensors travel; no rank sees float values.
-
-    Returns:
-        A plain tensor, or a quantized weight with its stored tensors as they lie in files.
+    Of a quantized weight the stored tensors travel; no rank sees float values.
     """
     part = local_tensor(tensor)
     if not isinstance(part, QuantizedTensor):
