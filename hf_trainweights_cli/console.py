@@ -72,13 +72,7 @@ def _by_commands(error: Exception) -> str:
 
 
 def wrong_option(error: ConfigError, option: str, next_step: str | None = None) -> typer.BadParameter:
-    """Return the usage error for an option that the library refuses; it names the option once, as it is spelled here.
-
-    Args:
-        error: What the library says.
-        option: Name of the option, e.g. `--format`.
-        next_step: A sentence that fits the command line where the library's does not.
-    """
+    """Return the usage error for an option that the library refuses; it names the option once, as spelled here."""
     text = f"expected {error.expected}, found {error.found}. {error.next_step if next_step is None else next_step}"
     return typer.BadParameter(text.rstrip(), param_hint=option)
 

@@ -22,13 +22,7 @@ Top = Annotated[
 
 
 def show_comparison(comparison: Comparison, top: int | None, *, as_json: bool) -> None:
-    """Print the tensors that differ, the worst first, then how many are equal and the totals; problems end in 1.
-
-    Args:
-        comparison: The comparison.
-        top: How many tensors to show; None for all.
-        as_json: Whether to print JSON, in which equal tensors stand too.
-    """
+    """Print the tensors that differ, the worst first, then how many are equal and the totals; problems end in 1."""
     worst_first = sorted(comparison.tensors, key=_badness, reverse=True)
     if as_json:
         tensors = [each.to_dict() for each in worst_first[:top]]

@@ -24,15 +24,6 @@ def local_copy(source: str) -> Path:
 
     A repository may hold its weights twice. Its torch files are downloaded only if it has no safetensors files, which
     loaders prefer.
-
-    Args:
-        source: A path, or the id of a model on the Hub. `HF_HUB_OFFLINE=1` looks into the cache alone.
-
-    Returns:
-        A path that exists.
-
-    Raises:
-        ConfigError: There is nothing at the path, and the Hub has no such model, refuses, or cannot be reached.
     """
     if os.path.lexists(source):
         return Path(source)
@@ -49,14 +40,7 @@ def local_copy(source: str) -> Path:
 
 
 def require_source(source: str) -> None:
-    """Check that something exists at a path, or that it can be the id of a model on the Hub.
-
-    Args:
-        source: What a user named.
-
-    Raises:
-        ConfigError: Neither is the case.
-    """
+    """Check that something exists at a path, or that it can be the id of a model on the Hub."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id
 
@@ -69,14 +53,7 @@ def require_source(source: str) -> None:
 
 
 def require_nothing_at(*paths: Path) -> None:
-    """Check that a command overwrites nothing.
-
-    Args:
-        paths: What it is going to write.
-
-    Raises:
-        ConfigError: One of them exists and is no empty directory.
-    """
+    """Check that a command overwrites nothing: each path is new, or an empty directory."""
     from hf_trainweights.errors import ConfigError
 
     for path in paths:
@@ -105,15 +82,7 @@ def _reason(error: OSError) -> str:
 
 
 def read_texts(file: Path, option: str) -> list[str]:
-    """Return the lines of a file of texts.
-
-    Args:
-        file: The file.
-        option: The option that named it.
-
-    Raises:
-        BadParameter: It cannot be read.
-    """
+    """Return the lines of a file of texts."""
     try:
         return file.read_text(encoding="utf-8").splitlines()
     except (OSError, ValueError) as error:

@@ -14,11 +14,7 @@ if TYPE_CHECKING:
 
 
 def summary_as_json(summary: Summary) -> dict[str, Any]:
-    """Return the choices for all tensors, and the bytes of all, as JSON values.
-
-    Args:
-        summary: The choices.
-    """
+    """Return the choices for all tensors, and the bytes of all, as JSON values."""
     totals = {"bytes_before": summary.bytes_before, "bytes_after": summary.bytes_after}
     if summary.calibrated is not None:
         totals |= asdict(summary.calibrated)
@@ -31,11 +27,7 @@ def _choice_as_json(choice: Choice) -> dict[str, Any]:
 
 
 def print_summary(summary: Summary) -> None:
-    """Print how many tensors are in which format, and their bytes.
-
-    Args:
-        summary: The choices.
-    """
+    """Print how many tensors are in which format, and their bytes."""
     groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
     for choice in summary.tensors:
         groups[str(choice.format or "float"), choice.reason].append(choice)

@@ -52,11 +52,7 @@ class Table:
         self.groups.append([])
 
     def lines(self, width: int | None) -> list[str]:
-        """Return the table as text.
-
-        Args:
-            width: Columns of the terminal; None for no limit.
-        """
+        """Return the table as text, for a terminal of so many columns; None is no limit."""
         console = Console(width=width or _UNLIMITED, markup=False, emoji=False, highlight=False, force_terminal=False)
         for dropped in range(len(self.drop) + 1):
             drawing = self._draw(set(self.drop[:dropped]))
@@ -107,16 +103,7 @@ class Table:
 
 
 def shorten(name: str, width: int) -> str:
-    """Return a name that is longer than a line without its middle, which says least; others as they are.
-
-    Args:
-        name: The name.
-        width: Columns of the terminal.
-
-    Example:
-        >>> shorten("model.layers.10.self_attn.q_proj.weight", 24)
-        'model.laye...proj.weight'
-    """
+    """Return a name that is longer than a line without its middle, which says least; others as they are."""
     if len(name) <= width:
         return name
     head = max(0, width - 3) // 2

@@ -8,15 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Axis:
-    """What values an axis shows, and where.
-
-    Args:
-        low: The smallest value; above 0 on a logarithmic axis.
-        high: The largest value.
-        start: Pixel of `low`.
-        end: Pixel of `high`.
-        log: Whether equal ratios lie equally far apart.
-    """
+    """The values that an axis shows, `low` above 0 on a logarithmic one, between the pixels `start` and `end`."""
 
     low: float
     high: float
@@ -25,11 +17,7 @@ class Axis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Return the pixel of a value; one beyond the axis is moved to its end.
-
-        Args:
-            value: A number of the data.
-        """
+        """Return the pixel of a value; one beyond the axis is moved to its end."""
         value = min(max(value, self.low), self.high)
         if self.log:
             share = math.log(value / self.low) / math.log(self.high / self.low)
@@ -38,11 +26,7 @@ class Axis:
         return self.start + share * (self.end - self.start)
 
     def ticks(self, most: int = 6) -> list[float]:
-        """Return round values of the axis.
-
-        Args:
-            most: How many, at most; at least 2.
-        """
+        """Return at most so many round values of the axis."""
         candidates = _log_steps(self.low, self.high) if self.log else _even_steps(self.low, self.high)
         best: list[float] = []
         for values in candidates:
@@ -53,15 +37,7 @@ class Axis:
 
 
 def axis_of(values: list[float], start: float, end: float, *, log: bool = False, zero: bool = False) -> Axis:
-    """Return an axis that shows all values.
-
-    Args:
-        values: Finite numbers; on a logarithmic axis those above 0 count.
-        start: Pixel of the smallest.
-        end: Pixel of the largest.
-        log: Whether equal ratios lie equally far apart.
-        zero: Whether the axis begins at 0 if no value is below it.
-    """
+    """Return an axis that shows all values, of a logarithmic one those above 0; with `zero` it begins at 0 or below."""
     shown = [value for value in values if math.isfinite(value) and not (log and value <= 0)] or [1.0]
     low, high = min(shown), max(shown)
     if zero and not log:
@@ -107,9 +83,6 @@ def number(value: float) -> str:
 def size_unit(largest_bytes: float) -> tuple[float, str]:
     """Return the unit in which a size is a number of few digits, and its name.
 
-    Args:
-        largest_bytes: The largest size to show.
-
     Examples:
         >>> size_unit(90_900_000)
         (1000000.0, 'MB')
@@ -122,9 +95,6 @@ def size_unit(largest_bytes: float) -> tuple[float, str]:
 
 def size(count: float) -> str:
     """Return a number of bytes as people read it.
-
-    Args:
-        count: Bytes.
 
     Examples:
         >>> size(90_900_000), size(12)

@@ -38,13 +38,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Dots:
-    """A row of a chart of dots.
-
-    Args:
-        label: What the row is.
-        points: Value, and what is shown where the pointer rests.
-        shown: The number at the row's end.
-    """
+    """A row of a chart of dots: each point is a value and its hint, and `shown` is the number at the row's end."""
 
     label: str
     points: tuple[tuple[float, str], ...]
@@ -53,14 +47,7 @@ class Dots:
 
 @dataclass(frozen=True)
 class Curve:
-    """A curve of a line chart.
-
-    Args:
-        label: Its name in the legend.
-        points: x and y.
-        color: Number of its color.
-        dashed: Whether its line is interrupted.
-    """
+    """A curve of a line chart through points x and y, in the color of a number."""
 
     label: str
     points: tuple[tuple[float, float], ...]
@@ -78,16 +65,10 @@ def bar_chart(
     reference: float | None = None,
     frame: str = "",
 ) -> Drawing:
-    """Return horizontal bars, a row each.
+    """Return horizontal bars, a row each from top to bottom.
 
-    Args:
-        title: What they show.
-        rows: The bars, from top to bottom.
-        unit: What the axis measures, with its unit.
-        legend: What the parts of the bars are; an empty name is a color that is left out.
-        width: In pixels.
-        reference: A value to mark by a dashed line.
-        frame: What the empty frames are, for the legend.
+    An empty name in the legend is a color that is left out. A dashed line marks `reference`; `frame` names the empty
+    frames.
     """
     values = [end for row in rows for end in (sum(row.parts) + row.framed, *(row.spread or ()))]
     names: list[tuple[str, int | None]] = [(name, color) for color, name in enumerate(legend) if name]
@@ -119,14 +100,7 @@ def bar_chart(
 
 
 def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WIDTH) -> Drawing:
-    """Return rows of dots, for several values of a kind in each row.
-
-    Args:
-        title: What they show.
-        rows: The rows, from top to bottom.
-        unit: What the axis measures, with its unit.
-        width: In pixels.
-    """
+    """Return rows of dots, for several values of a kind in each row."""
     drawing, top, left, right = _rows(title, [(row.label, row.shown) for row in rows], (), width)
     axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
     _vertical_grid(drawing, axis, top, len(rows), unit)
@@ -150,17 +124,7 @@ def line_chart(
     height: float = 220,
     log: bool = False,
 ) -> Drawing:
-    """Return curves over a common axis.
-
-    Args:
-        title: What they show.
-        curves: The curves; on a logarithmic axis, points that are not above 0 are left out.
-        x_unit: What the horizontal axis measures.
-        y_unit: What the vertical axis measures, with its unit; it stands above the axis.
-        width: In pixels.
-        height: Of the plot itself, in pixels.
-        log: Whether the vertical axis is logarithmic.
-    """
+    """Return curves over a common axis; on a logarithmic one, points that are not above 0 are left out."""
     drawing = Drawing(width, 0, title)
     top = _legend(drawing, title, [(curve.label, curve.color) for curve in curves]) + 22
     drawing.text(_MARGIN, top - 10, y_unit)
@@ -193,14 +157,7 @@ def histogram(
 ) -> Drawing:
     """Return a histogram without a scale of counts: its shape is what it shows.
 
-    Args:
-        title: What it shows.
-        counts: How many values lie in each of the equally wide bins.
-        low: What stands below the first bin.
-        high: What stands below the last one.
-        unit: What the axis measures.
-        width: In pixels.
-        log: Whether a bin is as high as the logarithm of its count, so that rare values are seen.
+    With `log` a bin is as high as the logarithm of its count, so that rare values are seen.
     """
     height, left, right = 70, _MARGIN, width - _MARGIN
     drawing = Drawing(width, height + 42, f"{title}: {sum(counts)} values from {number(low)} to {number(high)}")

@@ -16,20 +16,12 @@ COLORS = 8
 
 
 def printable(text: object) -> str:
-    """Return a text whose control characters are escaped: a name may hold any, and XML allows few of them.
-
-    Args:
-        text: What to show.
-    """
+    """Return a text whose control characters are escaped: a name may hold any, and XML allows few of them."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in str(text))
 
 
 def shortened(text: object, characters: int) -> str:
     """Return a text of at most this many characters; of a longer one, the middle is left out.
-
-    Args:
-        text: What to show.
-        characters: At least 3.
 
     Examples:
         >>> shortened("model.layers.0.mlp.up_proj", 15)
@@ -41,12 +33,7 @@ def shortened(text: object, characters: int) -> str:
 
 
 def text_width(text: str, size: float = FONT_SIZE) -> float:
-    """Return the width in pixels that a text takes at most, as a rule: SVG cannot measure fonts.
-
-    Args:
-        text: The text.
-        size: Of the font, in pixels.
-    """
+    """Return the width in pixels that a text takes at most, as a rule: SVG cannot measure fonts."""
     return _CHARACTER * size * len(text)
 
 
@@ -57,12 +44,9 @@ def style() -> str:
 
 
 class Drawing:
-    """An SVG drawing; whatever text comes in is escaped.
+    """An SVG drawing, measured in pixels; whatever text comes in is escaped.
 
-    Args:
-        width: In pixels.
-        height: In pixels; may be changed until the drawing is taken out.
-        title: What it shows, for people who do not see it.
+    `height` may be changed until the drawing is taken out. The title is for people who do not see it.
     """
 
     def __init__(self, width: float, height: float, title: str):
@@ -72,87 +56,36 @@ class Drawing:
         self._elements: list[Markup] = []
 
     def text(self, x: float, y: float, text: object, kind: str = "", anchor: str = "start") -> None:
-        """Add a line of text.
-
-        Args:
-            x: Where it begins, or ends for the anchor `end`, or has its middle for `middle`.
-            y: Its base line.
-            text: The text.
-            kind: A class of `style.css`: `name`, `value` or `head`.
-            anchor: `start`, `middle` or `end`.
-        """
+        """Add a line of text of a class of `style.css`: its `start`, `middle` or `end` at x, its base line at y."""
         form = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
         self._add(form, x, y, kind, anchor, printable(text))
 
     def rectangle(self, x: float, y: float, width: float, height: float, color: int, title: str = "") -> None:
-        """Add a filled rectangle.
-
-        Args:
-            x: Left edge.
-            y: Upper edge.
-            width: At least 0.
-            height: At least 0.
-            color: Number of the series.
-            title: Shown where the pointer rests.
-        """
+        """Add a filled rectangle by its left and upper edges; its title is shown where the pointer rests."""
         form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="s{}">{}</rect>'
         self._add(form, x, y, width, height, color % COLORS, _hint(title))
 
     def frame(self, x: float, y: float, width: float, height: float, title: str = "") -> None:
-        """Add an empty rectangle with a dashed edge.
-
-        Args:
-            x: Left edge.
-            y: Upper edge.
-            width: At least 0.
-            height: At least 0.
-            title: Shown where the pointer rests.
-        """
+        """Add an empty rectangle with a dashed edge; its title is shown where the pointer rests."""
         form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="frame">{}</rect>'
         self._add(form, x, y, width, height, _hint(title))
 
     def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
-        """Add a filled circle.
-
-        Args:
-            x: Its middle.
-            y: Its middle.
-            radius: In pixels.
-            color: Number of the series.
-            title: Shown where the pointer rests.
-        """
+        """Add a filled circle by its middle; its title is shown where the pointer rests."""
         form = '<circle cx="{:.1f}" cy="{:.1f}" r="{}" class="s{}" fill-opacity="0.8">{}</circle>'
         self._add(form, x, y, radius, color % COLORS, _hint(title))
 
     def line(self, start: tuple[float, float], end: tuple[float, float], kind: str = "grid") -> None:
-        """Add a straight line.
-
-        Args:
-            start: One end.
-            end: The other one.
-            kind: Classes of `style.css`: `grid` or `mark`, and `dashed`.
-        """
+        """Add a straight line of the classes `grid` or `mark`, and `dashed`, of `style.css`."""
         self._add('<line x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}" class="{}"/>', *start, *end, kind)
 
     def curve(self, points: Iterable[tuple[float, float]], color: int, *, dashed: bool = False) -> None:
-        """Add a line through points.
-
-        Args:
-            points: Where it goes.
-            color: Number of the series.
-            dashed: Whether to interrupt it.
-        """
+        """Add a line through points."""
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
         self._add('<polyline points="{}" class="curve s{}{}"/>', path, color % COLORS, " dashed" * dashed)
 
     def place(self, other: Drawing, x: float, y: float) -> None:
-        """Add a copy of another drawing.
-
-        Args:
-            other: The drawing.
-            x: Its left edge here.
-            y: Its upper edge here.
-        """
+        """Add a copy of another drawing, its left edge at x and its upper edge at y."""
         self._elements.append(Markup('<g transform="translate({:.1f} {:.1f})">').format(x, y))
         self._elements += [*other._elements, Markup("</g>")]
 
@@ -163,9 +96,8 @@ class Drawing:
     def standalone(self, *, page: bool = False) -> str:
         """Return the text of an SVG file, with its own style.
 
-        Args:
-            page: Whether to paint the background, white or dark, for a viewer that shows the file alone. Without it
-                the page shows through, into which the picture is put.
+        With `page` it paints the background, white or dark, for a viewer that shows the file alone; else that of the
+        page into which it is put shows through.
         """
         sheet = Markup("<style>\n{}</style>\n").format(Markup(style()))
         if page:
@@ -187,13 +119,7 @@ def _hint(title: str) -> Markup:
 
 
 def stack(title: str, rows: Sequence[Sequence[Drawing]], caption: str = "") -> Drawing:
-    """Return one drawing of several: rows of drawings beside each other, and a text below.
-
-    Args:
-        title: What all of them show.
-        rows: The drawings.
-        caption: The text; it is broken into lines.
-    """
+    """Return one drawing of several: rows of drawings beside each other, and a text below."""
     whole = Drawing(max(sum(each.width for each in row) for row in rows), 0, title)
     for row in rows:
         x = 0.0

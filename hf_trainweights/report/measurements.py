@@ -37,13 +37,7 @@ class Error:
 
 @dataclass(frozen=True)
 class Histogram:
-    """How values are spread.
-
-    Args:
-        counts: How many lie in each of equally wide bins.
-        low: Lower edge of the first.
-        high: Upper edge of the last.
-    """
+    """How values are spread: the counts of equally wide bins, between the outer edges `low` and `high`."""
 
     counts: tuple[int, ...]
     low: float
@@ -51,15 +45,9 @@ class Histogram:
 
 
 def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = None) -> Error | None:
-    """Measure how far a weight is from another one.
+    """Measure how far a weight is from a reference; None if shapes differ, or if one holds no floats.
 
-    Args:
-        weight: Quantized or float, any shape.
-        reference: The weight it stands for, usually a float one.
-        inputs: Rows that its layer multiplies, float32 `[n, K]`; None for Gaussian noise.
-
-    Returns:
-        The error; None if shapes differ, or if one holds no floats.
+    `inputs` are rows `[n, K]` that its layer multiplies; None stands for Gaussian noise.
     """
     if weight.shape != reference.shape or not (weight.is_floating_point() and reference.is_floating_point()):
         return None
@@ -79,27 +67,12 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
 
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
-    """Return how the values of a weight are spread, dequantized if it is quantized.
-
-    Args:
-        weight: Quantized or float, any shape.
-
-    Returns:
-        64 bins from the smallest value to the largest; None if it is empty or holds NaN or Inf.
-    """
+    """Return how the dequantized values of a weight are spread, in 64 bins; None if empty, or with NaN or Inf."""
     return _histogram(lambda: _float_blocks(weight, turned=False), _BINS)
 
 
 def code_histogram(weight: Tensor) -> Histogram | None:
-    """Return how the codes of a quantized weight are spread.
-
-    Args:
-        weight: A weight.
-
-    Returns:
-        A bin for each integer, or 64 bins where there would be more; None for a weight whose format does not tell its
-        codes.
-    """
+    """Return how the codes of a weight are spread, in at most 64 bins; None where its format does not tell them."""
     if not isinstance(weight, QuantizedTensor):
         return None
     return _histogram(lambda: _code_blocks(weight), _BINS, whole=True)

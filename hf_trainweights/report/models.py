@@ -31,12 +31,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 
 @dataclass(frozen=True)
 class Measured:
-    """A weight and its error.
-
-    Args:
-        weight: The weight.
-        error: How far it is from its counterpart; None without one.
-    """
+    """A weight, and how far it is from its counterpart; None without one."""
 
     weight: Weight
     error: Error | None
@@ -50,13 +45,7 @@ class Measured:
 def measure_weights(
     weights: Mapping[str, Weight], against: Mapping[str, Weight], inputs: Mapping[str, Tensor] | None
 ) -> list[Measured]:
-    """Measure each weight against its counterpart.
-
-    Args:
-        weights: The weights by name.
-        against: Those they are compared with; empty for none.
-        inputs: Rows that the layer of a weight multiplies, by name; None to measure the error of outputs with noise.
-    """
+    """Measure each weight against the one of its name; `inputs` are rows that its layer multiplies, None for noise."""
     found = []
     for name, weight in weights.items():
         other = against.get(name)
@@ -68,13 +57,7 @@ def measure_weights(
 def model_sections(
     measured: Sequence[Measured], against: Mapping[str, Weight], texts: TextMeasures | None = None
 ) -> list[Section]:
-    """Return the sections on a model.
-
-    Args:
-        measured: Its weights.
-        against: Those they were compared with.
-        texts: What texts have shown of it.
-    """
+    """Return the sections on a model."""
     formats = formats_of(measured)
     sections = [Section("With texts", [], f"{'; '.join(texts.lines())}. {_WITH_TEXTS}")] if texts else []
     sections += [
@@ -104,38 +87,22 @@ _ERROR = (
 
 
 def formats_of(measured: Sequence[Measured]) -> list[str]:
-    """Return the formats that occur, in the order in which they first do.
-
-    Args:
-        measured: The weights of a model.
-    """
+    """Return the formats that occur, in the order in which they first do."""
     return list(dict.fromkeys(each.weight.format for each in measured))
 
 
 def stored_bytes(weights: Sequence[Weight]) -> int | None:
-    """Return what weights take, None if that is not known of each.
-
-    Args:
-        weights: The weights.
-    """
+    """Return what weights take, None if that is not known of each."""
     return total_bytes(weight.stored_bytes for weight in weights)
 
 
 def show_size(count: int | None) -> str:
-    """Return a size as people read it, `?` for None.
-
-    Args:
-        count: Bytes.
-    """
+    """Return a size as people read it, `?` for None."""
     return "?" if count is None else size(count)
 
 
 def show_bits(weights: Sequence[Weight]) -> str:
-    """Return the bits that an element of some weights takes on average, `?` if that is not known.
-
-    Args:
-        weights: The weights.
-    """
+    """Return the bits that an element of some weights takes on average, `?` if that is not known."""
     count, numel = stored_bytes(weights), sum(weight.tensor.numel() for weight in weights)
     return "?" if count is None or not numel else f"{8 * count / numel:.2f}"
 

@@ -18,13 +18,7 @@ from hf_trainweights.report.machine import describe_machine, describe_versions
 
 @dataclass(frozen=True)
 class Table:
-    """A table of texts and drawings.
-
-    Args:
-        head: Names of the columns.
-        rows: The cells.
-        folded: If given, the table shows only these words until someone opens it.
-    """
+    """A table of texts and drawings; if `folded` is given, it shows only these words until someone opens it."""
 
     head: tuple[str, ...]
     rows: Sequence[Sequence[object]]
@@ -33,13 +27,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Section:
-    """A part of a page under a heading.
-
-    Args:
-        title: The heading.
-        parts: What it shows.
-        text: A paragraph before them.
-    """
+    """A part of a page under a heading; `text` is a paragraph before the others."""
 
     title: str
     parts: Sequence[Drawing | Table]
@@ -48,13 +36,7 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """A page.
-
-    Args:
-        title: Its heading.
-        caption: What it was made of, with what, and when.
-        sections: What it shows.
-    """
+    """A page; its caption says what it was made of, with what, and when."""
 
     title: str
     caption: str

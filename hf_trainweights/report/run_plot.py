@@ -14,18 +14,7 @@ _SUFFIXES = (".svg", ".html")
 
 
 def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
-    """Draw what each checkpoint of a run takes, and the loss beside it where one was logged; no tensor is read.
-
-    Args:
-        root: The run, a directory of `checkpoint-<step>` directories.
-        out: The file to write; one that is there is replaced. `.svg`: one picture, which follows the light or dark
-            theme of its viewer. `.html`: what `write_report` writes of a run, tables included.
-
-    Raises:
-        ConfigError: `out` is called otherwise, or `root` holds no checkpoints.
-        OSError: `root` cannot be read.
-        SaveError: `out` cannot be written.
-    """
+    """Draw what each checkpoint of a run takes, and the loss beside it where one was logged; no tensor is read."""
     root, out = Path(root), Path(out)
     check_plot_name(out)
     checkpoints = read_run(root)
@@ -40,14 +29,7 @@ def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
 
 
 def check_plot_name(out: Path) -> None:
-    """Check, before anything is read, that a picture would not replace a file of another kind.
-
-    Args:
-        out: The file.
-
-    Raises:
-        ConfigError: Its name does not end in .svg or .html.
-    """
+    """Check, before anything is read, that a picture would not replace a file of another kind."""
     if out.suffix not in _SUFFIXES:
         expected = f"a file name that ends in {' or '.join(_SUFFIXES)}"
         raise ConfigError(str(out), expected, out.name, "Choose another name.")

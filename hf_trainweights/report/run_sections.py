@@ -18,12 +18,7 @@ _BESIDE_WIDTH, _BESIDE_HEIGHT = 440, 160
 def run_sections(
     checkpoints: Sequence[SavedCheckpoint], losses: Mapping[str, Sequence[tuple[float, float]]]
 ) -> list[Section]:
-    """Return the sections on a run.
-
-    Args:
-        checkpoints: Its checkpoints, the first one first.
-        losses: Its losses by name, as steps and values.
-    """
+    """Return the sections on a run, whose losses are steps and values by name."""
     rows = [
         (f"step {each.step}", each.mode, *map(size, (*each.part_bytes, each.linked_bytes, each.plain_bytes)))
         for each in checkpoints
@@ -39,23 +34,13 @@ def run_sections(
 def run_picture(
     title: str, checkpoints: Sequence[SavedCheckpoint], losses: Mapping[str, Sequence[tuple[float, float]]]
 ) -> Drawing:
-    """Return a run as one picture: what each checkpoint takes, and beside it the loss, if there is any.
-
-    Args:
-        title: What run it is.
-        checkpoints: Its checkpoints, the first one first; at least one.
-        losses: Its losses by name, as steps and values.
-    """
+    """Return a run as one picture: what each checkpoint takes, and beside it the loss, if there is any."""
     charts = [_sizes_chart(checkpoints)] + ([_loss_chart(losses, _BESIDE_WIDTH, _BESIDE_HEIGHT)] if losses else [])
     return stack(title, [charts], f"{title}: {describe_run(checkpoints)}")
 
 
 def describe_run(checkpoints: Sequence[SavedCheckpoint]) -> str:
-    """Return in a line what a run takes.
-
-    Args:
-        checkpoints: Its checkpoints, at least one.
-    """
+    """Return in a line what a run takes."""
     stored, plain = sum(sum(each.part_bytes) for each in checkpoints), sum(each.plain_bytes for each in checkpoints)
     return f"{len(checkpoints)} checkpoints, {size(plain)} without encoding, {size(stored)} on disk"
 

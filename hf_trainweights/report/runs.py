@@ -48,14 +48,7 @@ class SavedCheckpoint:
 
 
 def read_run(root: Path) -> list[SavedCheckpoint]:
-    """Return how the checkpoints of a run are stored, the first one first; no tensor is read.
-
-    Args:
-        root: Where the run keeps its checkpoints.
-
-    Raises:
-        OSError: `root` cannot be read.
-    """
+    """Return how the checkpoints of a run are stored, the first one first; no tensor is read."""
     directories = checkpoint_directories(root)[::-1]
     anchors = {_inode(file) for path in directories for file in path.rglob(f"*{_ANCHOR_SUFFIX}")}
     seen: set[_Inode] = set()
@@ -63,18 +56,7 @@ def read_run(root: Path) -> list[SavedCheckpoint]:
 
 
 def read_losses(root: Path, checkpoints: Sequence[SavedCheckpoint]) -> dict[str, list[tuple[float, float]]]:
-    """Return the losses of a run: what the newest Trainer's state records, else what the manifests do.
-
-    Args:
-        root: Where the run keeps its checkpoints.
-        checkpoints: What `read_run` returned.
-
-    Returns:
-        `loss` and `eval_loss`, as far as there are any, as steps and losses.
-
-    Raises:
-        OSError: `root` cannot be read.
-    """
+    """Return `loss` and `eval_loss` as steps and values: from the newest Trainer's state, else from the manifests."""
     for path in checkpoint_directories(root):
         history = _history(path / _STATE_NAME)
         curves = {name: list(_points(history, name)) for name in ("loss", "eval_loss")}

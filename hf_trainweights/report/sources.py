@@ -26,12 +26,9 @@ Source = nn.Module | str | os.PathLike[str]
 
 @dataclass(frozen=True)
 class Weight:
-    """A weight of a model.
+    """A weight of a model, of a file mapped and not read.
 
-    Args:
-        name: Its full name.
-        tensor: Its values; of a file, mapped and not read.
-        stored_bytes: What it takes, scales included; None if it is encoded and no manifest lists it.
+    `stored_bytes` has scales included; None if the weight is encoded and no manifest lists it.
     """
 
     name: str
@@ -54,16 +51,7 @@ class Weight:
 
 
 def read_weights(source: Source) -> dict[str, Weight]:
-    """Return the weights of a model by name, a tied weight once.
-
-    Args:
-        source: A module, a directory of a model or of one checkpoint, or a weight file.
-
-    Raises:
-        ConfigError: There is nothing, or no weights.
-        CorruptFileError: A file is damaged, or holds more than data.
-        OSError: A file cannot be read.
-    """
+    """Return the weights of a model by name, a tied weight once."""
     if isinstance(source, nn.Module):
         return {name: _weight_of(name, parameter) for name, parameter in source.named_parameters()}
     path = existing(source)
@@ -73,20 +61,10 @@ def read_weights(source: Source) -> dict[str, Weight]:
 
 
 def read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Weight]:
-    """Return the weights of another model that may be compared with weights of these names.
+    """Return the weights of another model that may be compared with weights of these names, and perhaps others.
 
-    Args:
-        source: As for `read_weights`.
-        names: Names of weights. If the source's files have other names, it is loaded as Transformers does, which
-            merges experts and renames what a quantized model was saved with.
-
-    Returns:
-        The weights by name; others may be among them.
-
-    Raises:
-        ConfigError: There is nothing, or no weights.
-        CorruptFileError: A file is damaged, or holds more than data.
-        OSError: A file cannot be read.
+    If the source's files have other names, it is loaded as Transformers does, which merges experts and renames what a
+    quantized model was saved with.
     """
     weights = read_weights(source)
     if isinstance(source, nn.Module) or set(names) <= weights.keys() or not (Path(source) / "config.json").is_file():
@@ -95,14 +73,7 @@ def read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Weight]
 
 
 def existing(source: str | os.PathLike[str]) -> Path:
-    """Return the path of a source on disk.
-
-    Args:
-        source: A directory or a file.
-
-    Raises:
-        ConfigError: There is nothing.
-    """
+    """Return the path of a source on disk; ConfigError: there is nothing."""
     path = Path(source)
     if not path.exists():
         next_step = "Give a directory; huggingface_hub.snapshot_download(...) returns that of a model on the Hub."
@@ -111,14 +82,7 @@ def existing(source: str | os.PathLike[str]) -> Path:
 
 
 def is_run(source: Source) -> bool:
-    """Return whether a source is a directory of checkpoints.
-
-    Args:
-        source: As for `read_weights`.
-
-    Raises:
-        OSError: The directory cannot be read.
-    """
+    """Return whether a source is a directory of checkpoints."""
     return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
 
 

@@ -60,18 +60,7 @@ class TextMeasures:
 def measure_with_texts(
     source: str | os.PathLike[str], against: str | os.PathLike[str], texts: Sequence[str]
 ) -> TextMeasures:
-    """Let a saved model and its float one read texts.
-
-    Args:
-        source: Directory of the model.
-        against: Directory of the float model, with its tokenizer.
-        texts: The texts; of a long one the first 512 tokens count.
-
-    Raises:
-        ConfigError: One of them cannot be loaded, takes other things than tokens, or has no tokenizer; or there is no
-            text.
-        CorruptFileError: A file is damaged.
-    """
+    """Let a saved model and its float one, with its tokenizer, read the first 512 tokens of each text."""
     model, reference = load_saved(source), load_saved(against)
     tokenizer = load_tokenizer(against, "texts", "Save the tokenizer there.")
     layers = {module: f"{name}.weight" for name, module in reference.named_modules() if _is_linear(module)}

@@ -33,13 +33,7 @@ from hf_trainweights.report.texts import measure_with_texts
 
 @dataclass(frozen=True)
 class Report:
-    """A report that was written; `str()` of it is a few lines.
-
-    Args:
-        title: What it is about.
-        file: Where it is.
-        lines: What it says, in short.
-    """
+    """A report that was written; `str()` of it is a few lines."""
 
     title: str
     file: Path
@@ -94,42 +88,18 @@ def write_report(
 
 
 def check_name(out: Path) -> None:
-    """Check, before anything is measured, that a report would not replace a file of another kind.
-
-    Args:
-        out: The file.
-
-    Raises:
-        ConfigError: Its name does not end in .html.
-    """
+    """Check, before anything is measured, that a report would not replace a file of another kind."""
     if out.suffix.lower() not in (".html", ".htm"):
         raise ConfigError(str(out), "a file name that ends in .html", out.name, "Choose another name.")
 
 
 def write_page(page: Page, out: Path) -> None:
-    """Write a page to a file, which is replaced as a whole or not at all.
-
-    Args:
-        page: The page.
-        out: The file.
-
-    Raises:
-        SaveError: It cannot be written.
-    """
+    """Write a page to a file, which is replaced as a whole or not at all."""
     write_alone(out, page.html(), "No report was written.")
 
 
 def write_alone(out: Path, text: str, outcome: str) -> None:
-    """Write a file that is replaced as a whole or not at all, and remove what killed writers left beside it.
-
-    Args:
-        out: The file.
-        text: What it is to hold.
-        outcome: What is true after an error, a sentence.
-
-    Raises:
-        SaveError: It cannot be written.
-    """
+    """Write a file as a whole or not at all, and remove what killed writers left beside it; errors end in `outcome`."""
     with save_errors(out, outcome):
         clean_up(out.parent)
         with replace_file(out) as file:

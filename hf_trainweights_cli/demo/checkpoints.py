@@ -52,21 +52,7 @@ class Checkpoints:
 
 
 def measure_checkpoints(root: Path, batches: Tensor, losses: Sequence[float], train: Train) -> Checkpoints:
-    """Measure the checkpoints of a run, and resume it from the last but one, as after a kill.
-
-    Args:
-        root: Where the run keeps its checkpoints, which stay as they are.
-        batches: The batch of each step.
-        losses: The loss of each step.
-        train: Trains fresh objects with a manager, which restores them, on some batches.
-
-    Returns:
-        The sizes and the losses.
-
-    Raises:
-        CorruptFileError: A checkpoint cannot be read.
-        SaveError: The disk is full or refuses.
-    """
+    """Measure the checkpoints of a run, and resume it from the last but one, as after a kill; they stay as they are."""
     saved, directories = tuple(read_run(root)), checkpoint_directories(root)
     if len(directories) < 2:
         return Checkpoints(MODE, saved)

@@ -109,14 +109,7 @@ class _ProgressLines:
             self._progress.stop()
 
     def report(self, line: str, stage: str, done: int, total: int) -> None:
-        """Show the progress of one line.
-
-        Args:
-            line: Name of the line, e.g. a format.
-            stage: The current stage.
-            done: Steps done.
-            total: Steps in all.
-        """
+        """Show the progress of one line, such as a format, as steps done of a total."""
         if not self._progress.console.is_terminal:
             quarter = (line, 4 * done // total)
             if quarter != self._quarter:

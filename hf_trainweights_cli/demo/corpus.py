@@ -19,13 +19,7 @@ _OTHER_DIRECTORIES = {"site-packages", "dist-packages", "test", "tests", "idle_t
 
 @dataclass(frozen=True)
 class Corpus:
-    """Text to train on and text to be judged by.
-
-    Args:
-        name: What it is, for people.
-        train: The texts to train on, one a file.
-        held_out: The texts kept apart.
-    """
+    """Texts to train on and texts to be judged by, one a file."""
 
     name: str
     train: tuple[str, ...]
@@ -33,17 +27,7 @@ class Corpus:
 
 
 def read_corpus(root: Path | None = None) -> Corpus:
-    """Read the sources of Python's standard library.
-
-    Args:
-        root: Another directory of Python files.
-
-    Returns:
-        All files in the order of their names, every 20th of them held out.
-
-    Raises:
-        UnsupportedError: There are no sources: some distributions ship the library compiled or in a zip file.
-    """
+    """Read the sources of Python's standard library, or below `root`, sorted; every 20th file is held out."""
     root = root or Path(sysconfig.get_paths()["stdlib"])
     files = sorted(_python_files(root))
     if len(files) < _HELD_OUT_EVERY:

@@ -18,14 +18,7 @@ _NEEDS_HEAD = "Perplexity and generation need a trained language-model head: giv
 
 
 def check_causal_lm(model: str) -> None:
-    """Check, before any weight is loaded, that a model can be measured.
-
-    Args:
-        model: Directory or Hub id.
-
-    Raises:
-        ConfigError: There is no such model, it has no language-model head, or it is quantized already.
-    """
+    """Check, before any weight is loaded, that a model is float and has a language-model head, so can be measured."""
     try:
         config = AutoConfig.from_pretrained(model)
     except (OSError, ValueError) as error:
@@ -45,15 +38,7 @@ def check_causal_lm(model: str) -> None:
 
 
 def load_float(model: str, device_map: str) -> Any:
-    """Load a float causal language model in the dtype it was saved in.
-
-    Args:
-        model: Directory or Hub id.
-        device_map: Where to load it to.
-
-    Raises:
-        ConfigError: It cannot be loaded, or it has no weights for its language-model head.
-    """
+    """Load a float causal language model in the dtype it was saved in."""
     try:
         pair: Any = AutoModelForCausalLM.from_pretrained(
             model, dtype="auto", device_map=device_map, output_loading_info=True
@@ -70,14 +55,7 @@ def load_float(model: str, device_map: str) -> Any:
 
 
 def load_tokenizer(model: str) -> Any:
-    """Load the tokenizer of a model.
-
-    Args:
-        model: Directory or Hub id.
-
-    Raises:
-        ConfigError: There is none.
-    """
+    """Load the tokenizer of a model."""
     try:
         return AutoTokenizer.from_pretrained(model)
     except (OSError, ValueError) as error:

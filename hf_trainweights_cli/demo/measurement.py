@@ -63,16 +63,7 @@ class Row:
 def measure(source: str, name: str | None, probe: Probe, out: Path, report: Report) -> Row:
     """Load a model in one format, use it, save it both ways, and check that both come back bit by bit.
 
-    Args:
-        source: Directory or Hub id of the float model.
-        name: The format, None for the float model itself, which is saved as safetensors alone.
-        probe: The input for the model.
-        out: Directory that gets `<format>/<serialization>/`.
-        report: Called at every step, except while the float model is loaded: that shows Transformers' own bars.
-
-    Raises:
-        ConfigError: The float model cannot be loaded, or has no weights for its language-model head.
-        TrainWeightsError: Quantizing or saving failed.
+    Without a name it is the float model itself, which is saved as safetensors alone.
     """
     ways = SERIALIZATIONS if name else BASELINE_SERIALIZATIONS
     total = 2 + len(probe.windows) + 2 * len(ways)
@@ -112,17 +103,7 @@ def _check_reloads(
 
 
 def check_reload(directory: Path, arguments: dict[str, Any], probe: Probe, logits: Tensor) -> list[str]:
-    """Load a saved model and compare its logits and its own save with those of the model that was saved.
-
-    Args:
-        directory: Where it was saved.
-        arguments: How it was saved: arguments of `save_pretrained`.
-        probe: The input for the model.
-        logits: The logits of the saved model.
-
-    Returns:
-        The differences; empty if there are none.
-    """
+    """Load a saved model and return what differs in its logits and in its own save, with the same `arguments`."""
     model = _load(str(directory), probe)
     failures = [] if torch.equal(_logits(model, probe), logits) else ["other logits after a reload"]
     with tempfile.TemporaryDirectory(dir=directory.parent) as second:

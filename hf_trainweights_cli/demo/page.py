@@ -14,11 +14,7 @@ _FLOAT, _QUANTIZED = 3, 0
 
 
 def demo_page(result: Result) -> Page:
-    """Return the page of a demo.
-
-    Args:
-        result: What it measured.
-    """
+    """Return the page of a demo."""
     sections = [_quality(result)]
     if result.speeds:
         sections.append(_speed(result.speeds))

@@ -19,13 +19,7 @@ _WINDOW_TOKENS = 128
 
 @dataclass(frozen=True)
 class Probe:
-    """The input that every variant of a model gets.
-
-    Args:
-        tokenizer: The model's tokenizer.
-        windows: Held-out text, int64 [number of windows, tokens].
-        device_map: Where to load the variants to.
-    """
+    """The input that every variant of a model gets: windows of held-out text, int64 `[windows, tokens]`."""
 
     tokenizer: PreTrainedTokenizerBase
     windows: Tensor
@@ -33,20 +27,7 @@ class Probe:
 
 
 def make_probe(source: str, corpus: Corpus, max_windows: int, device_map: str) -> Probe:
-    """Return a probe of windows spread evenly over the held-out text.
-
-    Args:
-        source: Directory or Hub id of the model.
-        corpus: The text.
-        max_windows: The most windows to take.
-        device_map: Where to load the model's variants to.
-
-    Returns:
-        The probe; each window starts with the begin-of-text token if the tokenizer has one.
-
-    Raises:
-        ConfigError: The model has no tokenizer.
-    """
+    """Return a probe of windows spread evenly over the held-out text, each begun by a begin-of-text token if any."""
     tokenizer = load_tokenizer(source)
     tokens = torch.tensor(tokenizer("".join(corpus.held_out), add_special_tokens=False)["input_ids"])
     windows = tokens[: len(tokens) // _WINDOW_TOKENS * _WINDOW_TOKENS].view(-1, _WINDOW_TOKENS)

@@ -65,24 +65,10 @@ def run_demo(
     keep: bool = True,
     shape: Shape | None = None,
 ) -> Result:
-    """Train a model, or take the user's, and measure it in every format.
+    """Train a model, or take the user's, and measure it in every format, the float baseline first.
 
-    Args:
-        out: A new or empty directory for `model/`, `run/` and `<format>/<serialization>/`.
-        formats: Names in `FORMATS`; the float baseline comes first in any case.
-        recipe: How to train; not used with `model`.
-        report: Called at every step.
-        model: Directory or Hub id of a causal language model with a tokenizer; None to train one.
-        keep: Whether to leave each format's files there once they are measured.
-        shape: Size of the larger model whose speed is measured; the default if None.
-
-    Returns:
-        The measurements, with the failed checks: those do not raise.
-
-    Raises:
-        ConfigError: `out` is not empty, or `model` is not a float causal language model with a tokenizer.
-        UnsupportedError: There is no text on this machine.
-        TrainWeightsError: Quantizing or saving failed.
+    Failed checks do not raise: they are in the result. `out` is a new or empty directory, in which `keep` leaves each
+    format's files once they are measured.
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("--out", "a new or empty directory", str(out), "Choose another one: nothing is overwritten.")

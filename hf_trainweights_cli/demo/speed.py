@@ -31,10 +31,7 @@ _LEAST_ROUNDS = 3
 class Shape:
     """Size of the model; the default has 105M weights.
 
-    Args:
-        hidden_size: Width, a multiple of 128.
-        num_layers: Number of decoder layers.
-        vocab_size: Number of tokens: few, since embeddings stay in float.
+    `hidden_size` is a multiple of 128. The vocabulary is small, since embeddings stay in float.
     """
 
     hidden_size: int = 1024
@@ -68,19 +65,7 @@ def fast_dtype() -> torch.dtype:
 
 
 def measure_speed(formats: Sequence[str], shape: Shape, report: Report) -> tuple[Speed, ...]:
-    """Measure each format in turns with the float model, so that what else the machine does slows both.
-
-    Args:
-        formats: Names in `FORMATS`.
-        shape: Size of the model.
-        report: Called at every step.
-
-    Returns:
-        The float model and each format.
-
-    Raises:
-        TrainWeightsError: Quantizing failed.
-    """
+    """Measure the float model and each format in turns, so that what else the machine does slows both."""
     report(LINE, "make a model", 0, 1 + len(formats))
     model = _random_model(shape)
     model_bytes = get_model_size_in_bytes(model)

@@ -50,15 +50,7 @@ class Recipe:
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer.
-
-    Args:
-        texts: What to train it on.
-        vocab_size: Number of tokens, at least 257.
-
-    Returns:
-        A tokenizer that can spell any text, with an end-of-text token.
-    """
+    """Train a byte-level BPE tokenizer of at least 257 tokens, which can spell any text, with an end-of-text token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -74,33 +66,14 @@ def train_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFas
 
 @dataclass(frozen=True)
 class Training:
-    """A training run.
-
-    Args:
-        losses: The loss of each step, in nats per token.
-        checkpoints: What it saved, and how it went on from a save.
-    """
+    """A training run: the loss of each step, in nats per token, and its checkpoints."""
 
     losses: tuple[float, ...]
     checkpoints: Checkpoints
 
 
 def train_model(directory: Path, runs: Path, corpus: Corpus, recipe: Recipe, report: Report) -> Training:
-    """Train a Llama and its tokenizer from scratch and save both.
-
-    Args:
-        directory: Where to save; made if missing.
-        runs: Where the training keeps its checkpoints; made if missing.
-        corpus: The text.
-        recipe: Size and training.
-        report: Called after each step.
-
-    Returns:
-        The losses and the checkpoints.
-
-    Raises:
-        SaveError: The disk is full or refuses.
-    """
+    """Train a Llama and its tokenizer from scratch and save both; `runs` gets the checkpoints of the training."""
     report("training", "tokenizer", 0, recipe.steps)
     texts = _take_texts(corpus, recipe)
     tokenizer = train_tokenizer(texts, recipe.vocab_size)

@@ -57,7 +57,7 @@ def candidates(shape: Sequence[int], target: str | None) -> list[Format]:
 
 
 def rows_of(weight: Tensor) -> Rows:
-    """Return what gives rows of a stored weight `[*, N, K]` in memory, of any strides."""
+    """Return what reads rows of a weight in memory, stored as `[*, N, K]` with any strides, by their numbers."""
     return lambda numbers: (weight if weight.dim() == 2 else weight.flatten(0, -3))[
         tuple(_places(numbers.to(weight.device), weight.shape))
     ]

@@ -19,7 +19,7 @@ class PendingPlan(NamedTuple):
 
     @classmethod
     def of(cls, model: PreTrainedModel, files: Sequence[str]) -> PendingPlan:
-        """Return what the choice needs of a load, by one process and from files."""
+        """Check that a load is by one process and from files, and return what the choice needs of it."""
         if not files:
             next_step = "Load the float model, then call quantize_(model, config)."
             raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)

@@ -57,7 +57,7 @@ def weight_of(choice: Choice) -> Tensor:
 
 
 def check_loaded(name: str, weight: Tensor) -> None:
-    """Check that a weight has values, which on the meta device it has not."""
+    """Check that a weight is not on the meta device, where it has no values."""
     if weight.is_meta:
         expected, found = "a weight with values", "one on the meta device"
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")

@@ -61,7 +61,7 @@ def check_left_to_budget(**options: object) -> None:
 
 
 def check_target(target: str | None, bits: object, size: object) -> str | None:
-    """Return the layout that formats are chosen for; ConfigError: there is no such layout, or nothing is chosen."""
+    """Return the layout to choose formats for; ConfigError: there is no such layout, or neither bits nor size."""
     if target is not None and target not in TARGETS:
         next_step = "Leave it out for ONNX, TorchScript and .pt2, which hold every format."
         raise ConfigError("for_target", f"one of {', '.join(TARGETS)}", repr(target), next_step)

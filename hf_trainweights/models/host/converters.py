@@ -86,7 +86,7 @@ class MergingConverter(Converter):
 def make_converter(
     source_patterns: list[str], target_pattern: str, operation: QuantizerOp, on_cpu: bool = False
 ) -> WeightConverter:
-    """Return a converter that makes one parameter of several tensors, all named by the ends of their names.
+    """Return a converter that makes one parameter of several tensors; the patterns are the ends of their names.
 
     Where a version lacks an attribute, Transformers' own converter does the same more slowly. With `on_cpu` the
     operation gets the tensors on the CPU, wherever the parameter is to be.

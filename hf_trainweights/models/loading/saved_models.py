@@ -72,7 +72,7 @@ def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -
 
 
 def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
-    """Return the names of a saved model's parameters, all of a tied one; None without a config.json that tells."""
+    """Return all names of a saved model's parameters; None if no config.json names a class of Transformers."""
     try:
         saved = AutoConfig.from_pretrained(directory)
     except (OSError, ValueError):
