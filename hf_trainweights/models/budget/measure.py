@@ -51,7 +51,7 @@ def _calibrated(module: nn.Module, weights: Sequence[Choice], calibration: Itera
 
 
 def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dict[str, float]:
-    """Return how much a relative error of each weight matters, told from random tokens; empty if none run on it."""
+    """Return how much a relative error of each weight matters, told from random tokens; empty where that fails."""
     try:
         return sensitivities(module, weights, random_tokens(module))
     except Exception as error:
