@@ -68,11 +68,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         self._pending: dict[str, dict[str, Tensor]] = {}
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse device maps that would leave weights in float.
-
-        Raises:
-            ConfigError: Modules are on the disk.
-        """
+        """Refuse device maps that would leave weights in float, those with modules on the disk."""
         refuse_disk(device_map)
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
@@ -89,11 +85,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return False
 
     def maybe_update_loaded_keys(self, loaded_keys: list[str], checkpoint_files: list[str]) -> list[str]:
-        """Return the names of the weights that the files hold, after checking that these are whole.
-
-        Raises:
-            CorruptFileError: A file is damaged, or tensors of a weight are missing.
-        """
+        """Return the names of the weights that the files hold; CorruptFileError: one is not whole."""
         if not self.pre_quantized:
             return loaded_keys
         lost = [name for name, weight in check_weight_files(checkpoint_files).items() if weight.kind == "guard"]
@@ -113,11 +105,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         model.config.quantization_config = config
 
     def maybe_update_state_dict(self, state_dict: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return what a shard holds, with each quantized weight in place of its last stored tensors.
-
-        Raises:
-            CorruptFileError: A stored tensor has a shape, dtype or content that does not fit.
-        """
+        """Return what a shard holds, with each quantized weight in place of its last stored tensors."""
         if not self.pre_quantized:
             return dict(state_dict)
         for name, stored in group_stored(state_dict).items():
@@ -142,21 +130,13 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         return isinstance(param_value, QuantizedTensor) or (not self.pre_quantized and param_name in self._choices)
 
     def check_quantized_param_shape(self, param_name: str, current_param: Tensor, loaded_param: Tensor) -> bool:
-        """Refuse a quantized weight of another shape.
-
-        Raises:
-            CorruptFileError: Always: diffusers asks where the shapes differ.
-        """
+        """Refuse a quantized weight of another shape: diffusers asks where the shapes differ."""
         raise wrong_shape(param_name, tuple(current_param.shape), str(tuple(loaded_param.shape)))
 
     def create_quantized_param(
         self, model: nn.Module, param_value: Tensor, param_name: str, target_device: Any, *args: Any, **kwargs: Any
     ) -> None:
-        """Quantize a value if it is float, and put it into the model.
-
-        Raises:
-            QuantizationError: It holds NaN or Inf.
-        """
+        """Quantize a value if it is float, and put it into the model; QuantizationError: it holds NaN or Inf."""
         weight = param_value
         if not isinstance(weight, QuantizedTensor):
             choice = self._choices[param_name]

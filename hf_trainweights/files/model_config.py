@@ -16,13 +16,6 @@ def quantization_sha256(directory: Path) -> str | None:
     """Return the SHA-256 of a directory's `quantization_config` as canonical JSON; None where there is none.
 
     Canonical JSON has sorted keys, no spaces, and ASCII only.
-
-    Examples:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> _ = (directory / "config.json").write_text('{"quantization_config": {"format": "int8"}}')
-        >>> quantization_sha256(directory)[:8]
-        'd27a4119'
     """
     file = directory / CONFIG_NAME
     try:

@@ -23,16 +23,7 @@ _KINDS = {
 
 
 def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
-    """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed.
-
-    Examples:
-        >>> import tempfile
-        >>> directory = Path(tempfile.mkdtemp())
-        >>> _ = (directory / "file").write_bytes(b"content")
-        >>> with open_regular_file(directory / "file") as file:
-        ...     file.read()
-        b'content'
-    """
+    """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed."""
     require_regular_file(path, follow_links=follow_links)
     flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
     # If another process has put a FIFO there in between, opening it must not wait either.

@@ -45,10 +45,7 @@ _ELSEWHERE = {
 
 
 def parameters_of(name: object) -> tuple[str, ...]:
-    """Return the names of a format's parameters.
-
-    Args:
-        name: The format; one that is not in `FORMATS` has none.
+    """Return the names of a format's parameters; a format that is not in `FORMATS` has none.
 
     Examples:
         >>> parameters_of("int4")

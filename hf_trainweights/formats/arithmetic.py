@@ -26,11 +26,7 @@ _SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.fl
 
 
 def cache_blocks(values: Tensor) -> Iterator[slice]:
-    """Yield slices of the first dimension that together cover it, each of values that fit the cores' own caches.
-
-    Args:
-        values: `[n, *]`, no dimension empty.
-    """
+    """Yield slices of the first dimension that together cover it, each of values that fit the cores' own caches."""
     # An accelerator has no such cache to stay in, and a launch costs it more than a miss.
     elements = CACHE_BLOCK_ELEMENTS * torch.get_num_threads() if values.device.type == "cpu" else BLOCK_ELEMENTS
     step = max(1, elements // values[0].numel())
@@ -54,16 +50,10 @@ def float32_blocks(values: Tensor) -> Iterator[tuple[slice, Tensor]]:
 
 
 def largest_magnitude(values: Tensor) -> Tensor:
-    """Return the largest magnitude along the last dimension.
+    """Return the largest magnitude along the last dimension, float32; the values are contiguous and not empty.
 
     Without its sign, a float is the larger the larger its bits are as an integer. Integers take half the time: the
     float operation must watch for NaN.
-
-    Args:
-        values: Float32, bfloat16 or float16, `[n, *, g]`, contiguous, no dimension empty.
-
-    Returns:
-        A new float32 tensor `[n, *]`.
     """
     bits = values.view(_BITS[values.dtype])
     magnitudes, largest = bits.new_empty(0), bits.new_empty(bits.shape[:-1])
@@ -99,11 +89,7 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
 
 
 def smallest_scale(dtype: torch.dtype) -> float:
-    """Return the smallest scale other than zero that a weight may have.
-
-    Args:
-        dtype: Dtype in which the scale is stored.
-    """
+    """Return the smallest scale other than zero that a weight may have in a dtype."""
     return _SMALLEST_SCALE[dtype]
 
 
@@ -117,14 +103,7 @@ def reciprocal(scale: Tensor) -> Tensor:
 
 
 def round_to_int8(groups: Tensor, amax: Tensor, scale: Tensor, codes: Tensor) -> None:
-    """Fill int8 codes `round(w * (1 / scale))`.
-
-    Args:
-        groups: Weights of any float dtype, `[n, G, g]`.
-        amax: Float32, `[n, G]`: the largest magnitude of each group.
-        scale: The scales as they are stored, `[n, G]`.
-        codes: Int8, `[n, G, g]`, to be filled; what is beyond -128 or 127 becomes these.
-    """
+    """Fill int8 codes `[n, G, g]` with `round(w * (1 / scale))`, clamped; `amax` and `scale` are `[n, G]`."""
     inverse = reciprocal(scale)
     # A scale that was rounded down far can make the largest magnitude 128; else the pass over all values is spared.
     fits = bool((amax.to(torch.float32) * inverse < 127.5).all())
@@ -153,18 +132,7 @@ def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def take(stored: Tensor, indices: Tensor) -> Tensor:
-    """Return some rows of a tensor.
-
-    Args:
-        stored: `[N, *]`, any dtype.
-        indices: Integers `[n]`.
-
-    Returns:
-        A new tensor `[n, *]`.
-
-    Raises:
-        IndexError: An index is negative or not below N.
-    """
+    """Return new rows `[n, *]` of a tensor `[N, *]`; IndexError: an index is negative or not below N."""
     # Indexing would take a negative number for a row counted from the end; index_select refuses it. Bytes: torch 2.8
     # has no index_select for float8 on the CPU.
     if stored.dtype.itemsize == 1:

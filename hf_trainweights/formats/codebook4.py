@@ -183,11 +183,8 @@ def _group_scale(codes: Tensor, scale: Tensor) -> Tensor:
 def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | None = None) -> Tensor:
     """Return for each group the code of 7 bits with the smallest squared error, the first of equal ones.
 
-    Args:
-        groups: Weights of any float dtype, `[n, G, 32]`.
-        first: Uint8 `[n, G]`: the codes of the factors that map the largest magnitudes to 127.
-        scale: `[n, 1]`: the scales of rows.
-        importance: Float32 `[32]`, what the squares of the errors are weighed by; None for all alike.
+    `first` holds the codes `[n, G]` of the factors that map the largest magnitudes to 127; `importance` `[32]` weighs
+    the squares of the errors.
     """
     zero, ones = first == 0, torch.ones_like(scale)
     candidates = [(first.to(torch.int32) + step).clamp_(1, 63).masked_fill_(zero, 0) for step in _STEPS]

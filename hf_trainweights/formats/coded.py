@@ -140,11 +140,7 @@ class Coded(Format):
 
 @dataclass(frozen=True)
 class _WithStep(Coded):
-    """The format of one matrix, whose step is known.
-
-    Args:
-        step: In root mean squares of a row.
-    """
+    """The format of one matrix, whose step, in root mean squares of a row, is known."""
 
     step: float = 1.0
 
@@ -229,17 +225,7 @@ def _root_mean_square(rows: Tensor) -> Tensor:
 
 
 def _row_scale(wanted: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scales of rows.
-
-    Args:
-        wanted: Float64 `[n, 1]`, as the rate would have them.
-        amax: Float64 `[n, 1]`, the largest magnitude of each row.
-        dtype: Dtype of the result.
-
-    Returns:
-        `[n, 1]`: as wanted, but not so large that the largest code of a row is below 2, nor so small that it is beyond
-        127.
-    """
+    """Return the scales of rows `[n, 1]`: as wanted, but such that the largest code of a row is from 2 to 127."""
     scale = torch.minimum(wanted, _significant(amax / 2, torch.floor, _ROW_BITS))
     scale = torch.where(amax > 127.5 * scale, _significant(amax / 127, torch.ceil, _ROW_BITS), scale)
     if dtype == torch.float16:
@@ -261,10 +247,7 @@ def _significant(values: Tensor, rounding: Callable[[Tensor], Tensor], bits: int
 
 
 def huffman_bits(codes: Tensor) -> int:
-    """Return how many bits a Huffman code of its own takes for int8 codes, without its table.
-
-    Args:
-        codes: Whole numbers -128 to 127 of any float dtype, any shape.
+    """Return how many bits a Huffman code of its own takes for int8 codes, held as floats, without its table.
 
     Examples:
         >>> huffman_bits(torch.tensor([0.0, 0.0, 1.0, -1.0]))

@@ -183,14 +183,10 @@ def _divide(matrix: Tensor, factors: Tensor) -> Tensor:
 
 
 def choose_column_scale(matrix: Tensor) -> Tensor:
-    """Return the factors of a weight: the standard deviations of its columns once those of its rows are alike.
+    """Return the factors `[1, K]` of a weight: the standard deviations of its columns once those of its rows are alike.
 
-    Args:
-        matrix: Float `[N, K]`, N and K at least 2.
-
-    Returns:
-        New `[1, K]` of the weight's dtype: the largest is over 1/2 and at most 1, so that no activation overflows by
-        them, the smallest at least 1/64 of it. A column without spread to tell its size by has a usual factor.
+    The largest is over 1/2 and at most 1, so that no activation overflows by them, the smallest at least 1/64 of it. A
+    column without spread to tell its size by has a usual factor.
     """
     # In float64 no processor's order of summing shows in the rounded factors.
     sample = matrix[:: -(-len(matrix) // _SAMPLED_ROWS)].double()
@@ -205,13 +201,7 @@ def choose_column_scale(matrix: Tensor) -> Tensor:
 
 
 def _spread(squares: Tensor, sums: Tensor, count: int) -> Tensor:
-    """Return standard deviations from sums of squares and sums; where there is none, their geometric mean.
-
-    Args:
-        squares: For each column, or row, the sum of the squares of its numbers.
-        sums: The sum of its numbers.
-        count: How many numbers it has.
-    """
+    """Return standard deviations from sums of squares and sums; where there is none, their geometric mean."""
     variance = squares / count - (sums / count).square()
     # What rounding leaves of equal numbers is no spread.
     known = variance > 1e-10 * squares / count

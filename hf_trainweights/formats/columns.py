@@ -26,31 +26,14 @@ class ColumnCodes(ABC):
     """Columns that share a scale, which is chosen from the values they have when the first of them is reached."""
 
     def begin_group(self, group: int, values: Tensor) -> None:  # noqa: B027  (a format without groups needs none)
-        """Choose what the columns of a group share.
-
-        Args:
-            group: Its number in the row, from 0.
-            values: Float32 `[group_size, N]`: what these columns should be.
-        """
+        """Choose what the columns of a group share, from what they should be, float32 `[group_size, N]`."""
 
     @abstractmethod
     def encode(self, column: int, values: Tensor) -> Tensor:
-        """Choose the codes of a column.
-
-        Args:
-            column: Its number, from 0.
-            values: Float32 `[N]`: what it should be; not to be changed.
-
-        Returns:
-            New float32 `[N]`: the values of the codes.
-        """
+        """Choose codes for a column's values `[N]`, leaving these as they are; return the values of the codes."""
 
     def again(self, file_bits: FileBits) -> bool:
-        """Return whether to choose all columns once more, because the whole shows that other codes are better.
-
-        Args:
-            file_bits: Returns how many bits a weight takes in a file, from the stored tensors.
-        """
+        """Return whether to choose all columns once more, because the whole shows that other codes are better."""
         del file_bits
         return False
 

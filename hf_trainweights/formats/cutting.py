@@ -17,36 +17,14 @@ from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
 
 
 def cut_rows(form: Format, tensors: Mapping[str, Tensor], cut: Callable[[Tensor], Tensor]) -> dict[str, Tensor]:
-    """Return the stored tensors of some rows of a weight.
-
-    Args:
-        form: The weight's format.
-        tensors: Its stored tensors.
-        cut: From a stored tensor `[*, N, k]` to its rows `[*, n, k]`, such as a slice.
-
-    Returns:
-        What `cut` returns of each tensor; those that all rows share as they are.
-    """
+    """Return what `cut` makes of each stored tensor `[*, N, k]`, and those that all rows share as they are."""
     return {name: stored if name in form.shared_names else cut(stored) for name, stored in tensors.items()}
 
 
 def cut_columns(
     form: Format, tensors: Mapping[str, Tensor], shape: Sequence[int], start: int, stop: int
 ) -> dict[str, Tensor]:
-    """Return the stored tensors of the columns from `start` up to `stop`.
-
-    Args:
-        form: The weight's format.
-        tensors: Its stored tensors.
-        shape: Shape of the stored weight, `[*, N, K]`.
-        start: First column, a multiple of `form.column_step`.
-        stop: Column behind the last one, such a multiple too.
-
-    Returns:
-        Contiguous tensors of a weight `[*, N, stop - start]`: copies, or the given ones where nothing is cut off.
-
-    Raises:
-        QuantizationError: The columns are no whole groups, or not within the weight.
+    """Return contiguous tensors of columns `start` to `stop`, new or as given; QuantizationError: no whole groups.
 
     Examples:
         >>> from hf_trainweights.formats import get_format
@@ -80,16 +58,7 @@ def cut_columns(
 
 
 def join_columns(form: Format, parts: Sequence[Mapping[str, Tensor]], widths: Sequence[int]) -> dict[str, Tensor]:
-    """Return the stored tensors of a weight that was cut along K, the inverse of `cut_columns`.
-
-    Args:
-        form: The weight's format.
-        parts: The stored tensors of each part, in order; where they share a tensor, the first part's is taken.
-        widths: The number of columns of each part.
-
-    Returns:
-        New tensors of a weight `[*, N, sum(widths)]`, or those of the first part where it has the whole tensor.
-    """
+    """Put the parts of a weight that was cut along K together again; a tensor that all share is the first part's."""
     lead = form.shape_of(parts[0]["qdata"])[:-1]
     sizes = _row_sizes(form, (*lead, sum(widths)), parts[0])
     joined = {}

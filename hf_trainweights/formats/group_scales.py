@@ -31,52 +31,24 @@ _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(FACTORS))
 
 
 def encode_group_scales(scale: Tensor, row_scale: Tensor) -> Tensor:
-    """Return the code of each group's scale: that of the nearest factor, of the smaller one in a tie.
-
-    Args:
-        scale: Float32 `[*, G]`, 0 for a group of zeros, else at least 2**-126.
-        row_scale: `[*, 1]`, any float dtype, 0 for a row of zeros.
-
-    Returns:
-        New uint8 codes `[*, G]`: 1 to 63, and 0 only where the scale is 0.
-    """
+    """Return each scale's uint8 code `[*, G]`: the nearest factor's, the smaller one's in a tie, and 0 for 0 only."""
     ratio = scale / row_scale.float()
     codes = torch.bucketize(ratio, torch.tensor(_BORDERS, device=scale.device)).clamp_(1, _LARGEST_CODE)
     return codes.masked_fill_(scale == 0, 0).to(torch.uint8)
 
 
 def decode_group_scales(codes: Tensor, row_scale: Tensor) -> Tensor:
-    """Return the scales that codes stand for.
-
-    Args:
-        codes: `[*, G]`, any integer dtype, 0 to 63.
-        row_scale: `[*, 1]`, any float dtype.
-
-    Returns:
-        New float32 scales `[*, G]`, exact for a 16-bit row scale, else rounded once.
-    """
+    """Return the float32 scales `[*, G]` of codes: exact for a 16-bit row scale `[*, 1]`, else rounded once."""
     return torch.tensor(FACTORS, device=codes.device)[codes.to(torch.int32)] * row_scale.float()
 
 
 def packed_bytes(count: int, bits: int) -> int:
-    """Return how many bytes a row of codes takes.
-
-    Args:
-        count: Codes of a row.
-        bits: Bits of a code.
-    """
+    """Return how many bytes a row of codes takes."""
     return -(-count * bits // 8)
 
 
 def pack_bits(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes along the last dimension, least significant bit first, each row padded to whole bytes.
-
-    Args:
-        codes: Any integer dtype, `[*, n]`, each 0 to 2**bits - 1.
-        bits: Bits of a code, 1 to 7.
-
-    Returns:
-        A new uint8 tensor `[*, packed_bytes(n, bits)]`.
+    """Pack codes `[*, n]` of 1 to 7 bits into uint8, least significant bit first, each row padded to whole bytes.
 
     Examples:
         >>> pack_bits(torch.tensor([[1, 2, 3, 63]]), 6).tolist()
@@ -91,20 +63,7 @@ def pack_bits(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack codes along the last dimension, the inverse of `pack_bits`.
-
-    Args:
-        packed: Uint8, `[*, packed_bytes(count, bits)]`.
-        bits: Bits of a code, 1 to 7.
-        count: Codes of a row.
-
-    Returns:
-        A new int64 tensor `[*, count]`.
-
-    Examples:
-        >>> unpack_bits(torch.tensor([[129, 48, 252]], dtype=torch.uint8), 6, 4).tolist()
-        [[1, 2, 3, 63]]
-    """
+    """Unpack `count` codes of each row, the inverse of `pack_bits`, as int64."""
     octets = F.pad(packed, (0, -packed.shape[-1] % bits)).unflatten(-1, (-1, bits))
     words = F.pad(octets, (0, 8 - bits)).view(torch.int64)
     codes = (words >> torch.arange(0, 8 * bits, bits, device=packed.device)) & ((1 << bits) - 1)
@@ -112,16 +71,7 @@ def unpack_bits(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def codes_of_bits(packed: Tensor, bits: int, count: int) -> Tensor:
-    """Unpack codes as `unpack_bits` does, by ops that every exporter of PyTorch writes.
-
-    Args:
-        packed: Uint8, `[*, packed_bytes(count, bits)]`.
-        bits: Bits of a code, 1 to 7.
-        count: Codes of a row.
-
-    Returns:
-        New float32 `[*, count]`.
-    """
+    """Return what `unpack_bits` does, in float32, by ops that every exporter of PyTorch writes."""
     # A code lies in one byte or across two.
     starts = torch.arange(0, count * bits, bits, device=packed.device)
     octets = F.pad(packed.to(torch.float32), (0, 1))

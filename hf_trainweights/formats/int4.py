@@ -157,12 +157,9 @@ def _signs(groups: Tensor, amax: Tensor) -> Tensor:
 
 
 def _best(groups: Tensor, candidates: Tensor, importance: Tensor | None = None) -> Tensor:
-    """Return for each group the scale with the smallest squared error, the first of equal ones.
+    """Return for each group `[n, G, g]` that of the candidates `[tries, n, G]` with the smallest squared error.
 
-    Args:
-        groups: Weights of any float dtype, `[n, G, g]`.
-        candidates: `[tries, n, G]`.
-        importance: Float32 `[g]`, what the squares of the errors are weighed by; None for all alike.
+    It is the first of equal ones; `importance` `[g]` weighs the squares of the errors.
     """
     inverses, factors = reciprocal(candidates).unsqueeze(-1), candidates.float().unsqueeze(-1)
     errors = torch.empty_like(candidates, dtype=torch.float32)

@@ -15,16 +15,7 @@ CODES_PER_WORD = 8
 
 
 def pack_int4(codes: Tensor) -> Tensor:
-    """Pack signed 4-bit codes, eight to an int32 word.
-
-    Args:
-        codes: Any integer or float dtype holding -8 to 7, `[*, K]` with K a multiple of 8.
-
-    Returns:
-        A new int32 tensor `[*, K // 8]`.
-
-    Raises:
-        QuantizationError: K is not a multiple of 8.
+    """Pack signed 4-bit codes `[*, K]`, eight to an int32 word; QuantizationError: 8 does not divide K.
 
     Examples:
         >>> pack_int4(torch.tensor([[-8, -7, -6, -5, -4, -3, -2, -1]])).tolist()
@@ -43,21 +34,7 @@ def pack_int4(codes: Tensor) -> Tensor:
 
 
 def unpack_int4(packed: Tensor) -> Tensor:
-    """Unpack int32 words into signed 4-bit codes, the inverse of `pack_int4`.
-
-    Args:
-        packed: Int32, `[*, K // 8]`.
-
-    Returns:
-        A new int8 tensor `[*, K]` of values -8 to 7.
-
-    Raises:
-        QuantizationError: `packed` is not int32.
-
-    Examples:
-        >>> unpack_int4(torch.tensor([[1985229328]], dtype=torch.int32)).tolist()
-        [[-8, -7, -6, -5, -4, -3, -2, -1]]
-    """
+    """Unpack int32 words `[*, K // 8]` into signed 4-bit codes, int8 `[*, K]`, the inverse of `pack_int4`."""
     if packed.dtype != torch.int32:
         raise QuantizationError("qdata", "packed torch.int32 words", f"{packed.dtype}", "Pack them with pack_int4.")
     pairs = packed.contiguous().view(torch.uint8).to(torch.int16)

@@ -20,17 +20,7 @@ COLUMNS = 32
 
 
 def pack_planes(codes: Tensor, bits: int) -> Tensor:
-    """Pack unsigned codes along the last dimension.
-
-    Args:
-        codes: Uint8 `[*, K]`, K a multiple of 32, each 0 to 2**bits - 1.
-        bits: Bits of a code, 2 to 6.
-
-    Returns:
-        A new int32 tensor `[*, K // 32 * bits]`.
-
-    Raises:
-        QuantizationError: K is not a multiple of 32.
+    """Pack uint8 codes `[*, K]` into int32 `[*, K // 32 * bits]`; QuantizationError: 32 does not divide K.
 
     Examples:
         >>> [f"{word & 0xFFFFFFFF:08X}" for word in pack_planes(torch.arange(32, dtype=torch.uint8) % 4, 2).tolist()]
@@ -51,19 +41,7 @@ def pack_planes(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack_planes(packed: Tensor, bits: int) -> Tensor:
-    """Unpack codes, the inverse of `pack_planes`.
-
-    Args:
-        packed: Int32 `[*, K // 32 * bits]`.
-        bits: Bits of a code, 2 to 6.
-
-    Returns:
-        A new uint8 tensor `[*, K]` of values 0 to 2**bits - 1.
-
-    Examples:
-        >>> unpack_planes(pack_planes(torch.arange(32, dtype=torch.uint8), 5), 5).tolist() == list(range(32))
-        True
-    """
+    """Unpack int32 words into uint8 codes `[*, K]`, the inverse of `pack_planes`."""
     *lead, count = packed.shape
     words = packed.unflatten(-1, (count // bits, bits))
     codes = words.new_empty(*words.shape[:-1], COLUMNS // 4)
@@ -79,15 +57,7 @@ def unpack_planes(packed: Tensor, bits: int) -> Tensor:
 
 
 def codes_of_planes(octets: Tensor, bits: int) -> Tensor:
-    """Unpack codes as `unpack_planes` does, by ops that every exporter of PyTorch writes.
-
-    Args:
-        octets: Uint8 `[*, K // 8 * bits]`.
-        bits: Bits of a code, 2 to 6.
-
-    Returns:
-        New float32 `[*, K]`, 0 to 2**bits - 1.
-    """
+    """Return what `unpack_planes` does, from bytes to float32, by ops that every exporter of PyTorch writes."""
     groups = octets.to(torch.float32).unflatten(-1, [octets.size(-1) // (4 * bits), 4 * bits])
     planes = []
     for plane, start, fields, _ in _planes(bits):

@@ -215,12 +215,5 @@ def _pack_pairs(values: Tensor) -> Tensor:
 
 
 def unpack_pairs(pairs: Tensor) -> Tensor:
-    """Return the numbers of two groups a byte.
-
-    Args:
-        pairs: Uint8 `[*, G // 2]`: a `group_scale` or `zero_point`.
-
-    Returns:
-        New int8 `[*, G]`, 0 to 15.
-    """
+    """Return the numbers of two groups a byte, uint8 `[*, G // 2]`, as int8 `[*, G]`."""
     return torch.stack((pairs & (PARAMETERS - 1), pairs >> 4), dim=-1).flatten(-2).view(torch.int8)

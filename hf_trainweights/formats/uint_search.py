@@ -38,17 +38,10 @@ class Grid(NamedTuple):
 
 
 def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the scale of each row: the largest group scale, 16 times as large, covers every group.
+    """Return the scale `[rows, 1]` of each row: the largest group scale, 16 times as large, covers every group.
 
-    It is a number of two bits, 1 or 1.5 times a power of two, so that few bits hold what it is multiplied with.
-
-    Args:
-        grid: The codes.
-        ends: Float32 `[2, rows, G]`: the least value of each group or 0, and the largest or 0.
-        dtype: Dtype of the scale.
-
-    Returns:
-        A new tensor `[rows, 1]` of `dtype`.
+    It is a number of two bits, 1 or 1.5 times a power of two, so that few bits hold what it is multiplied with. `ends`
+    `[2, rows, G]` is the least value of each group or 0, and the largest or 0.
     """
     low, high = ends / (grid.largest_code * grid.code_units)
     wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS
@@ -61,16 +54,8 @@ def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None =
     """Return the group scales and zero points of the smallest squared error among those that are tried.
 
     First each clipping, with the codes about the middle of the range; then the group scales next to the best of these;
-    then the zero points next to the best.
-
-    Args:
-        grid: The codes.
-        groups: Float32 `[group_size, n]`, in units of the row's scale.
-        ends: `[2, n]`: the least value of each group or 0, and the largest or 0, in the same units.
-        importance: Float32 `[group_size]`, what the squares of the errors are weighed by; None for all alike.
-
-    Returns:
-        Float32 `[n]` group scales 1 to 16, and zero points 0 to 15.
+    then the zero points next to the best. `ends` `[2, n]` is the least value of each group or 0, and the largest or 0,
+    in units of the row's scale as `groups` are; `importance` `[group_size]` weighs the squares of the errors.
     """
     low, high = ends
     covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
@@ -115,17 +100,9 @@ class _Best:
 
 
 def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tensor) -> Tensor:
-    """Return the codes of the nearest values.
+    """Return the codes of the nearest values within the range of the weight's dtype, which ends at `limit`.
 
-    Args:
-        grid: The codes.
-        groups: Float32 `[group_size, n]`, in units of the row's scale.
-        scale: `[n]`, 1 to 16.
-        zero: `[n]`, 0 to 15.
-        limit: `[n]`: the largest number that the weight's dtype holds, in those units.
-
-    Returns:
-        New float32 codes of the shape of `groups`.
+    `groups` and `limit` `[n]` are in units of the row's scale.
     """
     codes = _steps(grid, groups, scale, zero, torch.empty_like(groups)).round_()
     farthest = grid.largest_code * grid.code_units * scale

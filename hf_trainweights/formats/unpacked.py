@@ -62,24 +62,12 @@ class Unpacked:
 
 
 def look_up(table: Tensor, codes: Tensor) -> Tensor:
-    """Return the entries of a table.
-
-    Args:
-        table: `[n]`.
-        codes: Whole numbers 0 to n - 1, any dtype and shape.
-    """
+    """Return the entries of a table `[n]` for codes of any dtype and shape."""
     return F.embedding(codes.to(torch.int32), table.to(codes.device).unsqueeze(-1)).squeeze(-1)
 
 
 def octets_of(words: Tensor) -> Tensor:
-    """Return stored words as bytes.
-
-    Args:
-        words: Int32 `[*, n]`, or bytes already.
-
-    Returns:
-        Uint8 `[*, 4 * n]` of the same memory.
-    """
+    """Return int32 words `[*, n]` as bytes `[*, 4 * n]` of the same memory, and bytes as they are."""
     if words.dtype == torch.uint8:
         return words
     # Flat, because a contiguous tensor without columns cannot be viewed as bytes.
@@ -87,29 +75,12 @@ def octets_of(words: Tensor) -> Tensor:
 
 
 def fields_of(numbers: Tensor, start: int, bits: int, width: int = 8) -> Tensor:
-    """Return some bits of whole numbers, by arithmetic: of shifts, ONNX's exporter returns other dtypes.
-
-    Args:
-        numbers: Float32, whole, 0 to 2**width - 1.
-        start: The first bit.
-        bits: How many.
-        width: Bits of a number.
-
-    Returns:
-        New float32, of the same shape.
-    """
+    """Return some bits of whole float32 numbers, by arithmetic: of shifts, ONNX's exporter returns other dtypes."""
     fields = torch.floor(numbers * 2.0**-start) if start else numbers
     return fields if start + bits == width else fields - 2.0**bits * torch.floor(fields * 2.0**-bits)
 
 
 def nibbles_of(octets: Tensor) -> Tensor:
-    """Return the two numbers of each byte, the one in the low bits first.
-
-    Args:
-        octets: Uint8 `[*, n]`.
-
-    Returns:
-        New float32 `[*, 2 * n]`, 0 to 15.
-    """
+    """Return the two numbers of each byte `[*, n]`, the one in the low bits first, as float32 `[*, 2 * n]`."""
     numbers = octets.to(torch.float32)
     return torch.flatten(torch.stack([fields_of(numbers, 0, 4), fields_of(numbers, 4, 4)], -1), -2)

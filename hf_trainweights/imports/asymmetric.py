@@ -17,22 +17,10 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> QuantizedTensor:
-    """Return a weight of integer codes and zero points.
+    """Return a weight of integer codes and zero points of the scale's shape, None for symmetric codes.
 
-    Args:
-        name: What errors call the weight.
-        codes: Int8 `[N, K]`.
-        scale: Float, one number, `[N]`, or `[N, G]` for groups of K / G columns.
-        zero: Integers of the scale's shape; None or 0 everywhere for symmetric codes.
-        bits: 4 for codes of -8 to 7, else 8.
-
-    Returns:
-        As `integer_weight` where the differences fit into as many bits; else uint4 for rows of one group, whose zero
-        points are -8 to 7, and int8 for others.
-
-    Raises:
-        CorruptFileError: Shapes, dtypes or values do not fit each other.
-        UnsupportedError: A code and its zero point differ by more than int8 holds.
+    It is as `integer_weight` where the differences fit into as many bits; else uint4 for rows of one group, and int8
+    for others. UnsupportedError: a code and its zero point differ by more than int8 holds.
     """
     if zero is None or not bool(zero.any()):
         return integer_weight(name, codes, scale, bits)

@@ -24,22 +24,9 @@ _SHARD_BYTES = 1 << 29
 
 
 def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) -> Counter[Format]:
-    """Write the tensors of a checkpoint in this package's layout.
+    """Write a checkpoint in this package's layout into an empty directory, and count the weights of each format.
 
-    Args:
-        source: The checkpoint.
-        layout: How its quantized weights lie there.
-        skeleton: The model that it is of.
-        target: An empty directory, which gets safetensors files and their index.
-
-    Returns:
-        How many weights there are of each format.
-
-    Raises:
-        ConfigError: None of the weights is quantized.
-        CorruptFileError: A tensor is missing, or does not fit the others.
-        UnsupportedError: No format of this package can hold a weight exactly.
-        OSError: The directory cannot be written.
+    ConfigError: none is quantized; UnsupportedError: no format can hold one exactly.
     """
     formats: Counter[Format] = Counter()
     shards, waiting, waiting_bytes = 0, {}, 0
@@ -107,14 +94,7 @@ def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -
 def _merge(
     name: str, shape: tuple[int, ...], parts: dict[str, QuantizedTensor | None], matrices: dict[str, slice]
 ) -> QuantizedTensor:
-    """Return the weight of all experts.
-
-    Args:
-        name: Its name, for errors.
-        shape: Its shape, `[E, N, K]`.
-        parts: The matrices by their modules.
-        matrices: The rows of each.
-    """
+    """Return the weight `[E, N, K]` of all experts, from its matrices by their modules and the rows of each."""
     first = next(part for part in parts.values() if part is not None)
     merged = first.format.empty(shape, first.scale_dtype, "cpu")
     for module, part in parts.items():

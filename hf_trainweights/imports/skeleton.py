@@ -27,9 +27,6 @@ def check_counts(config: Mapping[str, Any], most: int, where: str) -> None:
     """Check that a configuration asks for no more layers or experts than files can fill.
 
     A model is built before anything is read, and one of 10^9 layers keeps a process busy until its memory ends.
-
-    Raises:
-        CorruptFileError: It asks for more.
     """
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -40,15 +37,7 @@ def check_counts(config: Mapping[str, Any], most: int, where: str) -> None:
 
 
 class Skeleton:
-    """A model without weights.
-
-    Args:
-        cls: Its class.
-        config: Its configuration.
-
-    Raises:
-        UnsupportedError: The class cannot be built of it.
-    """
+    """A model without weights; UnsupportedError: its class cannot be built of its configuration."""
 
     def __init__(self, cls: type[PreTrainedModel], config: PretrainedConfig):
         config = copy.deepcopy(config)
@@ -64,7 +53,7 @@ class Skeleton:
     def names_in_checkpoint(self, names: Iterable[str]) -> dict[str, str]:
         """Return under which name a checkpoint holds each of some matrices, where that is another one.
 
-        UnsupportedError: The configuration names sizes that no memory holds.
+        UnsupportedError: the configuration names sizes that no memory holds.
         """
         parameters = dict(self._model.named_parameters())
         shapes = {name: tuple(parameters[name].shape) for name in names if name in parameters}
@@ -90,12 +79,8 @@ class Skeleton:
     def merged_experts(self) -> dict[str, tuple[tuple[int, ...], dict[str, slice]]]:
         """Return the weights that a checkpoint holds expert by expert.
 
-        Returns:
-            Full name to the shape `[E, N, K]`, and the modules of its matrices in a checkpoint, each with its rows
-            among those of all experts.
-
-        Raises:
-            UnsupportedError: The installed Transformers is not supported.
+        By full name, these are the shape `[E, N, K]` and the modules of the matrices, each with its rows among those of
+        all experts.
         """
         shapes: dict[str, tuple[int, ...]] = {}
         for module_name, module in self._model.named_modules():

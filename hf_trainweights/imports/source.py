@@ -22,14 +22,8 @@ _MODEL_FILES = ENTRY_POINTS[:4]
 class Source:
     """The tensors of a model's weight files, safetensors or `.bin`, whole or sharded; nothing in them is executed.
 
-    Args:
-        directory: Where the model lies.
-
-    Raises:
-        ConfigError: It has no weight files under names that Transformers looks for.
-        CorruptFileError: A file is missing, damaged, no regular file, or holds more than plain tensors; or two files
-            have a tensor of the same name.
-        OSError: A file cannot be read.
+    ConfigError: there are no files under names that Transformers looks for. CorruptFileError: one is missing, damaged,
+    no regular file, or holds more than plain tensors; or two have a tensor of the same name.
     """
 
     def __init__(self, directory: Path):
@@ -51,20 +45,11 @@ class Source:
         return self._files.keys()
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor, a view of the mapped file.
-
-        Args:
-            name: Its name in the checkpoint.
-        """
+        """Return a tensor by its name, a view of the mapped file."""
         return self._files[name].tensor(name)
 
     def modules(self) -> dict[str, dict[str, str]]:
-        """Return the tensors by the module that they belong to: module to last part of the name to whole name.
-
-        Examples:
-            >>> Source(Path("models/llama-gptq")).modules()["model.layers.0.mlp.up_proj"]  # doctest: +SKIP
-            {'qweight': 'model.layers.0.mlp.up_proj.qweight', ...}
-        """
+        """Return the tensors by the module that they belong to: module to last part of the name to whole name."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
         for name in sorted(self._files):
             module, _, leaf = name.rpartition(".")
@@ -72,14 +57,7 @@ class Source:
         return dict(modules)
 
     def tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return several tensors.
-
-        Args:
-            names: Any keys to names in the checkpoint.
-
-        Returns:
-            The keys to the tensors.
-        """
+        """Return tensors by the keys of their names."""
         return {key: self.tensor(name) for key, name in names.items()}
 
 

@@ -23,19 +23,9 @@ FLOAT8_SCALES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
 
 
 def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
-    """Return a weight of integer codes.
+    """Return a weight of int8 codes `[N, K]` and scales: one, `[N]`, or `[N, G]` for groups of K / G columns.
 
-    Args:
-        name: What errors call the weight.
-        codes: Int8 `[N, K]`.
-        scale: Float, one number, `[N]`, or `[N, G]` for groups of K / G columns.
-        bits: 4 for codes of -8 to 7, else 8.
-
-    Returns:
-        A weight in int4 where its groups can be made of groups of 32, 64 or 128, else in int8.
-
-    Raises:
-        CorruptFileError: Shapes, dtypes or values do not fit each other.
+    It is int4 where `bits` is 4 and its groups can be made of groups of 32, 64 or 128, else int8.
     """
     if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0:
         raise _misfit(name, "codes as an int8 matrix", codes)
@@ -57,17 +47,9 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> Quanti
 
 
 def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int = 1) -> QuantizedTensor:
-    """Return a weight of float8 codes.
+    """Return a weight of float8 codes `[N, K]` and scales: one, `[N]`, or `[R, C]` for blocks of so many rows.
 
-    Args:
-        name: What errors call the weight.
-        codes: Float8 e4m3fn `[N, K]`.
-        scale: Float, one number, `[N]`, or `[R, C]` for blocks of `rows_per_block` rows.
-        rows_per_block: Rows that share a scale.
-
-    Raises:
-        CorruptFileError: Shapes, dtypes or values do not fit each other.
-        UnsupportedError: The scales of a row differ.
+    UnsupportedError: the scales of a row differ.
     """
     if codes.dim() != 2 or codes.dtype != torch.float8_e4m3fn or codes.numel() == 0:
         raise _misfit(name, "codes as a float8_e4m3fn matrix", codes)
@@ -86,17 +68,7 @@ def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int =
 
 
 def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
-    """Check that the groups of a row lie one behind the other, not scattered by the order of activations.
-
-    Args:
-        name: What errors call the weight.
-        g_idx: The group of each column, `[K]`.
-        K: Number of columns.
-        G: Number of groups.
-
-    Raises:
-        UnsupportedError: They are scattered.
-    """
+    """Check that the groups of columns `[K]` are not scattered by the order of activations; else UnsupportedError."""
     ordered = torch.arange(K, device=g_idx.device) // max(1, K // max(1, G))
     if g_idx.shape != ordered.shape or not torch.equal(g_idx.to(torch.int64), ordered):
         found = "columns in groups by activation order (desc_act, actorder)"
@@ -124,19 +96,7 @@ def block_shape(N: int, K: int, block: tuple[int, int]) -> tuple[int, int]:
 
 
 def by_row(name: str, scale: Tensor, N: int) -> Tensor:
-    """Return scales as `[N, G]`.
-
-    Args:
-        name: What errors call the weight.
-        scale: Float, one number, `[N]`, or `[N, G]`.
-        N: Number of rows.
-
-    Returns:
-        A view.
-
-    Raises:
-        CorruptFileError: They are none, or not for so many rows.
-    """
+    """Return scales (one number, `[N]` or `[N, G]`) as a view `[N, G]`; CorruptFileError: they are not for N rows."""
     if scale.dtype not in FLOAT_DTYPES:
         raise _misfit(name, "scales in float32, bfloat16 or float16", scale)
     if scale.numel() == 1:
@@ -151,17 +111,7 @@ def by_row(name: str, scale: Tensor, N: int) -> Tensor:
 
 
 def held(name: str, form: Format, tensors: Mapping[str, Tensor], shape: tuple[int, ...]) -> QuantizedTensor:
-    """Return stored tensors as a weight.
-
-    Args:
-        name: What errors call the weight.
-        form: The format that they are in.
-        tensors: By name, any strides.
-        shape: Shape of the weight.
-
-    Raises:
-        CorruptFileError: They do not fit the format and the shape.
-    """
+    """Return stored tensors of any strides as a weight; CorruptFileError: they do not fit the format and the shape."""
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     form.check(tensors, shape, name)
     return QuantizedTensor(tensors, form, shape, tensors["scale"].dtype)

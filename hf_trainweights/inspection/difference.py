@@ -136,17 +136,9 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
 def compare_tensors(
     parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
 ) -> Comparison:
-    """Compare tensors that have the same key.
+    """Compare tensors of a and b that have the same key, quantized ones by their float values.
 
-    Args:
-        parts: The parts that get a total each: name, tensors of a and tensors of b by key.
-        names: What to call a and b in problems.
-
-    Returns:
-        The differences; a quantized tensor is compared by its float values.
-
-    Raises:
-        CorruptFileError: A quantized tensor does not fit its format.
+    Each of `parts`, a name with the tensors of a and of b, gets a total; `names` are those of a and b in problems.
     """
     tensors: list[Difference] = []
     totals: list[Difference] = []

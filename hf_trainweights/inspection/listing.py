@@ -122,14 +122,7 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
 
 
 def configured_format(directory: Path) -> Format | None:
-    """Return the format that the config.json of a directory names for the weights beside it; None without one.
-
-    Args:
-        directory: A model or a checkpoint.
-
-    Raises:
-        CorruptFileError: The file holds no configuration, or one of a newer version.
-    """
+    """Return the format that the config.json of a directory names for the weights beside it; None without one."""
     file = directory / "config.json"
     try:
         with open_regular_file(file) as stream:
@@ -170,13 +163,8 @@ def fold_weights(
 ) -> Iterable[StoredTensor]:
     """Yield each tensor; the stored tensors of a quantized weight become one, in the place of the first of them.
 
-    Args:
-        tensors: What lies in the files, by name.
-        default: The format that the configuration names; None to leave stored tensors as they are.
-        values: False to leave coded weights undecoded: they are on the meta device.
-
-    Raises:
-        CorruptFileError: A stored tensor is missing or does not fit its format.
+    `default` is the format that the configuration names; without it stored tensors stay as they are. Without `values`
+    coded weights are not decoded, but on the meta device.
     """
     groups = group_stored(tensors) if default else {}
     weights = set(groups)
@@ -204,11 +192,7 @@ def _is_coded(suffixes: Iterable[str]) -> bool:
 
 
 def total_bytes(counts: Iterable[int | None]) -> int | None:
-    """Return the sum of the bytes of several entries; None if those of one entry are unknown.
-
-    Args:
-        counts: `stored_bytes` of each.
-    """
+    """Return the sum of the bytes of several entries; None if those of one entry are unknown."""
     known = list(counts)
     return None if None in known else sum(filter(None, known))
 

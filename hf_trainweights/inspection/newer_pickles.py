@@ -36,14 +36,7 @@ class NewerPickle:
 
 
 def has_newer_pickle(file: Path) -> bool:
-    """Return whether a file is a zip archive of torch.save in a pickle protocol of 3 or later.
-
-    Args:
-        file: Any file.
-
-    Raises:
-        OSError: It cannot be read.
-    """
+    """Return whether a file is a zip archive of torch.save in a pickle protocol of 3 or later."""
     try:
         with open_pickle(file) as pickled:
             head = pickled.read(2)
@@ -53,15 +46,7 @@ def has_newer_pickle(file: Path) -> bool:
 
 
 def list_newer_pickle(file: Path) -> NewerPickle:
-    """Read the names, shapes and dtypes of the tensors in a file that `has_newer_pickle`.
-
-    Args:
-        file: The file.
-
-    Raises:
-        CorruptFileError: It is damaged.
-        OSError: It cannot be read.
-    """
+    """Read the names, shapes and dtypes of the tensors in a file that `has_newer_pickle`."""
     size_bytes = file.stat().st_size
     with open_pickle(file) as pickled:
         # torch.save does not compress: what is larger than its archive is no pickle of torch.

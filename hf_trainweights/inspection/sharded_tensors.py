@@ -14,16 +14,9 @@ _NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}
 
 
 class ShardedTensors(Mapping[str, StoredTensor]):
-    """One part of a DCP directory by the names of its tensors; none stays in memory.
+    """One part of a DCP directory, plain or encoded, by the names of its tensors; none stays in memory.
 
-    Args:
-        directory: A DCP directory, plain or encoded.
-        part: `weights` or `optimizer`.
-        values: Whether to read the tensors; else they are on the meta device.
-
-    Raises:
-        CorruptFileError: Its metadata are damaged or missing.
-        OSError: It cannot be read.
+    Without `values` the tensors are on the meta device.
     """
 
     def __init__(self, directory: Path, part: str, *, values: bool = True):
@@ -47,20 +40,7 @@ class ShardedTensors(Mapping[str, StoredTensor]):
 
 
 def read_part(files: Sequence[Path], part: str) -> Mapping[str, StoredTensor]:
-    """Return the tensors of one part of a checkpoint by name.
-
-    Args:
-        files: What `find_parts` has of the part.
-        part: `weights` or `optimizer`.
-
-    Returns:
-        Of files all tensors, of a DCP directory such as are read when they are asked for.
-
-    Raises:
-        CorruptFileError: A file is damaged, or holds more than data.
-        MissingAnchorError: A file was moved without the anchor it needs.
-        OSError: A file cannot be read.
-    """
+    """Return the tensors of one part of a checkpoint by name; those of a DCP directory are read at each access."""
     if files and files[0].is_dir():
         return ShardedTensors(files[0], part)
     return {stored.key: stored for file in files for stored in read_tensors(file, part)}

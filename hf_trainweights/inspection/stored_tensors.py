@@ -45,19 +45,9 @@ class StoredTensor:
 
 
 def find_parts(path: Path) -> dict[str, list[Path]]:
-    """Return the weight files that a loader would open, and the optimizer's file; or the DCP directories of both.
+    """Return by `weights` and `optimizer`, of which one may be missing, the files that a loader would open.
 
-    Args:
-        path: A checkpoint directory, or one file of it.
-
-    Returns:
-        The files under `weights` and `optimizer`; a part that is missing has no key.
-
-    Raises:
-        ConfigError: The directory holds neither part.
-        CorruptFileError: An index or one of its shards cannot be read, or `path` is neither a directory nor a file,
-            or a file that neither by its name nor by its first bytes is one of weights.
-        OSError: There is nothing at `path`.
+    Of a sharded part that is its DCP directory. ConfigError: a directory holds neither.
     """
     if not path.is_dir():
         _require_weight_file(path)
@@ -83,19 +73,10 @@ def _find_sharded(path: Path) -> dict[str, list[Path]]:
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:
-    """Yield the tensors of a file.
+    """Yield the tensors of a file of weights or of the optimizer, plain or encoded.
 
-    Args:
-        file: A safetensors or torch file, plain or encoded.
-        part: `weights` or `optimizer`.
-        values: Whether to decode an encoded file. Plain files are memory-mapped in any case, except for those of a
-            pickle protocol that torch does not read, which are listed without values.
-
-    Raises:
-        CorruptFileError: The file is damaged, holds more than data, or is of a pickle protocol that torch does not read
-            and values are asked for.
-        MissingAnchorError: The file was moved without the anchor it needs.
-        OSError: The file cannot be read.
+    Without `values` an encoded file is not decoded, and one of a pickle protocol that torch does not read is listed;
+    with them that is a CorruptFileError. Plain files are memory-mapped in any case.
     """
     for path, tensor, stored_bytes in _read(file, values):
         yield StoredTensor(path if part == "weights" else f"{part}: {path}", tensor, stored_bytes, file)

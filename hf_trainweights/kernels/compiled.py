@@ -126,13 +126,7 @@ def is_available() -> bool:
 
 
 class Product:
-    """Products with weights of one shape and format.
-
-    Args:
-        library: The compiled functions.
-        weight: The shape and format.
-        most_rows: Up to how many rows of x they take less time than PyTorch's ops.
-    """
+    """Products with weights of one shape and format; up to `most_rows` rows they take less time than PyTorch's ops."""
 
     def __init__(self, library: ctypes.CDLL, weight: Weight, most_rows: int) -> None:
         self._library, self._weight, self.most_rows = library, weight, most_rows
@@ -153,21 +147,9 @@ class Product:
         )
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return `F.linear(x, weight, bias)`; all tensors are on the CPU and contiguous.
+        """Return `F.linear(x, weight, bias)`; all tensors are as `find` was told, on the CPU and contiguous.
 
-        Args:
-            qdata: The codes, as `find` was told.
-            scale: `[N, G]`, likewise.
-            groups: Of uint and codebook4 weights.
-            x: `[*, K]`, at least one row, of the dtype that `find` was asked for.
-            bias: `[N]` of the dtype of x, or None.
-
-        Returns:
-            A new tensor `[*, N]` of the dtype of x.
-
-        Raises:
-            UnsupportedError: The storage of a tensor was freed. Where guards are on, also: a tensor is not what it
-                should be.
+        x `[*, K]` has at least one row. UnsupportedError: the storage of a tensor was freed.
         """
         if ENABLED:
             check("a compiled product", self._needs, (x, qdata, scale, bias), {})
@@ -191,17 +173,7 @@ class Product:
         return self(qdata.contiguous(), scale.contiguous(), whole, x.contiguous(), bias)
 
     def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
-        """Return some rows of the float weight in scratch memory, valid until the next of this thread.
-
-        Args:
-            qdata: The codes of the whole weight, as `find` was told.
-            scale: Likewise.
-            groups: As for a product.
-            rows: Which of its rows.
-
-        Returns:
-            `[rows, K]` of the dtype that `find` was asked for, each number rounded once.
-        """
+        """Return some rows of the float weight in scratch memory, valid until the next call of this thread."""
         first, count, threads = rows.start, min(rows.stop, self._N) - rows.start, torch.get_num_threads()
         out = SCRATCH.take("weight", (count, self.columns), self._dtype)
         size = self._library.dequantized_bytes(self._address, threads)

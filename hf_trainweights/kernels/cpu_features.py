@@ -46,16 +46,9 @@ def has_amx() -> bool:
 
 
 def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
-    """Return the dtype in which rows are multiplied with a dequantized weight in the least time.
+    """Return the dtype, as it is or float32, in which M rows times a dequantized weight take the least time.
 
     Without instructions for a dtype of 16 bits PyTorch takes 4 to 9 times as long in it as in float32.
-
-    Args:
-        dtype: Dtype of the rows.
-        M: How many there are.
-
-    Returns:
-        `dtype`, or float32.
     """
     found = capabilities()
     if M == 1 or found.get("architecture") != "x86_64":

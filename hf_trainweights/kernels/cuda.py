@@ -70,13 +70,7 @@ _CHECKED: dict[tuple[object, ...], bool] = {}
 
 
 def serves(x: Tensor, qdata: Tensor, group_size: int | None) -> bool:
-    """Return whether the ops are to be used for these tensors: on a GPU for which Triton compiles the kernels.
-
-    Args:
-        x: The activations.
-        qdata: The codes.
-        group_size: Weights that share a scale; None for a row.
-    """
+    """Return whether the ops are to be used for these tensors: on a GPU for which Triton compiles the kernels."""
     fits = group_size is None or (group_size >= 8 and group_size.bit_count() == 1)
     return fits and x.device == qdata.device and x.device.type == "cuda" and _compiles(x.device.index)
 
@@ -89,18 +83,7 @@ def _compiles(index: int | None) -> bool:
 
 
 def linear_int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
-    """Return `F.linear(x, weight, bias)`, the implementation of `hf_trainweights::int8_linear` for CUDA.
-
-    Args:
-        x: `[*, K]`, any strides.
-        qdata: int8 `[N, K]`.
-        scale: `[N, G]`.
-        bias: `[N]` or None.
-        quantize_x: Whether to round each row of x to int8, where a product of integers takes it.
-
-    Returns:
-        A new tensor `[*, N]` of the dtype of `x`.
-    """
+    """Return `F.linear(x, weight, bias)`, the implementation of `hf_trainweights::int8_linear` for CUDA."""
     K, G = qdata.shape[1], scale.shape[1]
     rows = x.reshape(x.shape[:-1].numel(), K)
     with torch.cuda.device_of(x):
@@ -112,17 +95,7 @@ def linear_int8(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, qu
 
 
 def linear_int4(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)`, the implementation of `hf_trainweights::int4_linear` for CUDA.
-
-    Args:
-        x: `[*, K]`, any strides.
-        qdata: int32 words `[N, K // 8]`.
-        scale: `[N, G]`.
-        bias: `[N]` or None.
-
-    Returns:
-        A new tensor `[*, N]` of the dtype of `x`.
-    """
+    """Return `F.linear(x, weight, bias)`, the implementation of `hf_trainweights::int4_linear` for CUDA."""
     K = x.shape[-1]
     with torch.cuda.device_of(x):
         out = _multiply(x.reshape(x.shape[:-1].numel(), K), qdata, scale, bias, Int4(K // scale.shape[1]))
@@ -145,16 +118,9 @@ def _multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form
     rules={"codes of K columns": lambda s: s["K"] in (s["columns"], 8 * s["columns"]) and s["K"] % s["G"] == 0},
 )
 def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` by a kernel.
+    """Return `F.linear(x, weight, bias)` of x `[M, K]`, not empty, by a kernel for int8 codes or words of int4.
 
-    Args:
-        x: `[M, K]`, M and K at least 1.
-        qdata: int8 codes `[N, K]`, or int32 words of int4 codes `[N, K // 8]`.
-        scale: `[N, G]`, of a dtype no wider than that of x.
-        bias: `[N]` or None.
-
-    Returns:
-        A new tensor `[M, N]` of the dtype of `x`.
+    Scales are of a dtype no wider than that of x.
     """
     (M, K), (N, G) = x.shape, scale.shape
     # Rows may lie apart, as those of a slice do; the codes of one may not.
@@ -208,16 +174,9 @@ _int_mm = guarded(
 
 
 def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` with each row of x rounded to int8, one scale a row.
+    """Return `F.linear(x, weight, bias)` with each row of x `[M, K]` rounded to int8, one scale a row.
 
-    Args:
-        x: `[M, K]`, M at least 17, K a multiple of 8.
-        qdata: int8 `[N, K]`, N a multiple of 8.
-        scale: `[N, 1]`.
-        bias: `[N]` or None.
-
-    Returns:
-        A new tensor `[M, N]` of the dtype of `x`.
+    M is at least 17; K and N are multiples of 8.
     """
     codes, factors, out = qdata.contiguous().t(), scale.view(-1), x.new_empty(len(x), len(qdata))
     count = -(-len(x) // _INTEGER_BLOCK_ROWS)
@@ -231,18 +190,7 @@ def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
 
 
 def multiply_dequantized(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Format) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of the dequantized weight, a block of it at a time.
-
-    Args:
-        x: `[M, K]`.
-        qdata: Codes of `form`.
-        scale: `[N, G]`.
-        bias: `[N]` or None.
-        form: The format.
-
-    Returns:
-        A new tensor `[M, N]` of the dtype of `x`.
-    """
+    """Return `F.linear(x, weight, bias)` of x `[M, K]` and the dequantized weight, a block of it at a time."""
     K, N = x.shape[1], len(qdata)
     step = max(1, _DEQUANTIZED_ELEMENTS // max(1, K))
     out = []

@@ -47,13 +47,7 @@ def guarded(
 ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Return a decorator that checks the first arguments of an op before each call, or does nothing if guards are off.
 
-    Args:
-        name: What errors call the op.
-        needs: For each argument, in order.
-        rules: What must hold of the sizes that the letters stand for, by a description.
-
-    Raises:
-        UnsupportedError: A call has a tensor that the op would not read as it is. From the decorated op.
+    `rules` are what must hold of the sizes that the letters stand for, by a description.
     """
     if not ENABLED:
         return lambda op: op
@@ -72,17 +66,7 @@ def guarded(
 def check(
     op: str, needs: tuple[Needs, ...], args: tuple[Any, ...], rules: Mapping[str, Callable[[Sizes], bool]]
 ) -> None:
-    """Check that an op reads tensors as they are.
-
-    Args:
-        op: What errors call the op.
-        needs: For each argument, in order.
-        args: The arguments; what is no tensor is not checked.
-        rules: As for `guarded`.
-
-    Raises:
-        UnsupportedError: It would not.
-    """
+    """Check that an op reads tensors as they are; UnsupportedError: it would not."""
     sizes: dict[str, int] = {}
     devices = [arg.device for arg in args if isinstance(arg, Tensor)]
     for need, tensor in zip(needs, args, strict=False):

@@ -12,12 +12,10 @@ _LIBRARY = torch.library.Library("hf_trainweights", "FRAGMENT")
 
 
 def define(schema: str, fake: Callable[..., Any], **implementations: Callable[..., Any]) -> Any:
-    """Define an op and return it.
+    """Define an op, which changes no argument, with implementations by dispatch key, e.g. `CPU=...`, and return it.
 
-    Args:
-        schema: Its name, arguments and result, e.g. `"f(Tensor x) -> Tensor"`. It changes no argument.
-        fake: From tensors without values to an empty tensor of the result's shape, dtype and strides.
-        implementations: By dispatch key, e.g. `CPU=...`.
+    The schema is such as `"f(Tensor x) -> Tensor"`; `fake` makes an empty tensor of the result's shape, dtype and
+    strides from tensors without values.
     """
     name = schema.partition("(")[0]
     _LIBRARY.define(schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order))
@@ -27,11 +25,6 @@ def define(schema: str, fake: Callable[..., Any], **implementations: Callable[..
 
 
 def implement(name: str, **implementations: Callable[..., Any]) -> None:
-    """Register implementations of a defined op.
-
-    Args:
-        name: The op.
-        implementations: By dispatch key, e.g. `CUDA=...`.
-    """
+    """Register implementations of a defined op by dispatch key, e.g. `CUDA=...`."""
     for key, function in implementations.items():
         _LIBRARY.impl(name, function, key)

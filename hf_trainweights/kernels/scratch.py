@@ -23,16 +23,7 @@ class Scratch(threading.local):
         self._views: dict[str, dict[tuple[tuple[int, ...], torch.dtype], Tensor]] = {}
 
     def take(self, use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        """Return uninitialised memory, valid until the next `take` for the same use in this thread.
-
-        Args:
-            use: What for.
-            shape: Shape to return.
-            dtype: Dtype to return.
-
-        Returns:
-            A contiguous CPU tensor, a view of the buffer.
-        """
+        """Return uninitialised CPU memory, valid until the next `take` for the same use in this thread."""
         # One token after the other asks for the same shapes, and to make a view costs 2 us.
         views = self._views.setdefault(use, {})
         view = views.get((shape, dtype))

@@ -48,7 +48,7 @@ def decode_stored(
 ) -> dict[str, Tensor]:
     """Undo `encode_stored`, on the device of `coded`; without `values` the tensors are on the meta device.
 
-    CorruptFileError: it is damaged, or holds another format or shape than these (None for any), and is not decoded.
+    A weight of another format or `shape` (None for any) is a CorruptFileError before anything is decoded.
     """
     reader = CodedTensors(coded, name)
     found = {key: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for key, spec in reader.specs.items()}

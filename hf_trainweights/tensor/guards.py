@@ -37,7 +37,7 @@ def is_notice(name: str) -> bool:
 
 
 def guarded_names(names: Iterable[str]) -> list[str]:
-    """Return which weights get a guard: in the order of the model the first of each stack of layers, and each in none.
+    """Return which weights, in the model's order, get a guard: the first of each stack of layers, and all outside.
 
     Every class that a checkpoint can be loaded as takes whole stacks: `AutoModel` leaves out a head, an encoder leaves
     out the decoder, a shorter model leaves out the last layers. So each meets a guard if it takes a quantized weight.

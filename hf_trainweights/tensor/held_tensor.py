@@ -91,7 +91,7 @@ class HeldTensor(Tensor):
         dtype: torch.dtype,
         transposed: bool = False,
     ) -> Self:
-        """Return the weight that tensors hold, which are kept, unchecked."""
+        """Return the weight that tensors hold; they are kept as they are, unchecked."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         size = list(shape)
         if transposed:

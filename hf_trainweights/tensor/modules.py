@@ -12,14 +12,7 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 def as_parameter(weight: QuantizedTensor) -> nn.Parameter:
-    """Make a quantized weight that nothing else holds a frozen parameter, in place, and return it.
-
-    Examples:
-        >>> from hf_trainweights.formats import get_format
-        >>> weight = as_parameter(QuantizedTensor.quantize(torch.ones(4, 8), get_format({"format": "int8"})))
-        >>> isinstance(weight, nn.Parameter), weight.requires_grad
-        (True, False)
-    """
+    """Make a quantized weight that nothing else holds a frozen parameter, in place, and return it."""
     # nn.Parameter does the same to a copy that it gets from `detach`, which takes a tenth of the time of a reload.
     weight._is_param = True  # type: ignore[attr-defined]
     return weight  # type: ignore[return-value]

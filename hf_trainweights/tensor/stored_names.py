@@ -84,9 +84,9 @@ def flatten_weight(
 ) -> dict[str, Tensor]:
     """Return the plain tensors that stand for one weight in a file, by their names there; contiguous ones are its own.
 
-    Where `default`, which the model's configuration names, is not its format, a tensor says its own. `compress` codes
-    tensors of any format where that makes them smaller, and `plain` those of none: the parts that ranks hold are put
-    together from plain tensors.
+    `default` is the format that the model's configuration names; a weight in another one has a tensor that says which.
+    `compress` codes tensors of any format where that makes them smaller, and `plain` those of none: the parts that
+    ranks hold are put together from plain tensors.
     """
     stored = {key: tensor.contiguous() for key, tensor in weight.tensors.items()}
     coded = None if plain else encode_stored(stored, weight.format, compress)
@@ -113,11 +113,11 @@ def unflatten_weight(
     shape: Sequence[int] | None = None,
     values: bool = True,
 ) -> Tensor:
-    """Return the weight that tensors of a file, by suffix, stand for, or the float one that was coded; no copies.
+    """Return the weight that a file's tensors, by suffix, stand for: quantized, or the float one that was coded.
 
-    `dtype` is what it shows, None for the one it was saved with; `default` is the format that the model's configuration
-    names. A coded weight is decoded only if it has `shape`, None for any; without `values` only its header is read, and
-    its tensors are on the meta device. CorruptFileError: a tensor is missing or does not fit.
+    The tensors are kept, not copied. `dtype` is what it shows, None for the one it was saved with; `default` is the
+    format that the model's configuration names. A coded weight is decoded only if it has `shape`, None for any; without
+    `values` only its header is read, and it is on the meta device. CorruptFileError: a tensor is missing or misfits.
     """
     tensors = dict(tensors)
     if CODED_FLOAT_SUFFIX in tensors:

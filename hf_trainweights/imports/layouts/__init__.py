@@ -26,15 +26,9 @@ LAYOUTS: dict[str, type[Layout]] = {
 
 
 def layout_of(config: Mapping[str, Any], metadata: Mapping[str, str]) -> Layout:
-    """Return the layout that a configuration describes.
+    """Return the layout that a `quantization_config` describes; ConfigError: it is none of `LAYOUTS`.
 
-    Args:
-        config: The `quantization_config` of a config.json.
-        metadata: What the headers of its safetensors files say beside the tensors.
-
-    Raises:
-        ConfigError: It names none of `LAYOUTS`, or is none of that layout.
-        UnsupportedError: None of this package's formats can hold exactly what it describes.
+    `metadata` is what the headers of the safetensors files say beside the tensors.
     """
     method = config.get("quant_method")
     if not isinstance(method, str) or method not in LAYOUTS:

@@ -115,22 +115,14 @@ class Layout(ABC):
 
 
 def matrix(module: str, tensors: Mapping[str, Tensor], leaf: str, *dtypes: torch.dtype) -> tuple[int, int]:
-    """Return the shape of the tensor that holds the codes of a weight.
-
-    Raises:
-        CorruptFileError: It is missing, of another dtype, empty, or no matrix.
-    """
+    """Return the shape of the matrix of a weight's codes; CorruptFileError: it is missing, or none of these dtypes."""
     Part(dtypes, ((None, None),)).check(f"{module}.{leaf}", tensors.get(leaf))
     rows, columns = tensors[leaf].shape
     return rows, columns
 
 
 def integer(config: Mapping[str, Any], key: str, where: str = WHERE) -> int:
-    """Return a number of a configuration.
-
-    Raises:
-        ConfigError: It is missing, or no integer.
-    """
+    """Return a number of a configuration; ConfigError: it is missing, or no integer."""
     value = config.get(key)
     if type(value) is not int:
         raise ConfigError(f"{where}: {key}", "an integer", repr(value), "Download config.json again.")
@@ -138,11 +130,7 @@ def integer(config: Mapping[str, Any], key: str, where: str = WHERE) -> int:
 
 
 def block_size(config: Mapping[str, Any], key: str, where: str = WHERE) -> tuple[int, int] | None:
-    """Return the rows and columns that share a scale; None where the configuration does not say.
-
-    Raises:
-        ConfigError: It says something else.
-    """
+    """Return the rows and columns that share a scale, None if none are given; ConfigError: they are no sizes."""
     block = config.get(key)
     if block is None:
         return None
@@ -153,11 +141,7 @@ def block_size(config: Mapping[str, Any], key: str, where: str = WHERE) -> tuple
 
 
 def tables(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the tables in a table of a configuration, with their names.
-
-    Raises:
-        ConfigError: There is no such table of tables.
-    """
+    """Yield the tables in a table of a configuration, with their names; ConfigError: there is no such table."""
     outer = config.get(key)
     if not isinstance(outer, Mapping) or not all(isinstance(inner, Mapping) for inner in outer.values()):
         raise ConfigError(f"{WHERE}: {key}", "a table of tables", repr(outer)[:200], "Download config.json again.")

@@ -178,14 +178,7 @@ def _scheme(where: str, weights: Mapping[str, Any]) -> _Scheme:
 
 
 def unpack(words: Tensor, bits: int) -> Tensor:
-    """Return the codes of words, the first one in the lowest bits, each stored as code + 2^(bits - 1).
-
-    Args:
-        words: Int32 `[N, W]`.
-        bits: 4 or 8.
-
-    Returns:
-        Int8 `[N, W * 32 / bits]`.
+    """Return the int8 codes of int32 words, the first one in the lowest bits, each stored as code + 2^(bits - 1).
 
     Examples:
         >>> unpack(torch.tensor([[0x7F800081]], dtype=torch.int32), 8).tolist()

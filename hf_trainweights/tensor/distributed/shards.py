@@ -38,7 +38,10 @@ def has_own_codes(placed: Placed) -> bool:
 
 
 def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str = "its placements") -> QuantizedTensor:
-    """Return the part of a weight that this rank is to hold of `whole`, with contiguous copies; see `check_parts`."""
+    """Return the part of a weight that this rank is to hold, as `whole` is cut, in contiguous copies.
+
+    UnsupportedError: as for `check_parts`, whichever rank's part it is.
+    """
     placed = Placed(name, weight.format, weight.transposed, whole, plan)
     check_parts(placed)
     form, shape = weight.format, weight.stored_shape
