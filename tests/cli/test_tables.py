@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import pty
 import struct
-import subprocess
-import sys
 import termios
 from fcntl import ioctl
 from pathlib import Path
@@ -86,34 +84,30 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(root / "a.safetensors"), str(root / "b.safetensors")]
 
 
-def command(*arguments: str) -> list[str]:
-    return [sys.executable, "-c", "from hf_trainweights_cli.main import main; main()", *arguments]
-
-
-@pytest.mark.slow  # an interpreter of its own
-def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(two_files: list[str]) -> None:
+def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(
+    two_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # COLUMNS, which some shells export, is for terminals.
-    environment = {**os.environ, "COLUMNS": "40"}
-    done = subprocess.run(
-        command("diff", *two_files), capture_output=True, text=True, timeout=300, check=False, env=environment
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    rows = [line for line in done.stdout.splitlines() if "layer.7.attention.self.query.weight" in line]
+    monkeypatch.setenv("COLUMNS", "40")
+    with open(os.devnull) as nothing, (tmp_path / "out").open("wb") as out, (tmp_path / "errors").open("wb") as errors:
+        streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": errors.fileno()}
+        assert exit_code_of(fork_command("diff", *two_files, **streams)) == 0
+    assert (tmp_path / "errors").read_text() == ""
+    lines = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    rows = [line for line in lines if "layer.7.attention.self.query.weight" in line]
     assert [len(row.split()) for row in rows] == [8]
-    assert [line for line in done.stdout.splitlines() if line != line.rstrip()] == []
+    assert [line for line in lines if line != line.rstrip()] == []
 
 
-@pytest.mark.slow  # an interpreter of its own
-def test_who_stops_reading_hears_no_complaint(two_files: list[str]) -> None:
-    child = subprocess.Popen(
-        command("inspect", two_files[0], "--tensors"), stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
-    assert child.stdout is not None
-    child.stdout.close()
-    assert child.stderr is not None
-    assert child.stderr.read() == b""
-    child.stderr.close()
-    assert child.wait(timeout=300) == 141
+def test_who_stops_reading_hears_no_complaint(two_files: list[str], tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(os.devnull) as nothing, (tmp_path / "errors").open("wb") as errors:
+        streams = {"stdin": nothing.fileno(), "stdout": writer, "stderr": errors.fileno()}
+        child = fork_command("inspect", two_files[0], "--tensors", **streams)
+        os.close(writer)
+        assert exit_code_of(child) == 141
+    assert (tmp_path / "errors").read_text() == ""
 
 
 @pytest.mark.slow

@@ -83,6 +83,9 @@ def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]
             if getattr(size, "value", size) is None:
                 continue
             text = symbol.sub(lambda match: names[match[0]], str(size))
+            # Terms stand in the order of the symbols, which differs among models.
+            if names.keys() >= {*(terms := str(size).split(" + "))}:
+                text = " + ".join(sorted(names[term] for term in terms))
             # A size that the tracer takes for an expression may be a number.
             value.shape[axis] = int(text) if text.isdigit() else text
 

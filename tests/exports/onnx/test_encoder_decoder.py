@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from architectures import ARCHITECTURES, randomize
 from covering import exhaustive
 from exports.models import Convolutional, bart, quantized
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig, WhisperForConditionalGeneration
+from transformers import AutoConfig, GenerationConfig
 
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import ConfigError, UnsupportedError
@@ -35,17 +36,17 @@ TASKS: dict[str, Any] = {
 }
 
 
-def whisper() -> WhisperForConditionalGeneration:
-    """Return one of a single layer on each side, which is exported in half the time; others show several layers."""
-    config = ARCHITECTURES["whisper"].make().config
-    config.encoder_layers = config.decoder_layers = config.num_hidden_layers = 1
+def of_one_layer(name: str) -> Any:
+    """Return a model of a single layer on each side, which is exported in half the time; BART shows several."""
+    model = ARCHITECTURES[name].make()
+    layers = {each: 1 for each in model.config.to_dict() if each.endswith("_layers")}
     torch.manual_seed(0)
-    model = WhisperForConditionalGeneration(config)
+    model = type(model)(type(model.config).from_dict(model.config.to_dict() | layers))
     randomize(model)
     return model.eval()
 
 
-OWN_MODELS: dict[str, Any] = {"bart": bart, "whisper": whisper}
+OWN_MODELS: dict[str, Any] = {"bart": bart, **{name: partial(of_one_layer, name) for name in ("t5", "whisper")}}
 
 
 def build(name: str, config: str) -> Any:
@@ -148,7 +149,7 @@ def test_names_and_free_dimensions_are_those_that_other_tools_know(exported: tup
             for values in (graph.input, graph.output)
         ]
     source, step = ["batch_size", "encoder_sequence_length"], ["batch_size", "decoder_sequence_length"]
-    parts = [f"{layer}.{part}" for layer in range(2) for part in ("decoder", "encoder")]
+    parts = ["0.decoder", "0.encoder"]
     past = [f"past_key_values.{part}.{each}" for part in parts for each in ("key", "value")]
     own = [name.replace("past_key_values", "present") for name in past if "decoder" in name]
     assert named["encoder_model.onnx"][0] == {"input_ids": source, "attention_mask": source}

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from fork_server import CONTEXT
 from peft import (
     EvaConfig,
     HRAConfig,
@@ -354,18 +353,20 @@ def test_an_adapter_is_swapped_for_another_in_place(tmp_path: Path) -> None:
     assert_same(weights(model), before)
 
 
+def merge_into_a_float_module() -> None:
+    from peft.tuners import lora
+
+    update, merge = lora.LoraLayer.update_layer, lora.Linear.merge
+    get_peft_model(nn.Sequential(nn.Linear(64, 64)), LoraConfig(target_modules=["0"])).merge_and_unload()
+    assert (lora.LoraLayer.update_layer, lora.Linear.merge) == (update, merge)
+
+
 @pytest.mark.slow
 def test_peft_stays_as_it_is_without_quantized_weights() -> None:
-    script = """
-import hf_trainweights, peft, torch
-from peft.tuners import lora
-update, merge = lora.LoraLayer.update_layer, lora.Linear.merge
-module = torch.nn.Sequential(torch.nn.Linear(64, 64))
-peft.get_peft_model(module, peft.LoraConfig(target_modules=["0"])).merge_and_unload()
-assert (lora.LoraLayer.update_layer, lora.Linear.merge) == (update, merge)
-"""
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    process = CONTEXT.Process(target=merge_into_a_float_module)  # no process before it has quantized anything
+    process.start()
+    process.join(timeout=120)
+    assert process.exitcode == 0
 
 
 def test_modules_of_the_same_names_that_are_not_of_peft_are_left_alone() -> None:
