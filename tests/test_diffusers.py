@@ -46,6 +46,7 @@ def output(model: nn.Module) -> torch.Tensor:
     return model(INPUTS[0].to(model.dtype), INPUTS[1]).sample
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("config", [TrainWeightsConfig("int8"), INT4, TrainWeightsConfig("coded", compress=True)])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"safe_serialization": False}])
@@ -76,6 +77,7 @@ def test_overrides_hold(source: Path) -> None:
     assert "mid_block.attentions.0.to_k.weight" not in formats
 
 
+@pytest.mark.slow
 def test_a_pipeline_saves_and_loads_its_quantized_component(source: Path, tmp_path: Path) -> None:
     diffusers.DDPMPipeline(load(source), diffusers.DDPMScheduler()).save_pretrained(tmp_path / "float")
     config = diffusers.PipelineQuantizationConfig(quant_mapping={"unet": TrainWeightsConfig("int8")})

@@ -21,6 +21,7 @@ DOCUMENTS = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING
 IDS = [path.relative_to(ROOT).as_posix() for path in DOCUMENTS]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_tables_are_those_of_the_result_files(path: Path) -> None:
     spec = importlib.util.spec_from_file_location("tables", ROOT / "benchmarks" / "tables.py")

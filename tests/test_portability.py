@@ -35,6 +35,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "sys", type("System", (), {"platform": "win32"}))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"max_shard_size": "50KB"}], ids=str)
 def test_a_model_is_saved_loaded_and_saved_over(options: dict[str, Any], tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()

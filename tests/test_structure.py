@@ -160,6 +160,7 @@ def inner_imports(parent: str) -> Iterator[tuple[str, str, set[str]]]:
         yield module, module.split(".")[1], used
 
 
+@pytest.mark.slow
 def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
     for module, own, used in inner_imports("checkpoint"):
         allowed = {*CHECKPOINT_ROOMS[: CHECKPOINT_ROOMS.index(own) + 1]} - ({"whole"} if own == "sharded" else set())
@@ -172,6 +173,7 @@ def test_imports_between_the_rooms_of_models_go_one_way() -> None:
             assert used <= {*MODEL_ROOMS[: MODEL_ROOMS.index(own) + 1]}, module
 
 
+@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {module: imported_modules(module) - {module} for module in SOURCES if module not in TOP_LEVEL}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle

@@ -23,6 +23,7 @@ TINY = Sizes(
 )
 
 
+@pytest.mark.slow
 def test_it_measures_each_product_and_phase() -> None:
     ours = [method for method in compared() if method.name in ("bf16", "int8", "int4 g128")]
     report = measure("cpu", TINY, ours)

@@ -27,6 +27,7 @@ def holds(path: Path, step: int) -> bool:
     return all(torch.equal(loaded[name], each) for name, each in weights(step).items())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*is passed over")
 @pytest.mark.parametrize("keep_base", [False, True])
 def test_an_interrupted_compression_leaves_whole_files(
@@ -58,6 +59,7 @@ def test_an_interrupted_restore_leaves_whole_files(
         assert holds(path, 1), when
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_of_the_file_or_its_base_is_an_error_or_harmless(snapshot: Path, tmp_path: Path) -> None:
     path = trainer_checkpoint(tmp_path / "run", 1)
     compress_directory(path, anchor=snapshot, buffers=())

@@ -226,6 +226,7 @@ def test_ls_names_a_damaged_manifest_and_lists_the_rest(small_run: Path) -> None
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["optimizer.pt", "pytorch_model.bin", "trainer_state.json", MANIFEST_NAME])
 def test_verify_finds_a_flipped_bit_and_exits_with_1(name: str, small_run: Path) -> None:
     assert run("verify", small_run).exit_code == 0
@@ -277,6 +278,7 @@ def everything(directory: Path) -> dict[str, tuple[int, int, bytes]]:
     return {str(path): (path.stat().st_ino, path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("what", [".", "checkpoint-200"])
 @pytest.mark.parametrize("mode", ["lossless", "compact"])
 def test_a_dry_run_says_what_compress_would_do_and_changes_nothing(what: str, mode: str, run_directory: Path) -> None:
@@ -312,6 +314,7 @@ def test_compress_says_what_would_stay_as_it_is(run_directory: Path) -> None:
     assert [row["changed"] for row in run_json("compress", run_directory, "--dry-run")] == [False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "answer", "is_changed"),
     [

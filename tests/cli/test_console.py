@@ -106,6 +106,7 @@ def test_every_function_that_advice_may_name_is_public_and_its_command_is_there(
     assert {name.partition("--to ")[2] for name in _COMMANDS.values()} - {""} == {layout.value for layout in Layout}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shown", [working, status])
 def test_a_long_command_says_in_a_file_that_it_goes_on_and_a_short_one_nothing(
     shown: Callable[[str], AbstractContextManager[None]],

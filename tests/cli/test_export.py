@@ -59,6 +59,7 @@ def test_export_writes_one_call_of_a_model(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+@pytest.mark.slow
 def test_an_export_of_one_call_prints_its_size_or_an_error_in_one_line(vit: Path, tmp_path: Path) -> None:
     result = run("export", vit, tmp_path / "model.pt", "--to", "torchscript", width=400)
     assert (result.exit_code, result.stderr) == (0, "")

@@ -45,6 +45,7 @@ def test_quantize_chooses_formats_within_a_budget(option: str, value: str, llama
     assert bits <= 6.5 if option == "--bits" else (tmp_path / "out" / "model.safetensors").stat().st_size <= 120_000
 
 
+@pytest.mark.slow
 def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest(llama: Path, tmp_path: Path) -> None:
     result = run("quantize", llama, tmp_path / "out", "--size", "10kB")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -94,6 +95,7 @@ def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, t
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -20,6 +20,7 @@ EXPORTERS = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @EXPORTERS
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, export: Callable[..., Any], name: str) -> None:
     model = quantized(Convolutional(), "int8")

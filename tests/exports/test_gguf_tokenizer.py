@@ -90,6 +90,7 @@ def changed(tokenizer: PreTrainedTokenizerFast, part: str, **values: Any) -> Pre
     return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(json.dumps(stored)), eos_token="</s>")
 
 
+@pytest.mark.slow
 @NOT_BY_5_17
 @pytest.mark.parametrize("adds", [(), ("<s>",), ("<s>", "</s>")], ids=["nothing", "begin", "begin and end"])
 @pytest.mark.parametrize("name", [name for name in BYTE_LEVEL if name not in NOT_SPLIT_BY_TRANSFORMERS])

@@ -57,6 +57,7 @@ def test_a_lowered_model_computes_what_the_dequantized_model_computes(
         assert (own - other).abs().max() <= tolerance * other.abs().max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FORMATS)
 def test_a_lowered_model_holds_the_codes_and_nothing_else(config: str) -> None:
     model = quantized("llama", config)

@@ -88,6 +88,7 @@ def keep_many(directory: Path) -> None:
     assert [int(each[-1]) for each in kept] == [number % 100 for number in range(40)]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the memory that no file backs")
 def test_tensors_take_neither_memory_nor_descriptors(tmp_path: Path) -> None:
     process = CONTEXT.Process(target=keep_many, args=(tmp_path,))

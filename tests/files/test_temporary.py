@@ -52,6 +52,7 @@ def test_what_is_claimed_is_not_abandoned_until_it_is_released(tmp_path, kind):
     claimed.release()  # once more does nothing
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_a_killed_process_claimed_is_abandoned_whatever_its_number(tmp_path, kind):
     reading, writing = os.pipe()

@@ -50,6 +50,7 @@ def chosen(form: Format, weight: Tensor, importance: Tensor) -> tuple[dict[str, 
             return codes.tensors(), torch.stack(values, dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("config", [each for each in CONFIGS if each["format"] != "coded"], ids=str)
 def test_columns_that_matter_alike_get_the_codes_of_quantize(config: dict[str, Any], dtype: torch.dtype) -> None:
@@ -62,6 +63,7 @@ def test_columns_that_matter_alike_get_the_codes_of_quantize(config: dict[str, A
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("column_scale", [False, True])
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_tensors_hold_the_values_that_were_chosen(config: dict[str, Any], column_scale: bool) -> None:
@@ -75,6 +77,7 @@ def test_tensors_hold_the_values_that_were_chosen(config: dict[str, Any], column
     assert error.norm() < 0.6 * weight.float().norm()  # of two bits it is half as much
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_errors_move_to_columns_that_matter_less(config: dict[str, Any]) -> None:
     form, weight = get_format(config), a_weight(torch.bfloat16)
@@ -105,6 +108,7 @@ def test_coded_columns_have_the_rate_and_less_error_than_nearest_codes(bits: flo
     assert errors[0] < errors[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [3.0, 4.25])
 @pytest.mark.parametrize("column_scale", [False, True])
 def test_a_coded_file_has_the_bits_that_were_asked_for(bits: float, column_scale: bool) -> None:

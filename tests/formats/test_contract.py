@@ -254,6 +254,7 @@ def assert_every_bit(form: Format, dtype: torch.dtype, kind: str, shape: tuple[i
     assert_same(chosen.quantize(weight), format_reference.quantize(chosen, weight))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_threads_do_not_matter(name: str) -> None:
     form = get_format({"format": name})
@@ -297,6 +298,7 @@ def test_what_is_empty_holds_no_garbage(form: Format) -> None:
         assert all(not tensor.float().any() for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @each_format
 def test_the_fallback_holds_every_shape(form: Format) -> None:
     for shape in (*SHAPES, *ODD_SHAPES, *EMPTY_SHAPES):
@@ -341,6 +343,7 @@ def test_the_same_weight_gives_the_same_bytes(form: Format) -> None:
     assert_same(form.quantize(random_weight(6, 256)), form.quantize(random_weight(6, 256)))
 
 
+@pytest.mark.slow
 @each_format
 def test_strides_do_not_matter(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -390,6 +393,7 @@ def test_blocks_of_rows_and_cache_blocks_give_what_the_whole_gives(
             assert_same(form.quantize(weight), whole)
 
 
+@pytest.mark.slow
 @each_format
 def test_experts_are_quantized_one_by_one(form: Format) -> None:
     for lead in ((3,), (2, 2)):

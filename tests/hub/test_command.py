@@ -115,6 +115,7 @@ def pushed_float(quantized: Path) -> str:
     return "user/float"
 
 
+@pytest.mark.slow
 def test_torch_files_are_downloaded_where_there_are_no_safetensors(local_hub: LocalHub, tmp_path: Path) -> None:
     api = HfApi()
     api.create_repo("user/old")

@@ -130,6 +130,7 @@ def test_weights_go_through_xet_where_the_hub_wants_it(
     assert verify_model(snapshot_download("me/model", cache_dir=tmp_path / "cache")).ok
 
 
+@pytest.mark.slow
 def test_a_private_repository_needs_the_token(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -258,6 +259,7 @@ def edit(hub: LocalHub, directory: Path, text: str) -> None:
     assert hub.files("me/model")["README.md"].decode() == text
 
 
+@pytest.mark.slow
 def test_a_card_that_someone_edited_is_kept(model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path) -> None:
     model.push_to_hub("me/model")
     edited = local_hub.files("me/model")["README.md"].decode().replace("# model", "# My model")
@@ -308,6 +310,7 @@ def test_adapters_are_pushed_alone_and_come_back_on_the_quantized_base(
 # ---- refusals
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("repo_id", "options", "error", "match"),
     [
@@ -362,6 +365,7 @@ def test_a_push_that_fails_says_so_changes_nothing_and_can_be_repeated(
     assert computes_the_same(pull("me/model", tmp_path / "cache"), model)
 
 
+@pytest.mark.slow
 def test_a_hub_that_does_not_answer_for_the_card_does_not_lose_it(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:

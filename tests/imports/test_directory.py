@@ -109,6 +109,7 @@ def test_weights_with_float16_scales_are_those_that_the_peer_dequantizes(
     assert_stands_for(out, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt2", "llama_tied"])
 @pytest.mark.parametrize("layout", [compressed_tensors("int", 4, "group", 32), gptq()], ids=["ct", "gptq"])
@@ -123,6 +124,7 @@ def test_experts_are_merged_and_transposed_weights_stay_so(
     assert any(weight.transposed for weight in quantized) == (architecture == "gpt2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config", [{"format": "int4", "group_size": 32}, {"format": "int8"}, {"format": "float8_e4m3"}]
 )

@@ -24,6 +24,7 @@ FORMATS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("library", "threads")
 @pytest.mark.parametrize("scale_dtype", FLOAT_DTYPES, ids=str)

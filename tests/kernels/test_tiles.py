@@ -168,6 +168,7 @@ def test_products_are_as_exact_as_dequantizing(
     assert_close_products(lambda x, bias: product(library, form, tensors, x, bias), weight, dtype, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("form", "K"),
     [

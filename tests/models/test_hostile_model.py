@@ -60,6 +60,7 @@ OUTSIDE: dict[str, Callable[[Path], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OUTSIDE)
 def test_an_index_that_leads_out_of_the_directory_is_refused(name: str, saved: Path, tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)
@@ -110,6 +111,7 @@ class Call:
         return self.reduced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("function", [os.system, eval, exec, Path.touch], ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore")  # of what torch thinks of such a file

@@ -20,6 +20,7 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safe_serialization", [True, False])
 def test_a_model_quantized_in_place_saves_and_reloads(tmp_path: Path, name: str, safe_serialization: bool) -> None:
     architecture = ARCHITECTURES[name]

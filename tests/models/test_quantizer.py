@@ -160,6 +160,7 @@ def test_every_device_map_gives_the_same_model(
     assert computes(model, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OFFLOAD_WARNING)
 @pytest.mark.parametrize("source", ["float", "safetensors", "bin"])
 def test_offloaded_weights_compute_and_are_saved_as_if_they_were_not(
@@ -431,6 +432,7 @@ def test_nothing_to_quantize_is_an_error(float_directory: FloatDirectory, tmp_pa
         load(tmp_path / "float")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", ["_proj", r"model\.layers\.\d+\.mlp", "decoder.layers"])
 def test_a_saved_configuration_may_name_what_its_class_lacks_and_mean_what_it_meant(
     float_directory: FloatDirectory, tmp_path: Path, entry: str

@@ -146,6 +146,7 @@ def names_in(path: Path) -> set[str]:
     return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("suite", STANDS_FOR)
 def test_each_case_of_a_peer_has_a_test_here(suite: str) -> None:
     for case, place in STANDS_FOR[suite].items():

@@ -97,6 +97,7 @@ def allocations(function: Callable[[], object]) -> list[int]:
 # Quantize
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_quantized_module_computes_what_its_dequantized_copy_does(form: str, dtype: torch.dtype) -> None:

@@ -230,6 +230,7 @@ def test_any_index_equals_the_dense_one(data: st.DataObject, form: str, layout: 
     assert torch.equal(result, expected)
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), layout=st.sampled_from(list(LAYOUTS)))
 def test_any_chain_of_views_equals_the_dense_one(data: st.DataObject, layout: str) -> None:
@@ -284,6 +285,7 @@ def test_split_of_no_rows_gives_one_piece() -> None:
 # Copies and conversions
 
 
+@pytest.mark.slow
 @every_form
 def test_another_float_dtype_changes_what_is_shown_and_nothing_that_is_stored(form: str) -> None:
     for layout in LAYOUTS:
@@ -348,6 +350,7 @@ def test_a_contiguous_copy_of_a_transposed_weight_is_dense() -> None:
     assert type(weight.mT.contiguous()) is QuantizedTensor
 
 
+@pytest.mark.slow
 @every_form
 def test_copy_between_equal_layouts_is_exact(form: str) -> None:
     for layout in LAYOUTS:
@@ -378,6 +381,7 @@ def test_copy_from_anything_else_is_refused_and_changes_nothing(source: Tensor) 
     assert same_stored(target, before)
 
 
+@pytest.mark.slow
 @every_form
 def test_a_copy_of_its_own_float_values_changes_nothing(form: str) -> None:
     for layout in LAYOUTS:
@@ -587,6 +591,7 @@ GRADIENTS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], tuple[int, ...], 
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_the_gradient_of_the_input_equals_that_of_the_dense_weight(name: str) -> None:
     op, shape, layout = GRADIENTS[name]
@@ -622,6 +627,7 @@ def test_no_dense_weight_lives_between_forward_and_backward(name: str) -> None:
     assert inputs.grad is not None
 
 
+@pytest.mark.slow
 def test_second_gradients_are_right() -> None:
     weight = quantized_weight("int4").to(torch.float64)
     inputs = random_weight(2, 128, dtype=torch.float64).requires_grad_()

@@ -107,6 +107,7 @@ X: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", X)
 def test_x_is_taken_as_by_a_float_weight(case: str) -> None:
     for form in FORMS.values():

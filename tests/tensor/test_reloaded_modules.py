@@ -94,6 +94,7 @@ def results(module: nn.Module, rows: int) -> list[Tensor]:
     return [hidden, module.head(x), *looked_up]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("inference", [True, False], ids=["inference", "training"])
 @pytest.mark.parametrize("name", RELOADS)

@@ -86,6 +86,7 @@ def load_flat(weight: QuantizedTensor, tensors: dict[str, Tensor]) -> None:
     layer.load_state_dict({stored_name("weight", name): tensor for name, tensor in tensors.items()})
 
 
+@pytest.mark.slow
 @every_form
 def test_no_format_is_made_of_what_lies_otherwise_than_it_says(form: str) -> None:
     for name, fault in CASES:

@@ -54,6 +54,7 @@ def encoded(text: str) -> Tensor:
 # Names
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(parts=st.lists(identifiers, max_size=4), leaf=identifiers, suffix=st.sampled_from(SUFFIXES))
 def test_names_round_trip(parts: list[str], leaf: str, suffix: str) -> None:
@@ -125,6 +126,7 @@ def test_group_stored_gathers_what_belongs_together() -> None:
 # One weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_round_trips(form: str) -> None:
     for layout, default, dtype in itertools.product(LAYOUTS, ("int8", "int4_g32"), (torch.float32, torch.bfloat16)):

@@ -102,6 +102,7 @@ def write(path, codec, name, dtype):
     path.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", sorted({*CASES, *(path.stem for path in GOLDEN.glob("*.json"))}))
 def test_golden_file_decodes_to_the_same_bits(label):
     path = GOLDEN / f"{label}.json"

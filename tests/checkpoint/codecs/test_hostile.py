@@ -103,6 +103,7 @@ WRONG_SHAPES = [
 ]
 
 
+@pytest.mark.slow
 @every_codec
 def test_another_shape_is_an_error_in_little_memory(codec):
     tensor, references, encoded = encoded_example(codec)
@@ -140,6 +141,7 @@ def test_another_dtype_is_an_error_or_harmless(codec):
             assert (list(decoded.shape), decoded.dtype) == (SHAPE, dtype)
 
 
+@pytest.mark.slow
 @every_codec
 def test_flipped_bits_are_errors_or_harmless(codec):
     tensor, references, encoded = encoded_example(codec)

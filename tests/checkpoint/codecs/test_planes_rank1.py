@@ -44,6 +44,7 @@ def test_zeros_negatives_and_what_is_not_finite_come_back():
     bits(PlanesRank1(), tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(700, 400), (20, 70_000), (17, 300_000)])
 def test_every_part_of_a_tile_is_put_in_its_place(shape):
     tensor = squares(*shape)

@@ -71,6 +71,7 @@ def roundtrip(codec, tensor, references):
     return encoded, decoded
 
 
+@pytest.mark.slow
 @quickly
 @given(
     tensor=tensors(ALL_DTYPES) | tensors(LOSSY_DTYPES, finite_floats=True), anchor_seed=st.none() | st.integers(0, 3)

@@ -296,6 +296,7 @@ def resident_bytes(field):
     return int(next(line for line in lines if line.startswith(field)).split()[1]) << 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the high-water mark can be reset on Linux only")
 @pytest.mark.parametrize("codec_id", ["planes", "log-rank1"])
 @pytest.mark.parametrize("shape", [[1 << 36], [1, 1 << 36], [1 << 30, 1 << 6], [1 << 24], [1000]], ids=str)

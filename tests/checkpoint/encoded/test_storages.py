@@ -59,6 +59,7 @@ def test_every_dtype_comes_back_bit_for_bit(dtype):
     assert fingerprint(rebuilt(tensor[:, 1:])[0]) == fingerprint(tensor[:, 1:])
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(st.data())
 def test_any_strided_views_of_one_storage_come_back(data):

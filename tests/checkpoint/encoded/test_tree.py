@@ -58,6 +58,7 @@ json_like = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=200)
 @given(json_like)
 def test_any_tree_of_plain_values_comes_back(tree):
@@ -247,6 +248,7 @@ any_json = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=300)
 @given(any_json, any_json)
 def test_any_json_is_a_tree_or_a_corrupt_file(tree, tensors):

@@ -48,6 +48,7 @@ def after(seconds, value):
     return value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 2, 5])
 def test_results_come_in_the_order_of_the_tasks(count):
     tasks = [(size, partial(after, 0.01 * (number % 3), number)) for number, size in enumerate([1, 1 << 40, 0, 5] * 4)]
@@ -123,6 +124,7 @@ def test_any_number_of_workers_writes_the_same_bytes_and_reads_the_same_values(m
         assert fingerprint(torch.load(io.BytesIO(expected), weights_only=True)) == values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
 def test_a_tensor_in_parts_becomes_the_same_bytes(tmp_path, monkeypatch, use_workers, dtype, count):

@@ -97,6 +97,7 @@ def interrupted(root, stops, **options):
     return seen, run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["shuffled", "own generator", "in order", "stream", "list"])
 def test_pieces_of_a_training_are_the_training(tmp_path, kind):
     straight = Run()(tmp_path / "a", kind=kind)
@@ -106,6 +107,7 @@ def test_pieces_of_a_training_are_the_training(tmp_path, kind):
     assert last.state() == straight.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [BATCHES, BATCHES + 1, 2 * BATCHES])
 def test_stopping_where_a_pass_ends_is_exact_as_well(tmp_path, stop):
     straight = Run()(tmp_path / "a")
@@ -114,6 +116,7 @@ def test_stopping_where_a_pass_ends_is_exact_as_well(tmp_path, stop):
     assert last.state() == straight.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -171,6 +174,7 @@ class Accumulating:
         return fingerprint([self.model.state_dict(), rng_state()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("stop", "every", "saved"), [(2, 2, 2), (3, 2, 2), (4, 2, 4), (5, 2, 4), (5, 3, 3)])
 def test_a_loop_that_is_left_within_a_gradient_goes_on_exactly(tmp_path, stop, every, saved):
     straight = Accumulating()(tmp_path / "a", every=every)
@@ -385,6 +389,7 @@ def test_a_save_that_fails_stops_the_loop(tmp_path):
     assert [step for step, *_ in run.seen] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["near-lossless", "compact"])
 def test_a_lossy_run_goes_on_close_by(tmp_path, mode):
     straight = Run()(tmp_path / "a", every_steps=4)

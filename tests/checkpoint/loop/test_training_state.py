@@ -39,17 +39,20 @@ def assert_resumes(tmp_path, *, accumulate=1, **options):
     assert state_of(*second) == end
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_training_goes_on_exactly_for_every_optimizer(tmp_path, optimizer):
     assert_resumes(tmp_path, optimizer=optimizer)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The epoch parameter")  # SequentialLR of torch 2.8 about itself
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
 def test_training_goes_on_exactly_for_every_scheduler(tmp_path, scheduler):
     assert_resumes(tmp_path, scheduler=scheduler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["AdamW", "SGD-momentum", "Adafactor"])
 def test_training_goes_on_exactly_in_bfloat16(tmp_path, optimizer):
     assert_resumes(tmp_path, optimizer=optimizer, dtype=torch.bfloat16)

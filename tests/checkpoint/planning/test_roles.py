@@ -54,6 +54,7 @@ def compressed(path: Path, tree: dict[str, Any], mode: str) -> dict[str, Any]:
     return torch.load(path / "optimizer.pt", weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["lossless", "compact"])
 @pytest.mark.parametrize("kind", OTHERS)
 def test_another_layout_is_stored_exactly(kind: str, mode: str, tmp_path: Path) -> None:

@@ -56,6 +56,7 @@ def adam(lr, *, steps=50, seed=1):
     return {"state": {0: state}, "param_groups": [{"lr": lr, "betas": (0.9, 0.999), "params": [0]}]}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("removed", [1, 2, 3, 4])
 @pytest.mark.parametrize("mode", ["lossless", "compact"])
 def test_any_directory_can_go_and_the_others_still_restore(tmp_path, mode, removed):

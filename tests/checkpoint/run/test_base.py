@@ -67,6 +67,7 @@ def test_a_model_of_the_hub_that_is_no_longer_in_the_cache_has_no_base(pretraine
         RunBase("base", keep=False).find(model)
 
 
+@pytest.mark.slow
 def test_a_callback_that_another_process_unpickles_finds_its_base(
     pretrained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -83,6 +84,7 @@ def test_a_callback_that_another_process_unpickles_finds_its_base(
     torch.load(checkpoint / "pytorch_model.bin")
 
 
+@pytest.mark.slow
 def test_a_trainer_saves_against_the_base_and_an_unmodified_one_resumes_exactly(
     pretrained: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +104,7 @@ def test_a_trainer_saves_against_the_base_and_an_unmodified_one_resumes_exactly(
     assert_equal(weights(again), weights(straight))
 
 
+@pytest.mark.slow
 def test_a_model_from_a_directory_needs_the_directory_and_the_callback_finds_it_again(
     pretrained: Path, tmp_path: Path
 ) -> None:

@@ -291,6 +291,7 @@ def normed_directories(root, optimizer_of):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "optimizer_of",
     [

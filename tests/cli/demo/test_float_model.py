@@ -49,6 +49,7 @@ def save_nothing(directory: Path) -> None:
     directory.mkdir(exist_ok=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("save", "match"),
     [

@@ -37,6 +37,7 @@ def test_bits_per_weight_counts_the_scales(result: Result) -> None:
     assert next(row for row in result.rows if row.format == "int4").bits_per_weight == 4 + 32 / 128
 
 
+@pytest.mark.slow
 def test_perplexity_is_the_exponential_of_the_models_own_loss(result: Result, out: Path, corpus: Corpus) -> None:
     probe = make_probe(str(out / "model"), corpus, max_windows=3, device_map="cpu")
     model = AutoModelForCausalLM.from_pretrained(out / "model")
@@ -52,6 +53,7 @@ def test_kept_files_are_a_model_with_its_tokenizer(result: Result, out: Path, wa
     assert tokenizer.decode(tokens[0]).startswith("import")
 
 
+@pytest.mark.slow
 def test_other_logits_are_a_failure(result: Result, out: Path, corpus: Corpus) -> None:
     probe = make_probe(str(out / "model"), corpus, max_windows=1, device_map="cpu")
     logits = measurement._logits(AutoModelForCausalLM.from_pretrained(out / "int8" / "safetensors"), probe)
@@ -61,6 +63,7 @@ def test_other_logits_are_a_failure(result: Result, out: Path, corpus: Corpus) -
     assert failures[0] == "other logits after a reload"
 
 
+@pytest.mark.slow
 def test_other_bytes_are_a_failure(result: Result, out: Path, corpus: Corpus, tmp_path: Path) -> None:
     probe = make_probe(str(out / "model"), corpus, max_windows=1, device_map="cpu")
     directory = tmp_path / "copy"

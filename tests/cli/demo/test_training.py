@@ -26,6 +26,7 @@ def test_training_learns(result: Result, tiny: Recipe) -> None:
     assert result.rows[0].perplexity < tiny.vocab_size / 3
 
 
+@pytest.mark.slow
 def test_same_seed_gives_the_same_model_and_another_seed_another(tmp_path: Path, corpus: Corpus, tiny: Recipe) -> None:
     recipe = dataclasses.replace(tiny, steps=2)
     seeds = {"first": 0, "again": 0, "other": 1}

@@ -123,6 +123,7 @@ def test_a_planned_model_reloads_with_equal_outputs_and_saves_equal_bytes(name: 
         assert filecmp.cmp(tmp_path / "first" / file, tmp_path / "second" / file, shallow=False)
 
 
+@pytest.mark.slow
 def test_the_saved_plan_makes_the_same_model_without_choosing_again(tmp_path: Path) -> None:
     model, again = (ARCHITECTURES["llama"].build() for _ in range(2))
     quantize_(model, TrainWeightsConfig(bits=6.5))
@@ -166,6 +167,7 @@ def test_overrides_and_exceptions_win_and_are_counted() -> None:
     assert 0.99 * 7 <= 8 * total / sum(each.numel for each in found.values()) <= 7
 
 
+@pytest.mark.slow
 def test_what_the_model_keeps_in_float_does_not_count_as_bits() -> None:
     model = ARCHITECTURES["llama"].build()
     assert quantize_(model, TrainWeightsConfig(bits=6.5, modules_to_not_convert=["lm_head"])).quantized

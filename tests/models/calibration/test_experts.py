@@ -71,6 +71,7 @@ def test_each_expert_is_nearer_on_its_own_inputs(config: dict[str, object]) -> N
     assert calibrated < plain
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", "mixtral", "gpt_oss"])
 def test_experts_of_a_model_are_calibrated(name: str) -> None:
     architecture = ARCHITECTURES[name]

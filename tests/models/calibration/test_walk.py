@@ -89,6 +89,7 @@ def test_errors_of_the_last_block_are_those_of_all() -> None:
     assert all(after < before for before, after in found.blocks.values())
 
 
+@pytest.mark.slow
 def test_the_same_batches_give_the_same_codes() -> None:
     one, other = a_llama(), a_llama()
     quantize_(one, CONFIG, calibration=batches())
@@ -99,6 +100,7 @@ def test_the_same_batches_give_the_same_codes() -> None:
             assert all(torch.equal(a.tensors[key], b.tensors[key]) for key in a.tensors), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "mixtral"])
 def test_a_model_in_a_dtype_that_the_cpu_is_slow_in_is_calibrated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu_features, "capabilities", lambda: ICE_LAKE)
@@ -123,6 +125,7 @@ def test_padding_does_not_matter() -> None:
     torch.testing.assert_close(outputs(one, plain), outputs(other, plain), rtol=0.05, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["gpt2", "t5", "whisper"])
 def test_blocks_of_conv1d_and_both_stacks_of_two_are_reached(name: str) -> None:
     model = ARCHITECTURES[name].build()
@@ -256,6 +259,7 @@ def test_eight_bits_alone_are_refused(name: str) -> None:
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_formats_for_a_budget_are_calibrated_too() -> None:
     model = a_llama()
     summary = quantize_(model, TrainWeightsConfig(bits=3.5), calibration=batches())
@@ -298,6 +302,7 @@ def test_few_tokens_are_told(caplog: pytest.LogCaptureFixture) -> None:
     assert "Calibrated with 32 tokens. More are worth more: 512 would be 4 for each input of the largest" in caplog.text
 
 
+@pytest.mark.slow
 def test_dropout_is_off_and_modes_come_back() -> None:
     torch.manual_seed(0)
     config = transformers.BertConfig(**{**TEXT, **TOKENS}, hidden_dropout_prob=0.9)

@@ -243,6 +243,7 @@ def test_plain_modules_are_adapted_and_merged_too() -> None:
 INITIAL = ["pissa", "pissa_niter_4", "olora", "orthogonal", "mica", "corda"]
 
 
+@pytest.mark.slow
 @ROUNDED
 @pytest.mark.filterwarnings("ignore:.*Using default CorDA config:UserWarning")
 @pytest.mark.parametrize("initial", INITIAL)
@@ -293,6 +294,7 @@ def test_an_adapter_of_random_values_reads_no_weight(monkeypatch: pytest.MonkeyP
 # ---- parts of the base that are trained in full
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["lm_head", "up_proj", "mlp", "embed_tokens"])
 def test_a_quantized_module_to_save_trains_as_a_float_copy(part: str, tmp_path: Path) -> None:
     everything = TrainWeightsConfig("int8", include_embeddings=True)

@@ -33,6 +33,7 @@ def test_tied_parameters_are_told_by_name() -> None:
     assert tied_names(nn.Linear(2, 2)) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_a_model_asks_for_what_transformers_itself_keeps_in_float(name: str) -> None:
     model = ARCHITECTURES[name].build()
@@ -41,6 +42,7 @@ def test_a_model_asks_for_what_transformers_itself_keeps_in_float(name: str) -> 
     assert set(modules_kept_in_float(model, include_embeddings=False)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(Version(transformers.__version__) < Version("5.23"), reason="earlier versions match parts of names")
 @pytest.mark.parametrize(
     "pattern",

@@ -173,6 +173,7 @@ def test_licence_and_task_of_the_float_models_card_are_kept(tmp_path: Path) -> N
     assert metadata(model_card(reloaded, "me/small", earlier=text)) == metadata(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("card", "warned"),
     [

@@ -105,6 +105,7 @@ def quantized_names(model: PreTrainedModel) -> list[str]:
     return [name for name, weight in model.named_parameters() if isinstance(weight, QuantizedTensor)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2"])
 def test_a_model_in_which_only_embeddings_are_quantized_is_refused(
     name: str, reader: StockReader, tmp_path: Path
@@ -155,6 +156,7 @@ def save_after_a_reload(out: Path) -> None:
 WRITERS = [quantize_a_directory, save_by_a_trainer, save_a_given_state_dict, save_after_a_reload]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("write", WRITERS)
 def test_every_writer_writes_guards(write: Callable[[Path], None], reader: StockReader, tmp_path: Path) -> None:
     write(tmp_path)
@@ -170,6 +172,7 @@ def test_a_reader_that_ignores_sizes_is_not_stopped(reader: StockReader, tmp_pat
 # ---- with the package
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("name", ["llama", "llama_tied", "gpt2", "qwen3_moe", "gpt_neox", "clip"])

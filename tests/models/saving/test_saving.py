@@ -135,6 +135,7 @@ def test_codes_are_mapped_where_int8_products_read_them_without_a_copy(
     assert {weight.qdata.data_ptr() % 16 for weight in weights} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_bytes_do_not_depend_on_the_directory_the_file_name_or_an_earlier_save(
     serialization: str, model: PreTrainedModel, tmp_path: Path
@@ -329,6 +330,7 @@ def test_other_processes_write_nothing_and_do_not_hold_the_directory(model: PreT
     assert computes_the_same(load(tmp_path / "shared"), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
 def test_save_original_format_chooses_the_names(options: dict[str, Any], tmp_path: Path) -> None:
     neox = quantize_on_load(tmp_path / "float", "gpt_neox", TrainWeightsConfig("int8"))
@@ -460,6 +462,7 @@ def earlier_save(request: pytest.FixtureRequest, model: PreTrainedModel, tmp_pat
     return tmp_path / "earlier"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_a_save_onto_a_full_disk_changes_nothing(
     serialization: str, model: PreTrainedModel, earlier_save: Path, tmp_path: Path

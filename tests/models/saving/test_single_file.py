@@ -98,6 +98,7 @@ def test_a_weight_keeps_the_dtype_that_it_shows(tmp_path: Path) -> None:
     assert_same(load_file(tmp_path / "model.safetensors"), module.state_dict())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe"])
 def test_a_file_of_save_pretrained_is_read_with_its_config_beside_it(tmp_path: Path, name: str) -> None:
     model = ARCHITECTURES[name].build().eval()

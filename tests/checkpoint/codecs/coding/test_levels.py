@@ -42,6 +42,7 @@ def check(levels, **shares):
     return 8 * len(payloads[0]) / max(levels.numel(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shape", [(0, 1), (1, 1), (1, 7), (3, 5), (129, 257), (1, TILE + 1), (3, TILE), (600, 300)])
 def test_levels_of_any_size_come_back(shape):
     for spread in (0, 0.5, 2, 5, 40, 300, 9000):
