@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from benchmarks.cuda import LLAMA, Sizes, compared, measure
 
 TINY = Sizes(
