@@ -22,7 +22,7 @@ from hf_trainweights.files.regular_files import open_regular_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import convert
 from hf_trainweights.imports.layouts import layout_of
-from hf_trainweights.imports.skeleton import Skeleton, check_counts
+from hf_trainweights.imports.skeleton import Skeleton, check_config
 from hf_trainweights.imports.source import Source
 from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
@@ -67,13 +67,13 @@ def import_directory(source: str | os.PathLike[str], out: str | os.PathLike[str]
     folder = _folder(source)
     described, config = _read_json(folder)
     files = Source(folder)
-    check_counts(config, len(files.names), str(folder / CONFIG_NAME))
+    check_config(config, len(files.names), files.size_bytes, str(folder / CONFIG_NAME))
     saved = read_config(folder)
     name, cls = saved_class(saved)
     if cls is None:
         expected, next_step = "a class of Transformers in config.json's architectures", "Other models are not read."
         raise ConfigError(str(source), expected, name, next_step)
-    skeleton = Skeleton(cls, saved)
+    skeleton = Skeleton(cls, saved, files.size_bytes)
     # torchao describes tensors by the names of the model, which a checkpoint may not have.
     described_names = skeleton.names_in_checkpoint(files.metadata)
     metadata = {described_names.get(name, name): text for name, text in files.metadata.items()}

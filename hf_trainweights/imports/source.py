@@ -30,7 +30,9 @@ class Source:
         self.directory = directory
         self._files: dict[str, Any] = {}
         self.metadata: dict[str, str] = {}
+        self.size_bytes = 0
         for path in _weight_files(directory):
+            self.size_bytes += path.stat().st_size
             opened = _Safetensors(path) if path.suffix == ".safetensors" else _Bin(path)
             for name in opened.names():
                 if name in self._files:

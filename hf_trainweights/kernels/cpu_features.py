@@ -19,7 +19,7 @@ _ALLOWED = {
     "avx512_fp16": ("FP16", "AMX", "AVX10"),
 }
 
-# An Intel CPU with AVX512_BF16 and no AMX multiplies float32 faster from here on: docs/performance.md, "Thresholds".
+# A CPU without AMX whose AVX512_BF16 is slow multiplies float32 faster from here on: docs/performance.md, "Thresholds".
 _BFLOAT16_ROWS = 48
 
 
@@ -32,12 +32,9 @@ def capabilities() -> dict[str, Any]:
         for name, parts in _ALLOWED.items():
             found[name] = bool(found.get(name)) and any(part in limit for part in parts)
     # Intel multiplies four times as many bytes in the time of one vector of bfloat16, AMD twice as many.
-    found["fast_avx512_bf16"] = bool(found.get("avx512_bf16")) and not _is_intel(found)
+    is_intel = str(found.get("cpu_name", "")).startswith("Intel")
+    found["fast_avx512_bf16"] = bool(found.get("avx512_bf16")) and not is_intel
     return found
-
-
-def _is_intel(found: dict[str, Any]) -> bool:
-    return str(found.get("cpu_name", "")).startswith("Intel")
 
 
 def has_amx() -> bool:
@@ -53,8 +50,9 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
     found = capabilities()
     if M == 1 or found.get("architecture") != "x86_64":
         return dtype
+    few = found.get("avx512_bf16") and M <= _BFLOAT16_ROWS
     fast = {
-        torch.bfloat16: has_amx() or (found.get("avx512_bf16") and (M <= _BFLOAT16_ROWS or not _is_intel(found))),
+        torch.bfloat16: has_amx() or found.get("fast_avx512_bf16") or few,
         torch.float16: found.get("avx512_fp16") or found.get("amx_fp16"),
     }
     return dtype if fast.get(dtype, True) else torch.float32

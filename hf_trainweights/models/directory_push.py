@@ -10,7 +10,7 @@ from huggingface_hub import CommitInfo
 
 from hf_trainweights.files.model_config import CONFIG_NAME
 from hf_trainweights.models.loading.saved_models import load_quantized
-from hf_trainweights.models.saving.card import CARD_NAME
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of
 from hf_trainweights.models.saving.companions import companions
 from hf_trainweights.models.saving.hub import begin_push
 from hf_trainweights.models.saving.saving import choose_card, is_replaced
@@ -28,6 +28,7 @@ def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: A
     weights = [path.name for path in directory.iterdir() if is_replaced(path.name, variant=None)]
     names = [*weights, CONFIG_NAME, *(path.relative_to(directory).as_posix() for path in companions(directory))]
     local = directory / CARD_NAME
-    card = choose_card(model, push, local.read_text(encoding="utf-8") if local.is_file() else None)
+    beside = local.read_text(encoding="utf-8") if local.is_file() else None
+    card = choose_card(model, push, beside, calibrated_of(model))
     stale = (name for name in push.present if is_replaced(name, variant=None))
     return push.commit(directory, names, card, remove=stale)

@@ -27,7 +27,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.errors import SaveError
+from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.files.weight_files import is_weight_file
+from hf_trainweights.models.choosing import summary as summary_module
 
 LLAMA = ARCHITECTURES["llama"]
 THEIRS = "---\nlicense: mit\ntags:\n- mine\n---\n# My words\n"
@@ -107,6 +109,21 @@ def test_what_is_saved_and_pushed_comes_back(
     # By default the repository is the user's own, called like the directory.
     model.save_pretrained(tmp_path / "model", push_to_hub=True)
     assert local_hub.titles("tester/model") == ["Upload model"]
+
+
+@pytest.mark.slow
+def test_what_calibration_was_worth_is_read_once_and_said_on_the_card(
+    local_hub: LocalHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = LLAMA.build()
+    summary = quantize_(model, "int4", calibration=[{"input_ids": torch.arange(96).view(4, 24)}])
+    model.save_pretrained(tmp_path)
+    loaded, read = AutoModelForCausalLM.from_pretrained(tmp_path), []
+    monkeypatch.setattr(summary_module, "read_calibration", lambda path: read.append(path) or read_calibration(path))
+    loaded.push_to_hub("me/model")
+    assert read == [tmp_path]
+    assert f"The codes were {summary.calibrated}." in local_hub.files("me/model")["README.md"].decode()
+    assert local_hub.files("me/model")["trainweights_files.json"] == (tmp_path / "trainweights_files.json").read_bytes()
 
 
 @pytest.mark.slow

@@ -438,10 +438,24 @@ def test_one_tensor_under_two_names_is_written_twice(source: Path, out: Path) ->
     ("change", "message"),
     [
         ({"num_hidden_layers": 10**9}, r"num_hidden_layers: expected a number of modules that \d+ tensors can fill"),
+        (
+            {"hidden_size": 10**10},
+            r"config\.json: hidden_size: expected a size that \d+ bytes of weights can fill, found 10{10}",
+        ),
+        (
+            {"text_config": {"vocab_size": 10**12}},
+            r"text_config: vocab_size: expected a size that \d+ bytes of weights",
+        ),
+        (
+            {"intermediate_size": 10**7},
+            r"config\.json: expected a model whose weights \d+ bytes can hold, found \d+ weights, most of them in .*",
+        ),
         ({"rope_parameters": {"rope_type": "x"}}, r"config\.json: expected what LlamaForCausalLM can be built of"),
     ],
 )
-def test_a_model_that_cannot_be_built_is_refused(change: dict[str, Any], message: str, source: Path, out: Path) -> None:
+def test_a_model_that_cannot_be_built_or_filled_is_refused(
+    change: dict[str, Any], message: str, source: Path, out: Path
+) -> None:
     write_model(source, gptq())
     file = source / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), **change}))

@@ -6,12 +6,10 @@ from collections.abc import Callable
 
 import pytest
 import torch
-import transformers
-from architectures import ARCHITECTURES
 from imports.writers import LAYOUTS, METADATA, Tensors, gptq
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.imports import skeleton
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.weights import float8_weight
@@ -97,11 +95,7 @@ def test_a_block_of_more_rows_than_there_are_is_the_whole_weight() -> None:
     assert torch.equal(found.dequantize(torch.float32), torch.full((3, 64), 0.5))
 
 
-def test_sizes_that_no_memory_holds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
-
-    skeleton_of_llama = skeleton.Skeleton(transformers.LlamaForCausalLM, ARCHITECTURES["llama"].make().config)
-    monkeypatch.setattr(skeleton, "matrices_in_checkpoint", fail)
-    with pytest.raises(UnsupportedError, match=r"expected sizes that fit the weights, found .*can't allocate memory"):
-        skeleton_of_llama.names_in_checkpoint(["lm_head.weight"])
+def test_sizes_of_experts_are_no_numbers_of_experts() -> None:
+    skeleton.check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
+    with pytest.raises(CorruptFileError, match=r"config\.json: num_experts: expected .* 1500 tensors .* found 20480"):
+        skeleton.check_config({"num_experts": 20480}, 1500, 10**6, "config.json")

@@ -42,11 +42,18 @@ def is_generated(text: str) -> bool:
     return text == body + _MARK.format(_digest(body))
 
 
-def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), earlier: str | None = None) -> str:
+def model_card(
+    model: PreTrainedModel,
+    repo_id: str,
+    tags: Iterable[str] = (),
+    earlier: str | None = None,
+    calibrated: Calibrated | None = None,
+) -> str:
     """Return the text of a model's card, metadata and Markdown; always the same for the same model and name.
 
-    Licence and task are kept from the card beside the weights that the model was loaded from, else from `earlier`. Of a
-    model that was dequantized, or saves its adapters alone, it does not mention quantized weights.
+    Licence and task are kept from the card beside the weights that the model was loaded from, else from `earlier`.
+    `calibrated` is what calibration was worth. Of a model that was dequantized, or saves its adapters alone, it
+    mentions no quantized weights.
     """
     quantizer: Any = getattr(model, "hf_quantizer", None)
     title = f"# {repo_id.rpartition('/')[2]}"
@@ -64,7 +71,7 @@ def model_card(model: PreTrainedModel, repo_id: str, tags: Iterable[str] = (), e
         **inherited,
         tags=list(dict.fromkeys([_TAG, "quantized", *formats, *tags])),
     )
-    return _signed(data, [title, _about(choices, base, calibrated_of(model)), _use(model, repo_id), _contents(choices)])
+    return _signed(data, [title, _about(choices, base, calibrated), _use(model, repo_id), _contents(choices)])
 
 
 def with_tags(text: str, tags: Iterable[str]) -> str:

@@ -28,6 +28,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.files.weight_files import is_weight_file
 from hf_trainweights.files.weight_shards import name_shards
+from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
@@ -175,7 +176,7 @@ def _save(
 ) -> CommitInfo | None:
     """Save a model and, if there is a push, upload what was saved."""
     variant = options.get("variant")
-    card = None
+    card = calibrated = None
     with staged_files(directory, lambda name: is_replaced(name, variant)) as staged:
         staging, writer = staged.path, ShardWriter()
         with writing_files_by(writer.write):
@@ -188,28 +189,32 @@ def _save(
             calibrated = calibrated_of(model)
             write_digests(staging, weights, variant, known, None if calibrated is None else asdict(calibrated))
         if push is not None:
-            card = _write_card(model, push, directory, staging)
+            card = _write_card(model, push, directory, staging, calibrated)
     if push is None or card is None:
         return None
     stale = (name for name in push.present if weights and is_replaced(name, variant))
     return push.commit(directory, staged.names, card, remove=stale)
 
 
-def _write_card(model: PreTrainedModel, push: Push, directory: Path, staging: Path) -> str:
+def _write_card(
+    model: PreTrainedModel, push: Push, directory: Path, staging: Path, calibrated: Calibrated | None
+) -> str:
     """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
     local = directory / CARD_NAME
     beside = local.read_bytes().decode() if local.is_file() else None
-    card = choose_card(model, push, beside)
+    card = choose_card(model, push, beside, calibrated)
     if beside is None or is_generated(beside):
         (staging / CARD_NAME).write_bytes(card.encode())
     return card
 
 
-def choose_card(model: PreTrainedModel, push: Push, beside: str | None) -> str:
+def choose_card(model: PreTrainedModel, push: Push, beside: str | None, calibrated: Calibrated | None) -> str:
     """Return the card to upload: the user's own if there is one, else one that describes the model."""
     theirs = [card for card in (push.card, beside) if card is not None and not is_generated(card)]
     tags = [*(model.model_tags or ()), *push.tags]
-    return with_tags(theirs[0], tags) if theirs else model_card(model, push.repo_id, tags, push.card or beside)
+    if theirs:
+        return with_tags(theirs[0], tags)
+    return model_card(model, push.repo_id, tags, push.card or beside, calibrated)
 
 
 def _handing_over(model: PreTrainedModel, given: Mapping[str, Any] | None, spill: Spill) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from hf_trainweights import TrainWeightsConfig, __version__, quantize_, verify_model
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.loading.saved_models import load_saved
-from hf_trainweights.models.saving.card import CARD_NAME, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, with_tags
 from hf_trainweights.models.saving.hub import Push
 from hf_trainweights.models.saving.saving import choose_card
 
@@ -78,21 +78,21 @@ def test_what_calibration_was_worth_outlives_saving_and_loading(tmp_path: Path) 
     batches = [{"input_ids": torch.arange(96).view(4, 24)} for _ in range(2)]
     summary = quantize_(model, "int4", calibration=batches)
     sentence = f"The codes were {summary.calibrated}."
-    assert sentence in model_card(model, "someone/llama")
+    assert sentence in model_card(model, "someone/llama", calibrated=calibrated_of(model))
     model.save_pretrained(tmp_path / "first")
     loaded = load_saved(tmp_path / "first")
-    assert sentence in model_card(loaded, "someone/llama")
+    assert sentence in model_card(loaded, "someone/llama", calibrated=calibrated_of(loaded))
     loaded.save_pretrained(tmp_path / "second")
     assert verify_model(tmp_path / "second").ok
     assert Calibrated.beside(tmp_path / "second") == Calibrated.beside(tmp_path / "first") == summary.calibrated
 
 
-def test_of_damaged_digests_a_card_takes_nothing(tmp_path: Path) -> None:
+def test_damaged_digests_say_nothing_of_calibration(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     quantize_(model, "int4", calibration=[{"input_ids": torch.arange(96).view(4, 24)}])
     model.save_pretrained(tmp_path)
     (tmp_path / "trainweights_files.json").write_text("{}")
-    assert "The codes were" not in model_card(load_saved(tmp_path), "someone/llama")
+    assert calibrated_of(load_saved(tmp_path)) is None
 
 
 def quantized_from(source: str) -> PreTrainedModel:
@@ -149,7 +149,7 @@ def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) 
     assert is_generated(earlier)
     on_hub, beside = (earlier, None) if place == "on the Hub" else (None, earlier)
     push = Push("me/small", frozenset(), on_hub, (), None, None, None, None, create_pr=False)
-    assert metadata(choose_card(LlamaForCausalLM.from_pretrained(tmp_path), push, beside))["base_model"] == BASE
+    assert metadata(choose_card(LlamaForCausalLM.from_pretrained(tmp_path), push, beside, None))["base_model"] == BASE
 
 
 LICENSE = {"license": "other", "license_name": "llama3.2", "license_link": "LICENSE.txt"}
