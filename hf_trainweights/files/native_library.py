@@ -14,7 +14,23 @@ import torch
 
 _logger = logging.getLogger(__name__)
 
-_TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "u": ctypes.c_uint32, "f": ctypes.c_float}
+
+class _Array(ctypes.c_void_p):
+    """An argument for which numpy arrays stand, and None for a null pointer."""
+
+    @classmethod
+    def from_param(cls, array: np.ndarray | None) -> ctypes.c_void_p:
+        return ctypes.c_void_p(None if array is None else array.__array_interface__["data"][0])
+
+
+_TYPES = {
+    "a": _Array,
+    "p": ctypes.c_void_p,
+    "l": ctypes.c_int64,
+    "i": ctypes.c_int,
+    "u": ctypes.c_uint32,
+    "f": ctypes.c_float,
+}
 
 
 def load_library(path: Path, functions: Mapping[str, str], abi: int | None = None) -> ctypes.CDLL | None:
@@ -24,8 +40,9 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int | None = Non
 
     Args:
         path: The library.
-        functions: By name the types of result and arguments, a letter each: `p` for a pointer, `l` for 64 bits, `i` for
-            an int, `u` for 32 bits without sign, `f` for a float; first the result, `-` if there is none.
+        functions: By name the types of result and arguments, a letter each: `a` for a contiguous array or None, `p` for
+            an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without sign, `f` for a float; first the
+            result, `-` if there is none.
         abi: What its function `abi()` has to return; None where it has no such function.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
@@ -56,8 +73,3 @@ def _declare(library: ctypes.CDLL, functions: Mapping[str, str]) -> None:
         function = getattr(library, name)
         function.restype = _TYPES.get(result)
         function.argtypes = [_TYPES[each] for each in arguments]
-
-
-def address(array: np.ndarray | None) -> int | None:
-    """Return where an array, which the caller keeps alive, begins, for an argument of type `p`; None for None."""
-    return None if array is None else array.__array_interface__["data"][0]

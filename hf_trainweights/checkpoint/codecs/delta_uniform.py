@@ -29,6 +29,7 @@ The payloads are those of `levels`.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -42,23 +43,13 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.entropy import chunk_ranges
-from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
-from hf_trainweights.checkpoint.codecs.coding.tiles import (
-    TILE,
-    Tile,
-    empty,
-    matrix_shape,
-    moved_from,
-    round_to_,
-    scratch,
-    split_misfits,
-    to_float32,
-    work_in,
-    zeros_in,
-)
+from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.tiles import Tile, matrix_shape, rounded_to, tiles, to_float32
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
+# Elements for which native/levels.c reads on from any place of the table.
+_COMPILED_DITHER = 1 << 16
 # Beyond these the step or its inverse leaves the range of float32.
 _SMALLEST_STEP, _LARGEST_STEP = 2.0**-120, 2.0**120
 
@@ -112,18 +103,22 @@ class DeltaUniform(Codec):
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
-        names = "anchor", "exp_avg_sq"
-        anchor, moment = (references[name].view(shape) if name in references else None for name in names)
+        names = ("anchor", "exp_avg_sq") if "anchor" in references else ()
+        near = {name: references[name].view(shape) for name in names if name in references}
         shift = _shift(tensor)
         writer = LevelWriter(*shape)
         bound = 0.0
-        for tile in work_tiles(*shape):
-            elements, near, squares = original[tile], _tile_of(anchor, tile, "anchor"), None
-            if anchor is not None:
-                squares = _tile_of(moment, tile, "moment")
-            numbers = near, squares, _dither_start(tile, shape[1], shift), step, limit
-            bound = max(bound, _write_levels(writer, tile, elements, *numbers))
-        params: dict[str, Json] = {"step": step, "anchor": anchor is not None, "shift": shift}
+        for tile in tiles(*shape):
+            anchor, moment = (
+                _tile_of(near.get("anchor"), tile, "anchor"),
+                _tile_of(near.get("exp_avg_sq"), tile, "moment"),
+            )
+            numbers = anchor, moment, _dither_start(tile, shape[1], shift), step, limit
+            missed, worst = _encode_tile(original[tile], *numbers, *writer.place(tile))
+            if missed:
+                writer.keep_exact(tile, original[tile])
+            bound = max(bound, worst)
+        params: dict[str, Json] = {"step": step, "anchor": "anchor" in near, "shift": shift}
         return EncodedTensor(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
 
     @classmethod
@@ -146,18 +141,11 @@ class DeltaUniform(Codec):
         matrix = matrix_shape(shape)
         anchor = cls.needed(references, "anchor").view(matrix) if has_anchor else None
         cls.check_count(payloads, 2)
-        tile_levels = read_levels(cls, payloads, shape, dtype)
-        out = empty(matrix, dtype)
-        for tile, levels in tile_levels:
-            near, start = _tile_of(anchor, tile, "anchor"), _dither_start(tile, matrix[1], shift)
-            decoded = work_in(out[tile], "decoded")
-            if compiled.is_available():
-                compiled.delta_decode(levels.stored, near, (_dither_table(), start), step, decoded)
-            else:
-                levels.write_to(decoded)
-                _reconstruct(decoded, levels.same, near, _dither(start, decoded.shape), step, decoded)
-            put(decoded, out[tile], levels.exact, levels.elements)
-        return out.view(shape)
+
+        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
+            _decode_tile(levels, _tile_of(anchor, tile, "anchor"), _dither_start(tile, matrix[1], shift), step, out)
+
+        return decode_tiles(cls, payloads, shape, dtype, decode)
 
 
 def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
@@ -185,55 +173,40 @@ def _tile_of(tensor: Tensor | None, tile: Tile, use: str) -> np.ndarray | None:
     return None if tensor is None else to_float32(tensor[tile], use)
 
 
-def _write_levels(
-    writer: LevelWriter,
-    tile: Tile,
+def _encode_tile(
     elements: Tensor,
     anchor: np.ndarray | None,
     moment: np.ndarray | None,
-    dither_start: int,
+    start: int,
     step: float,
     limit: float,
-) -> float:
-    """Encode a tile, and return the largest error of an element that has a level."""
-    x = to_float32(elements, "x")
-    if compiled.is_available():
-        numbers = (_dither_table(), dither_start), step, limit, elements.dtype
-        missed, worst = compiled.delta_levels(x, anchor, moment, *numbers, writer.place(tile))
-        if missed:
-            writer.keep_exact(tile, elements)
-        return worst
-    dither = _dither(dither_start, x.shape)
-    levels, decoded = scratch("levels", x.shape), scratch("decoded", x.shape)
-    np.subtract(x, np.float32(0) if anchor is None else anchor, out=levels)
-    if moment is not None:
-        levels[(moment == 0) & (np.abs(levels) <= step / 2)] = 0
-    same = zeros_in(levels)
-    levels *= np.float32(1 / step)
-    levels += dither
-    clip_(np.rint(levels, out=levels))
-    _reconstruct(levels, same, anchor, dither, step, decoded)
-    round_to_(decoded, elements.dtype)
-    decoded -= x
-    misfit, worst = split_misfits(decoded, limit)
-    writer.write(tile, levels, elements, misfit, same)
-    return worst
-
-
-def _reconstruct(
     levels: np.ndarray,
-    same: np.ndarray | None,
-    anchor: np.ndarray | None,
-    dither: np.ndarray,
-    step: float,
-    out: np.ndarray,
-) -> None:
-    """Decode a tile; the arithmetic and its order are part of the format."""
-    np.subtract(levels, dither, out=out)
-    out *= np.float32(step)
-    if same is not None:
-        out *= moved_from(same)
-    out += np.float32(0) if anchor is None else anchor
+    row_sizes: np.ndarray,
+) -> tuple[int, float]:
+    """Do as `place_levels` says; without an anchor it is zero, and `start` is where the tile's dither begins."""
+    x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
+    if library := compiled.library():
+        worst, dtype = ctypes.c_float(), compiled.DTYPES[elements.dtype]
+        inputs = x, anchor, moment, _dither_table(), start
+        results = levels, row_sizes, ctypes.addressof(worst)
+        return library.delta_levels(*inputs, step, inverse, limit, dtype, *x.shape, *results), worst.value
+    near = np.zeros_like(x) if anchor is None else anchor
+    change, dither = x - near, _dither(start, x.shape)
+    if moment is not None:
+        change[(moment == 0) & (np.abs(change) <= step / 2)] = 0
+    same, numbers = change == 0, to_levels(change * np.float32(inverse) + dither)
+    decoded = rounded_to(elements.dtype, (numbers - dither) * np.float32(step) * ~same + near)
+    return place_levels(numbers, same, np.abs(decoded - x), limit, levels, row_sizes)
+
+
+def _decode_tile(levels: np.ndarray, anchor: np.ndarray | None, start: int, step: float, out: np.ndarray) -> None:
+    """Fill a tile; the arithmetic and its order are part of the format."""
+    if library := compiled.library():
+        library.delta_decode(levels, anchor, _dither_table(), start, step, *out.shape, out)
+        return
+    moved = np.float32(1) * (levels != SAME)
+    change = (levels * moved - _dither(start, levels.shape)) * np.float32(step) * moved
+    out[:] = change + (np.float32(0) if anchor is None else anchor)
 
 
 def _shift(tensor: Tensor) -> int:
@@ -248,9 +221,9 @@ def _dither_start(tile: Tile, C: int, shift: int) -> int:
     return (rows.start * C + columns.start + shift) % _PRIME
 
 
-def _dither(start: int, shape: Sequence[int]) -> np.ndarray:
+def _dither(start: int, shape: tuple[int, ...]) -> np.ndarray:
     """Return the dither of a tile of that shape."""
-    return _dither_table()[start : start + math.prod(shape)].reshape(shape)
+    return np.resize(_dither_table()[start : start + _PRIME], shape)
 
 
 @cache
@@ -262,4 +235,4 @@ def _dither_table() -> np.ndarray:
     """
     inverses = [pow(k, _PRIME - 2, _PRIME) for k in range(_PRIME)]
     period = (np.array(inverses, np.float32) - np.float32(_PRIME // 2)) / np.float32(4096)
-    return np.tile(period, TILE // _PRIME + 2)
+    return np.tile(period, _COMPILED_DITHER // _PRIME + 2)

@@ -40,19 +40,18 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
+from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.coding.tiles import (
     Tile,
     empty,
     matrix_shape,
-    moved_from,
-    round_to_,
+    put,
+    rounded_to,
     scratch,
-    split_misfits,
+    tiles,
     to_float32,
     work_in,
-    zeros_in,
 )
 from hf_trainweights.errors import ConfigError
 
@@ -62,8 +61,6 @@ Vectors = tuple[np.ndarray, np.ndarray]
 _LARGEST_STEP = 16
 # In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
 _SLACK = 2**-6
-# The bits of the float32 1.
-_ONE_BITS = torch.from_numpy(np.array(127 << 23, np.int32))
 
 
 @dataclass(frozen=True)
@@ -105,10 +102,17 @@ class LogRank1(Codec):
         writer = LevelWriter(*shape)
         out = empty(shape, tensor.dtype)
         bound = 0.0
-        for tile in work_tiles(*shape):
+        for tile in tiles(*shape):
             rows, columns = tile
             logs, factors = (row_logs[rows], column_logs[columns]), (row_factors[rows], column_factors[columns])
-            bound = max(bound, _write_levels(writer, tile, original[tile], logs, factors, self.step, out[tile]))
+            decoded = work_in(out[tile], "decoded")
+            quotients = _encode_tile(original[tile], logs, factors, self.step, decoded, *writer.place(tile))
+            misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
+            put(decoded, out[tile])
+            if misfit is not None:
+                writer.mark_exact(tile, original[tile], misfit)
+                out[tile].view(-1)[misfit] = original[tile].reshape(-1)[misfit]
+            bound = max(bound, worst)
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
         return EncodedTensor(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
@@ -127,68 +131,60 @@ class LogRank1(Codec):
         if not 1 <= step <= _LARGEST_STEP:
             raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
         cls.check_count(payloads, 3)
-        tile_levels = read_levels(cls, payloads, shape, dtype)
         row_factors, column_factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
-        out = empty(matrix_shape(shape), dtype)
-        for tile, levels in tile_levels:
-            factors = row_factors[tile[0]], column_factors[tile[1]]
-            decoded = work_in(out[tile], "decoded")
-            if compiled.is_available():
-                compiled.log_decode(levels.stored, factors, step, decoded)
-            else:
-                _reconstruct(levels.stored, factors, step, decoded)
-                if levels.same is not None:
-                    decoded *= moved_from(levels.same)
-            put(decoded, out[tile], levels.exact, levels.elements)
-        return out.view(shape)
+
+        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
+            _decode_tile(levels, (row_factors[tile[0]], column_factors[tile[1]]), step, out)
+
+        return decode_tiles(cls, payloads, shape, dtype, decode)
 
 
-def _write_levels(
-    writer: LevelWriter, tile: Tile, elements: Tensor, logs: Vectors, factors: Vectors, step: int, out: Tensor
-) -> float:
-    """Encode a tile, fill `out` with what decoding gives, and return the largest error of an element that has a level.
+def _encode_tile(
+    elements: Tensor,
+    logs: Vectors,
+    factors: Vectors,
+    step: int,
+    decoded: np.ndarray,
+    levels: np.ndarray,
+    row_sizes: np.ndarray,
+) -> np.ndarray:
+    """Fill levels, row sizes and what decoding gives, and return that over the elements: float32, near 1 for zeros.
 
     `logs` are the means of log2 of its rows and columns, `factors` 2 to the power of these.
     """
-    x, decoded = to_float32(elements, "x"), work_in(out, "decoded")
-    same = zeros_in(x)
+    x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
+    same = x == 0
     # Zeros have their own symbol, and any other number will do.
-    positive = x if same is None else np.add(x, same, out=scratch("positive", x.shape))
-    levels = np.log2(positive, out=scratch("levels", x.shape))
-    limit = step / 2 + _SLACK
-    if compiled.is_available():
-        numbers = logs, factors, step, elements.dtype, writer.place(tile)
-        misfit, worst = _split_misfits(compiled.log_levels(x, levels, *numbers, decoded), limit)
-        if misfit is not None:
-            writer.mark_exact(tile, elements, misfit)
+    positive = np.add(x, same, out=scratch("positive", x.shape)) if same.any() else x
+    logarithms = np.log2(positive, out=scratch("logarithms", x.shape))
+    if library := compiled.library():
+        quotients = scratch("quotients", x.shape)
+        numbers = inverse, step << 23, compiled.DTYPES[elements.dtype]
+        library.log_levels(x, logarithms, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes)
+        return quotients
+    numbers = to_levels((logarithms - logs[0][:, None] - logs[1]) * np.float32(inverse))
+    values = rounded_to(elements.dtype, _values(numbers, factors, step))
+    place_levels(numbers, same, np.zeros_like(x), 0.0, levels, row_sizes)
+    decoded[:] = values * ~same
+    return values / positive
+
+
+def _decode_tile(levels: np.ndarray, factors: Vectors, step: int, out: np.ndarray) -> None:
+    """Fill a tile."""
+    if library := compiled.library():
+        library.log_decode(levels, *factors, step << 23, *out.shape, out)
     else:
-        levels -= logs[0][:, None]
-        levels -= logs[1]
-        if step > 1:
-            levels *= np.float32(1 / step)
-        clip_(np.rint(levels, out=levels))
-        _reconstruct(levels, factors, step, decoded)
-        round_to_(decoded, elements.dtype)
-        misfit, worst = _split_misfits(np.divide(decoded, positive, out=scratch("ratios", x.shape)), limit)
-        if same is not None:
-            moved = moved_from(same)
-            decoded *= moved
-            levels *= moved
-        writer.write(tile, levels, elements, misfit, same)
-    put(decoded, out, misfit, elements.reshape(-1)[misfit] if misfit is not None else None)
-    return worst
+        out[:] = _values(levels, factors, step) * (levels != SAME)
 
 
-def _reconstruct(levels: np.ndarray, factors: Vectors, step: int, out: np.ndarray) -> None:
-    """Decode a tile; the arithmetic and its order are part of the format.
+def _values(levels: np.ndarray, factors: Vectors, step: int) -> np.ndarray:
+    """Decode levels; the arithmetic and its order are part of the format.
 
     A power of two is put together from its bits, wrapping: one outside float32's normal range decodes to nonsense,
     and its element was stored exactly.
     """
-    bits = torch.from_numpy(out).view(torch.int32).copy_(torch.from_numpy(levels))
-    torch.add(_ONE_BITS, bits, alpha=step << 23, out=bits)
-    out *= factors[0][:, None]
-    out *= factors[1]
+    bits = np.int32(127 << 23) + levels.astype(np.int32) * np.int32(step << 23)
+    return bits.view(np.float32) * factors[0][:, None] * factors[1]
 
 
 def _factors(row_means: Tensor, column_means: Tensor) -> Vectors:
@@ -212,11 +208,13 @@ def _mantissas() -> Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _split_misfits(ratios: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
-    """Do as `split_misfits` for errors |log2(ratio)|, with the logarithms of only two numbers where that is enough."""
-    lowest, highest = float(ratios.min()), float(ratios.max())
-    if lowest > 0:
+def _misfits(quotients: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
+    """Return where |log2| exceeds the limit or is NaN, int64 [m] or None, and the largest other one."""
+    lowest, highest = float(quotients.min()), float(quotients.max())
+    if lowest > 0:  # the logarithms of only two numbers
         worst = max(-math.log2(lowest), math.log2(highest))
         if worst <= limit:
             return None, worst
-    return split_misfits(np.log2(ratios), limit)
+    errors = np.abs(np.log2(quotients))
+    fits = errors <= limit
+    return torch.from_numpy(np.flatnonzero(~fits)), float(errors[fits].max(initial=0.0))

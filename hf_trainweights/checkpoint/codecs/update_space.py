@@ -20,6 +20,7 @@ The payloads are those of `levels`.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -30,17 +31,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, clip_, put, read_levels, work_tiles
-from hf_trainweights.checkpoint.codecs.coding.tiles import (
-    Tile,
-    empty,
-    matrix_shape,
-    round_to_,
-    scratch,
-    split_misfits,
-    to_float32,
-    work_in,
-)
+from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.tiles import Tile, matrix_shape, rounded_to, tiles, to_float32
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
@@ -89,8 +81,11 @@ class UpdateSpace(Codec):
         original, squares = tensor.view(shape), references["exp_avg_sq"].view(shape)
         writer = LevelWriter(*shape)
         bound = 0.0
-        for tile in work_tiles(*shape):
-            bound = max(bound, _write_levels(writer, tile, original[tile], squares[tile], step))
+        for tile in tiles(*shape):
+            missed, worst = _encode_tile(original[tile], squares[tile], step, *writer.place(tile))
+            if missed:
+                writer.keep_exact(tile, original[tile])
+            bound = max(bound, worst)
         # The quotients are rounded to float32, some of them to denormals or zero.
         bound = (bound + _TINY) * step * (1 + 2**-20)
         return EncodedTensor(writer.payloads(tensor.dtype), {"step": step}, bound)
@@ -110,52 +105,40 @@ class UpdateSpace(Codec):
             raise cls.corrupt("parameter step", f"{_SMALLEST_STEP} to {_LARGEST_STEP}", repr(step))
         squares = cls.needed(references, "exp_avg_sq").view(matrix_shape(shape))
         cls.check_count(payloads, 2)
-        tile_levels = read_levels(cls, payloads, shape, dtype)
-        out = empty(matrix_shape(shape), dtype)
-        for tile, levels in tile_levels:
-            decoded = work_in(out[tile], "decoded")
-            if compiled.is_available():
-                compiled.update_decode(levels.stored, to_float32(squares[tile], "squares"), step, decoded)
-            else:
-                levels.write_to(decoded)
-                decoded *= _unit(squares[tile], step)
-            put(decoded, out[tile], levels.exact, levels.elements)
-        return out.view(shape)
+
+        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
+            _decode_tile(levels, squares[tile], step, out)
+
+        return decode_tiles(cls, payloads, shape, dtype, decode)
 
 
-def _write_levels(writer: LevelWriter, tile: Tile, elements: Tensor, squares: Tensor, step: float) -> float:
-    """Encode a tile, and return the largest error of an element that has a level, in units of the step."""
-    m = to_float32(elements, "m")
-    if compiled.is_available():
-        numbers = to_float32(squares, "squares"), step, _LIMIT, elements.dtype
-        missed, worst = compiled.update_levels(m, *numbers, writer.place(tile))
-        if missed:
-            writer.keep_exact(tile, elements)
-        return worst
-    unit = _unit(squares, step)
-    is_tiny = not unit.min() >= _TINY
-    divisor = np.maximum(unit, _TINY, out=scratch("divisor", unit.shape)) if is_tiny else unit
-    levels, errors = scratch("levels", m.shape), scratch("errors", m.shape)
-    np.divide(m, divisor, out=levels)
-    clip_(np.rint(levels, out=levels))
-    np.multiply(levels, unit, out=errors)
-    round_to_(errors, elements.dtype)
-    errors -= m
-    errors /= divisor
-    if is_tiny:
-        # Here the divisor is not the unit, which is zero: accept nothing but zero.
-        errors.reshape(-1)[np.flatnonzero((unit < _TINY) & (m != 0))] = np.inf
-    misfit, worst = split_misfits(errors, _LIMIT)
-    writer.write(tile, levels, elements, misfit)
-    return worst
+def _encode_tile(
+    elements: Tensor, squares: Tensor, step: float, levels: np.ndarray, row_sizes: np.ndarray
+) -> tuple[int, float]:
+    """Do as `place_levels` says; errors are in units of the step."""
+    m, v = to_float32(elements, "m"), to_float32(squares, "squares")
+    if library := compiled.library():
+        worst, dtype = ctypes.c_float(), compiled.DTYPES[elements.dtype]
+        results = levels, row_sizes, ctypes.addressof(worst)
+        return library.update_levels(m, v, step, _LIMIT, dtype, *m.shape, *results), worst.value
+    unit = _unit(v, step)
+    divisor = np.where(unit < _TINY, np.float32(_TINY), unit)
+    numbers = to_levels(m / divisor)
+    errors = np.abs(rounded_to(elements.dtype, numbers * unit) - m) / divisor
+    # Here the divisor is not the unit, which is zero: accept nothing but zero.
+    errors[(unit < _TINY) & (m != 0)] = np.inf
+    return place_levels(numbers, np.zeros(m.shape, bool), errors, _LIMIT, levels, row_sizes)
 
 
-def _unit(squares: Tensor, step: float) -> np.ndarray:
-    """Return the float32 distance of two levels; the arithmetic is part of the format.
+def _decode_tile(levels: np.ndarray, squares: Tensor, step: float, out: np.ndarray) -> None:
+    """Fill a tile; the arithmetic and its order are part of the format."""
+    v = to_float32(squares, "squares")
+    if library := compiled.library():
+        library.update_decode(levels, v, step, *out.shape, out)
+    else:
+        out[:] = levels * _unit(v, step)
 
-    numpy's square root is the processor's, correctly rounded; torch's (2.13, MKL) is not, in one case of six, and
-    ten times slower on zeros.
-    """
-    unit = np.sqrt(to_float32(squares, "squares"), out=scratch("unit", squares.shape))
-    unit *= np.float32(step)
-    return unit
+
+def _unit(squares: np.ndarray, step: float) -> np.ndarray:
+    """Return the distance of two levels; numpy rounds the root correctly, torch (2.13, MKL) in five cases of six."""
+    return np.sqrt(squares) * np.float32(step)

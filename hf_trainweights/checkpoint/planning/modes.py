@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes import PlanesDelta
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.errors import ConfigError, did_you_mean

@@ -3,8 +3,7 @@ import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader
-from hf_trainweights.checkpoint.codecs.planes import CACHED, Planes
-from hf_trainweights.checkpoint.codecs.planes_delta import PlanesDelta
+from hf_trainweights.checkpoint.codecs.planes import CACHED, Planes, PlanesDelta
 
 
 def normal(*shape, seed=0, scale=0.02):

@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.files import byte_planes
 
 pytestmark = [
-    pytest.mark.skipif(not compiled.is_available(), reason="nothing was compiled: no C compiler at installation"),
+    pytest.mark.skipif(compiled.library() is None, reason="nothing was compiled: no C compiler at installation"),
     # torch says so of every complex32 tensor it makes.
     pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental"),
 ]
@@ -28,7 +28,7 @@ LARGE = [[1100, 1000], [3, 400_001], [40_000, 9], [1, 1_100_003]]
 
 
 def by_numpy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "_load", lambda: None)
+    monkeypatch.setattr(compiled, "library", lambda: None)
     monkeypatch.setattr(byte_planes, "compiled", lambda: None)
 
 
@@ -125,12 +125,12 @@ def test_planes_are_the_same(monkeypatch, itemsize, count):
 
 def test_a_damaged_library_is_done_without(tmp_path, monkeypatch):
     monkeypatch.setattr(compiled, "_LIBRARY", tmp_path / "levels.so")
-    assert compiled._load.__wrapped__() is None
+    assert compiled.library.__wrapped__() is None
     (tmp_path / "levels.so").write_bytes(b"no library")
-    assert compiled._load.__wrapped__() is None
+    assert compiled.library.__wrapped__() is None
     assert os.listdir(tmp_path) == ["levels.so"]
 
 
 def test_a_cpu_without_avx2_does_without(monkeypatch):
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    assert compiled._load.__wrapped__() is None
+    assert compiled.library.__wrapped__() is None
