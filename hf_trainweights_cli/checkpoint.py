@@ -100,7 +100,7 @@ def inspect(
     debug: Debug = False,
 ) -> None:
     """Show what a checkpoint's manifest says: codecs, sizes and the largest error of what is not exact."""
-    from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+    from hf_trainweights.checkpoint.manifest import read_manifest
 
     with errors_in_one_line(debug):
         require_one_checkpoint(path)

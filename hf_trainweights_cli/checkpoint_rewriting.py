@@ -29,7 +29,7 @@ from hf_trainweights_cli.tables import new_table, print_note, print_table, show_
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint import Policy
-    from hf_trainweights.checkpoint.manifest.manifest import Manifest
+    from hf_trainweights.checkpoint.manifest import Manifest
 
 
 def compress(
@@ -164,7 +164,7 @@ def _compressor(policy: Policy, options: dict[str, Any]) -> Callable[[Path], Man
 
 def _buffers(directory: Path) -> set[str] | None:
     """Return what is no parameter of the model that config.json describes; None where an earlier save or files tell."""
-    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.whole.sources import read_weights, weight_files
     from hf_trainweights.models.loading.saved_models import saved_parameter_names
 
@@ -185,7 +185,7 @@ def warnings_in_one_line() -> Iterator[None]:
 
 def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, Any]:
     """Rewrite a checkpoint where it is, say what it warned of, and return what is shown of it."""
-    from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
+    from hf_trainweights.checkpoint.manifest import shown_mode, total_rounding
     from hf_trainweights.checkpoint.run.verification import size_bytes
 
     bytes_before, before = size_bytes(directory), _manifest_of(directory)
@@ -204,7 +204,7 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
 
 def _manifest_of(directory: Path) -> Manifest | None:
     """Return the manifest of a checkpoint, None where there is none that can be read."""
-    from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+    from hf_trainweights.checkpoint.manifest import read_manifest
     from hf_trainweights.errors import TrainWeightsError
 
     try:

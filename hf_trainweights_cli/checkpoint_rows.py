@@ -11,15 +11,14 @@ from hf_trainweights_cli.console import printable, say
 from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
-    from hf_trainweights.checkpoint.manifest.manifest import Manifest
+    from hf_trainweights.checkpoint.manifest import Manifest
 
 ERROR_UNITS = "Errors are those of one element; of update-space in sqrt(exp_avg_sq), of log-rank1 in log2."
 
 
 def summary_row(directory: Path, seen: set[tuple[int, int]]) -> dict[str, Any]:
     """Return how a checkpoint is stored, as its manifest says, and its bytes on disk without inodes in `seen`."""
-    from hf_trainweights.checkpoint.manifest.manifest import read_manifest
-    from hf_trainweights.checkpoint.manifest.rounding import shown_mode, total_rounding
+    from hf_trainweights.checkpoint.manifest import read_manifest, shown_mode, total_rounding
     from hf_trainweights.errors import TrainWeightsError
 
     size_bytes = disk_bytes(directory, seen)
@@ -83,7 +82,7 @@ def verification_row(directory: Path) -> dict[str, Any]:
     from hf_trainweights.checkpoint.dcp.contents import dcp_directories
     from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
     from hf_trainweights.checkpoint.directory.layout import layout_of
-    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
@@ -101,7 +100,7 @@ def verification_row(directory: Path) -> dict[str, Any]:
 
 def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None:
     """Print the tables of a manifest: its files, and its tensors by codec or one by one."""
-    from hf_trainweights.checkpoint.manifest.rounding import shown_mode
+    from hf_trainweights.checkpoint.manifest import shown_mode
 
     say(f"{path.absolute().name}: {shown_mode(manifest)}, step {manifest.step}, {manifest.created}")
     say(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")

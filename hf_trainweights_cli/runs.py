@@ -18,7 +18,7 @@ _CHECKPOINT_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".safetensors")
 def checkpoints(path: Path) -> list[Path]:
     """Return the checkpoint directories of a run, the oldest first, or the one checkpoint that a path is itself."""
     from hf_trainweights.checkpoint.dcp.contents import dcp_directories
-    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
     from hf_trainweights.errors import ConfigError
 
@@ -41,7 +41,7 @@ def use_base(directory: Path | None) -> None:
 
 def require_one_checkpoint(path: Path) -> None:
     """Check that a path is one small checkpoint, not a run and not without a manifest."""
-    from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+    from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
     from hf_trainweights.errors import ConfigError
 
     if (path / MANIFEST_NAME).exists():

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.loop.module_state import (
     state_sha256,
     transient_buffers,
 )
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, require_json
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, require_json
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import require_intact
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_new_directory

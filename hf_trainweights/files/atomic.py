@@ -17,8 +17,8 @@ from typing import BinaryIO
 
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
-from hf_trainweights.files.sha256 import read_chunks
-from hf_trainweights.files.temporary import Claim, claim_directory, claim_file
+from hf_trainweights.files.reading import read_chunks
+from hf_trainweights.files.temporary import Claim, claim_directory, claim_file, temporary_path
 
 _BUFFER_BYTES = 1 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
@@ -199,3 +199,10 @@ def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
                 with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
                     disk.file_system.unlink(Path(entry.path))
         disk.file_system.rmdir(path)
+
+
+def replace_by_link(source: Path, target: Path) -> None:
+    """Put a link to a regular file, or a copy, in the place of another file in the same directory, durably."""
+    aside = temporary_path(target.parent)
+    link_or_copy(source, aside)
+    move_file(aside, target)

@@ -31,7 +31,7 @@ from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.model_config import CONFIG_NAME, quantization_sha256
-from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
+from hf_trainweights.files.reading import open_regular_file, require_regular_file
 from hf_trainweights.files.signed_json import sign_json
 from hf_trainweights.files.weight_files import may_be_loaded
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import open_regular_file
 
 CONFIG_NAME = "config.json"
 

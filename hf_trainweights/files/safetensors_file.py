@@ -15,8 +15,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError, SaveError
-from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.sha256 import DigestedFile
+from hf_trainweights.files.reading import DigestedFile, open_regular_file
 
 # The header of a safetensors file may not be larger; the format's own limit.
 _MAX_HEADER_BYTES = 100_000_000

@@ -24,7 +24,7 @@ from pathlib import Path
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import link_or_copy, make_directories, remove_files, replace_file
-from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.files.reading import is_safe_name
 from hf_trainweights.files.weight_files import entry_point_rank, is_read_by_loaders, is_shard
 
 NEW, OLD, JOURNAL = "new", "old", "journal.json"

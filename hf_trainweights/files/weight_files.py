@@ -19,8 +19,7 @@ import re
 from pathlib import Path
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.paths import is_safe_name
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import is_safe_name, open_regular_file
 
 # What a loader opens first, in the order in which Transformers and PEFT look for them.
 ENTRY_POINTS = (

@@ -10,8 +10,8 @@ from pathlib import Path
 from huggingface_hub import split_state_dict_into_shards_factory
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.reading import file_sha256
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
-from hf_trainweights.files.sha256 import file_sha256
 from hf_trainweights.files.weight_files import entry_point_rank, is_shard
 
 MAX_SHARD_SIZE = "5GB"

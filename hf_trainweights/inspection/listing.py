@@ -11,8 +11,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.torch_zip import open_pickle, open_zip
+from hf_trainweights.files.reading import open_pickle, open_regular_file, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 from hf_trainweights.inspection.sharded_tensors import ShardedTensors, read_part

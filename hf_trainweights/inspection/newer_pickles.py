@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.torch_zip import open_pickle
+from hf_trainweights.files.reading import open_pickle
 
 _LAST_PROTOCOL_OF_TORCH = 2
 

@@ -12,13 +12,13 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, all_weights, dcp_directories, optimizer_tensors
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import weights_problem
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 

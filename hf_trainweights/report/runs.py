@@ -9,13 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
-from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
-from hf_trainweights.checkpoint.manifest.rounding import shown_mode
+from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
 from hf_trainweights.errors import TrainWeightsError
-from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.torch_zip import TORCH_SUFFIXES
+from hf_trainweights.files.reading import TORCH_SUFFIXES, open_regular_file
 
 PARTS = ("weights", "moments of the optimizer", "anchor", "other")
 _WEIGHTS, _MOMENTS, _ANCHOR, _OTHER = PARTS

@@ -1,6 +1,6 @@
 import pytest
 
-from hf_trainweights.checkpoint.manifest.manifest import (
+from hf_trainweights.checkpoint.manifest import (
     FileEntry,
     Manifest,
     write_manifest,

@@ -6,7 +6,7 @@ import os
 import torch
 from safetensors.torch import save_file
 
-from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 
 
 def save(directory, step, *, manifest):

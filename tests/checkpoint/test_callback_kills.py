@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
-from hf_trainweights.checkpoint.run.converted_weights import MARK_NAME
+from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files import disk
 

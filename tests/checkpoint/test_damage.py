@@ -19,7 +19,7 @@ from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 

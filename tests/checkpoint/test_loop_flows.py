@@ -19,7 +19,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import CheckpointManager, load_checkpoint, verify_checkpoint
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
 from hf_trainweights.checkpoint.loop.progress import rng_state
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 
 BATCHES = 12
 

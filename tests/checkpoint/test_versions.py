@@ -11,7 +11,7 @@ from torch import nn
 from hf_trainweights import TrainWeightsConfig, dequantize_, quantize_
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.loop.module_state import adopt_quantized_weights
-from hf_trainweights.checkpoint.manifest.manifest import FileEntry, read_manifest, write_manifest
+from hf_trainweights.checkpoint.manifest import FileEntry, read_manifest, write_manifest
 from hf_trainweights.checkpoint.versions import VersionedModelSaver
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 

@@ -7,7 +7,7 @@ from simulated_disk import RecordingDisk
 
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
-from hf_trainweights.files.sha256 import DigestedFile, file_sha256
+from hf_trainweights.files.reading import DigestedFile, file_sha256
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 
 

@@ -16,7 +16,7 @@ import torch
 from covering import exhaustive
 
 from hf_trainweights.checkpoint.codecs import get_codec
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storages import corrupt
 from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.finding import load_finding
 from tests.fuzz.harness import run_count, run_seconds

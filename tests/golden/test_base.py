@@ -15,7 +15,7 @@ from huggingface_hub import constants
 from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint import compress_directory
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.modes import MODES
 
 STEPS = (2, 3)

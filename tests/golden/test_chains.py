@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 

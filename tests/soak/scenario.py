@@ -12,9 +12,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
-from hf_trainweights.checkpoint.run.converted_weights import MARK_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 

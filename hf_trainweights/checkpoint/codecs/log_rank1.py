@@ -131,10 +131,14 @@ class LogRank1(Codec):
         if not 1 <= step <= _LARGEST_STEP:
             raise cls.corrupt("parameter step", f"1 to {_LARGEST_STEP}", str(step))
         cls.check_count(payloads, 3)
-        row_factors, column_factors = _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
+
+        @cache
+        def factors() -> Vectors:  # first asked for when the levels are known to fit the shape
+            return _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
 
         def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
-            _decode_tile(levels, (row_factors[tile[0]], column_factors[tile[1]]), step, out)
+            rows, columns = factors()
+            _decode_tile(levels, (rows[tile[0]], columns[tile[1]]), step, out)
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 

@@ -12,18 +12,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from hf_trainweights.checkpoint.dcp.description import metadata_of
-from hf_trainweights.checkpoint.dcp.plain_metadata import read_plain_metadata
+from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
 from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.shards import fill_whole
-from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.sha256 import file_sha256
+from hf_trainweights.files.reading import file_sha256, open_regular_file
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 

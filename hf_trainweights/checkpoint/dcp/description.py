@@ -42,9 +42,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.shards import fill_whole, parse_range, parse_shard
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
-from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest
 from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1

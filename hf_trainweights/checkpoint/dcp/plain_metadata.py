@@ -1,7 +1,7 @@
 """`.metadata` of a plain DCP directory, read without trusting it: PyTorch pickles it, and a pickle may call anything.
 
 While the pickle is read, records that do nothing stand for PyTorch's classes. What they kept is checked, and only then
-becomes PyTorch's `Metadata`.
+becomes PyTorch's `Metadata`. The private names of PyTorch's that its own reader needs there are in this module alone.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -25,11 +26,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hf_trainweights.checkpoint.dcp.results import Place
-from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
-from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.paths import is_safe_name
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
+from hf_trainweights.files.reading import is_safe_name, open_regular_file
 
 _MAX_METADATA_BYTES = 1 << 30  # a 70B model with AdamW on 64 ranks has 16 MB
 _MAX_SHOWN = 200
@@ -198,3 +197,23 @@ def _require(value: Any, kind: type, where: str) -> Any:
 def _corrupt(where: str | Path, expected: str, found: str) -> CorruptFileError:
     next_step = "Use another checkpoint, or restore this one from a copy; PyTorch's own reader would execute it."
     return CorruptFileError(str(where), expected, found[:_MAX_SHOWN], next_step)
+
+
+METADATA_NAME = ".metadata"
+ITEM_SUFFIX = ".distcp"
+
+_StorageInfo = getattr(filesystem, "_StorageInfo", None)
+_DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
+
+
+def stock_metadata(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]], save_id: str) -> Metadata:
+    """Change metadata so that a stock `FileSystemReader` finds the items: file, first byte and length of each."""
+    if _StorageInfo is None:
+        expected = "torch.distributed.checkpoint.filesystem._StorageInfo"
+        raise UnsupportedError("TrainWeightsWriter", expected, "none", "Use a version of torch from 2.8 to 2.13.")
+    info: Any = _StorageInfo
+    metadata.storage_data = {index: info(*place) for index, place in places.items()}
+    metadata.storage_meta = StorageMeta(save_id=save_id)
+    if _DCP_VERSION is not None:
+        metadata.version = _DCP_VERSION
+    return metadata

@@ -19,13 +19,13 @@ from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.description import metadata_of
 from hf_trainweights.checkpoint.dcp.items import item_crc32
+from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.dcp.results import Place
-from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import open_regular_file
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 

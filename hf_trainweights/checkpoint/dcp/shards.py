@@ -16,7 +16,7 @@ from collections.abc import Iterable, Sequence
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storages import corrupt
 
 # A mesh of devices has fewer dimensions; with each, a shard has twice as many corners.
 _MOST_CUT_DIMENSIONS = 8

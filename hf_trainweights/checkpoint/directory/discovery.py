@@ -12,9 +12,12 @@ import torch.distributed as dist
 
 from hf_trainweights.checkpoint.directory.layout import plain_problem, register_checkpoint
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.run.checkpoints import (
+    checkpoint_directories,
+    checkpoint_step,
+    converted_weights_problem,
+)
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.layout import Layout, layout_of
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.verification import require_undamaged, verify_checkpoint

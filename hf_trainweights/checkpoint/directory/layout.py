@@ -11,7 +11,7 @@ from typing import Any, Protocol
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.manifest.manifest import Manifest
+from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, Choices, SaveJob

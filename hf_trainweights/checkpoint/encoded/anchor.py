@@ -17,13 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.sha256 import file_sha256
+from hf_trainweights.files.reading import file_sha256
 
 MOST_ANCHORS = 8
 """How many files reading one anchor may take, itself among them; writers are content with fewer."""

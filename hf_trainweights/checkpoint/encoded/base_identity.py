@@ -16,8 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
-from hf_trainweights.files.paths import is_safe_name
+from hf_trainweights.checkpoint.encoded.storages import corrupt
+from hf_trainweights.files.reading import is_safe_name
 
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")

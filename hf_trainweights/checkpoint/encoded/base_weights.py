@@ -21,9 +21,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.anchor import anchor_paths, sha256_once
 from hf_trainweights.checkpoint.encoded.base_identity import Base, is_repository
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names

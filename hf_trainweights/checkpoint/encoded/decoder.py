@@ -19,9 +19,8 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, keep_open
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, default_device_cpu
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages, open_structure
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count

@@ -15,11 +15,10 @@ from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
-from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks, plain_bytes
-from hf_trainweights.checkpoint.encoded.storages import default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import default_device_cpu, path_text
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, VERSION, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
+from hf_trainweights.checkpoint.encoded.storages import KeyPath
 
 # A smaller mean change counts as none: its step would be too small for delta-uniform.
 _SMALLEST_RMS = 2.0**-100

@@ -16,12 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
-from hf_trainweights.checkpoint.encoded.storages import DTYPES
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, storage_paths
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
-from hf_trainweights.files.torch_zip import open_pickle
+from hf_trainweights.files.reading import open_pickle, open_regular_file, require_regular_file
 
 # What torch.load takes for a zip archive; torch.save before version 1.6 wrote a bare pickle.
 _ZIP_MAGIC = b"PK\x03\x04"

@@ -20,9 +20,8 @@ from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, R
 from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter, ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
-from hf_trainweights.checkpoint.encoded.key_paths import path_text
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu, path_text
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 

@@ -4,11 +4,13 @@ A tensor is a view, `{"storage": 3, "shape": [2, 2], "stride": [1, 2], "offset":
 "parameter": true}`; left out are the shape where it is the storage's, strides that are row-major, an offset
 of 0 and false. Tensors that share memory share a storage, so a write through one shows in the other. A
 storage holds what its views span, gaps closed: a small view of a large tensor does not drag the rest along.
+Errors name a tensor by its key path, i.e. where in the tree it is.
 """
 
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -18,8 +20,27 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ALL_DTYPES, Json
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
-from hf_trainweights.errors import UnstorableError
+from hf_trainweights.errors import CorruptFileError, UnstorableError
+
+Key = str | int | float | bool | None
+KeyPath = tuple[Key, ...]
+
+# Names of parameters have about 100 characters. A file may claim a key of a megabyte, above many tensors.
+_SHOWN_CHARACTERS = 500
+
+
+def path_text(path: KeyPath) -> str:
+    """Return a key path as people write it, e.g. `state.0.exp_avg`; of a key the first 500 characters."""
+    return ".".join(str(key)[:_SHOWN_CHARACTERS] for key in path) or "the value itself"
+
+
+def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
+    """Return the error to raise for a file that this package did not write so."""
+    next_step = "The file is damaged or was not written by hf_trainweights: restore it from a copy."
+    # A list may be a thousand levels deep, which str() gives up at.
+    text = reprlib.repr(found) if isinstance(found, list | dict) else str(found)
+    return CorruptFileError(where, expected, text[:200], next_step)
+
 
 DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
 _MAX_DIMENSIONS = 64  # torch's own limit

@@ -43,8 +43,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath, corrupt, path_text
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, require_sizes
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text, require_sizes
 from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 from hf_trainweights.errors import CorruptFileError
 

@@ -28,8 +28,16 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Json
-from hf_trainweights.checkpoint.encoded.key_paths import Key, KeyPath, corrupt, path_text
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, Storage, build_tensors, find_storages
+from hf_trainweights.checkpoint.encoded.storages import (
+    DTYPES,
+    Key,
+    KeyPath,
+    Storage,
+    build_tensors,
+    corrupt,
+    find_storages,
+    path_text,
+)
 from hf_trainweights.errors import UnstorableError
 
 # Real training state is about 6 deep. Python gives up near 1000 frames; a hostile file must not get it there.

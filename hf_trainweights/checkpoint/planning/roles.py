@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from hf_trainweights.checkpoint.encoded.key_paths import Key
+from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import MOMENTS
 
 Paths = Mapping[str, Sequence[str | int]]

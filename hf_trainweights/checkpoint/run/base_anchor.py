@@ -25,8 +25,7 @@ from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import TRAINER_STATE_NAME
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.atomic import link_or_copy, replace_file
-from hf_trainweights.files.regular_files import open_regular_file
-from hf_trainweights.files.sha256 import read_chunks
+from hf_trainweights.files.reading import open_regular_file, read_chunks
 
 # Two weights that have nothing to do with each other differ by 1.4 times the rms of one; a fine-tune moves by a
 # thousandth of it. A difference says nothing about drift where the base is not where a weight began.

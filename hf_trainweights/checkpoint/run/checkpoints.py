@@ -1,11 +1,25 @@
-"""The checkpoints of a run: directories called `checkpoint-<step>`."""
+"""What the directory of a run holds: checkpoints called `checkpoint-<step>`, and maybe a mark beside them.
+
+A model's files may name weights otherwise than its modules do. A stock Trainer leaves such weights at their starting
+values when it resumes from files that it has written itself. The callback replaces these files in every checkpoint, but
+the process may die first. So the mark is there from the start: it names weights that only the Trainer's own files have,
+and a checkpoint that has one of them is not resumed from.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import stat
+from collections.abc import Set
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.weight_files import safetensors_files
 
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
@@ -44,3 +58,65 @@ def steps_since_last_save(path: Path) -> int | None:
     # Later ones are of a run that was resumed from before them.
     newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
     return next((step - saved for saved in newest_first if saved < step), None)
+
+
+# No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
+MARK_NAME = "_trainweights_run.json"
+
+_KEY = "converted_names"
+
+
+def mark_run(root: str | Path, name: str) -> None:
+    """Note in a run durably the name of a weight by which files show that no Trainer may resume from them."""
+    mark = Path(root) / MARK_NAME
+    try:
+        names = _marked_names(Path(root))
+    except (OSError, ValueError):
+        names = frozenset()
+    if name in names:
+        return
+    with save_errors(mark, "No checkpoint was changed."), replace_file(mark) as file:
+        file.write(json.dumps({_KEY: sorted({*names, name})}, indent=2).encode() + b"\n")
+
+
+def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = None) -> str | None:
+    """Say why a Trainer would resume wrongly from a checkpoint; None if its weights are safe, or nothing is known.
+
+    `names` are weights that only the Trainer's own files have; default: those of the mark beside the checkpoint.
+    """
+    checkpoint = Path(checkpoint).absolute()
+    try:
+        names = _marked_names(checkpoint.parent) if names is None else names
+        found = names & stored_weight_names(checkpoint) if names else None
+    except (OSError, ValueError, SafetensorError) as error:
+        return f"{MARK_NAME} or the weights cannot be read: {error}"
+    if not found:
+        return None
+    return (
+        f"its weight files name weights otherwise than the model's modules do ({min(found)}), "
+        "and a Trainer that resumes from them leaves these at their starting values"
+    )
+
+
+def stored_weight_names(directory: Path) -> set[str]:
+    """Return the names in the `model*.safetensors` files of a directory, which may be missing.
+
+    SafetensorError: one of the files is damaged.
+    """
+    names: set[str] = set()
+    for file in safetensors_files(directory):
+        with safe_open(file, framework="pt") as shard:
+            names |= set(shard.keys())
+    return names
+
+
+def _marked_names(root: Path) -> frozenset[str]:
+    """Return the names in the mark of a run, none if it has no mark; ValueError if it is damaged."""
+    try:
+        content = json.loads((root / MARK_NAME).read_bytes())
+    except FileNotFoundError:
+        return frozenset()
+    names = content.get(_KEY) if isinstance(content, dict) else None
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ValueError("it holds no list of names")
+    return frozenset(names)

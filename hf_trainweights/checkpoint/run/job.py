@@ -15,8 +15,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, write_manifest
-from hf_trainweights.checkpoint.manifest.rounding import with_earlier_rounding
+from hf_trainweights.checkpoint.manifest import (
+    MANIFEST_NAME,
+    FileEntry,
+    Manifest,
+    with_earlier_rounding,
+    write_manifest,
+)
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
@@ -25,10 +30,9 @@ from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import is_torch_file, open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import lock_directory
-from hf_trainweights.files.torch_zip import is_torch_file
 
 ANCHOR_EVERY_SAVES = 8
 

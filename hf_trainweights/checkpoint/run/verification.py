@@ -17,12 +17,10 @@ from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.regular_files import open_regular_file, require_regular_file
-from hf_trainweights.files.sha256 import file_sha256
+from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, open_regular_file, open_zip, require_regular_file
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
-from hf_trainweights.files.torch_zip import TORCH_SUFFIXES, open_zip
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 # Progress and extras of a plain loop, written by `save_checkpoint`.

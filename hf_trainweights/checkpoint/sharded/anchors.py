@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
+from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
-from hf_trainweights.checkpoint.encoded.key_paths import corrupt
+from hf_trainweights.checkpoint.encoded.storages import corrupt
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import Manifest, read_manifest
+from hf_trainweights.checkpoint.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError
 

@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
 from hf_trainweights.checkpoint.dcp.description import describe
+from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem
 from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
-from hf_trainweights.checkpoint.dcp.torch_names import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.checkpoint.sharded.anchors import NO_DIGEST, ShardedAnchor
 from hf_trainweights.files.atomic import remove_files, replace_file

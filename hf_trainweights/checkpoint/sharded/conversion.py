@@ -20,14 +20,14 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights
-from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME, stock_metadata
+from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact
 from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.weight_shards import write_shards
 from hf_trainweights.models.saving.companions import copy_companions

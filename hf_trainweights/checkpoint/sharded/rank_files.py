@@ -17,13 +17,13 @@ from hf_trainweights.checkpoint.dcp.items import Item, Joiner, item_crc32, paylo
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
-from hf_trainweights.checkpoint.encoded.key_paths import KeyPath
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storages import KeyPath
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.run.drift import delta_rms
+from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, name_of
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.sha256 import DigestedFile
+from hf_trainweights.files.reading import DigestedFile
 
 
 def write_weights(rank: RankItems) -> list[StoredItem]:

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from hf_trainweights.checkpoint.dcp.shards import shard_name, shard_of
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
-from hf_trainweights.checkpoint.run.drift import expected_drift_rms, second_moments
+from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
 from hf_trainweights.errors import UnstorableError
 

@@ -38,14 +38,16 @@ from hf_trainweights.checkpoint.dcp.contents import (
 )
 from hf_trainweights.checkpoint.dcp.reader import load_item
 from hf_trainweights.checkpoint.dcp.results import Place
-from hf_trainweights.checkpoint.manifest.manifest import (
+from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
+    PLAIN_MODE,
     FileEntry,
     Manifest,
+    add_rounding,
     read_manifest,
+    total_rounding,
     write_manifest,
 )
-from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from hf_trainweights.checkpoint.dcp.torch_names import METADATA_NAME
-from hf_trainweights.checkpoint.encoded.key_paths import Key
+from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.checkpoint.directory.layout import compress, layout_of
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError

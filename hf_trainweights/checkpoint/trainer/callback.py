@@ -24,8 +24,7 @@ from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.base import RunBase
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
-from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem, mark_run
+from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, drop_stale_manifest

@@ -18,10 +18,16 @@ import torch
 
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, Manifest
-from hf_trainweights.checkpoint.manifest.rounding import PLAIN_MODE, add_rounding, reported_rounding
+from hf_trainweights.checkpoint.manifest import (
+    MANIFEST_NAME,
+    PLAIN_MODE,
+    FileEntry,
+    Manifest,
+    add_rounding,
+    reported_rounding,
+)
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
-from hf_trainweights.checkpoint.run.converted_weights import converted_weights_problem
+from hf_trainweights.checkpoint.run.checkpoints import converted_weights_problem
 from hf_trainweights.checkpoint.run.job import (
     Choices,
     SaveJob,
@@ -51,11 +57,10 @@ from hf_trainweights.checkpoint.whole.sources import (
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_file
-from hf_trainweights.files.links import replace_by_link
+from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.reading import is_torch_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import Claim
-from hf_trainweights.files.torch_zip import is_torch_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.

@@ -15,15 +15,14 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
 from hf_trainweights.checkpoint.run.verification import STATE_NAME, TRAINER_STATE_NAME
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.digests import digest_files
-from hf_trainweights.files.regular_files import require_regular_file
-from hf_trainweights.files.torch_zip import is_torch_file
+from hf_trainweights.files.reading import is_torch_file, require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
 

@@ -24,14 +24,17 @@ from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.encoded.plan import Plan, with_steps
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import FileEntry, Manifest, write_manifest
+from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
     MOST_FILES,
     AnchorRecord,
     WeightsAnchor,
+    expected_drift_rms,
     find_anchor_candidate,
     link_anchor,
+    measure_delta_rms,
+    second_moments,
     unlink_anchor,
 )
 from hf_trainweights.checkpoint.run.base_anchor import (
@@ -41,11 +44,10 @@ from hf_trainweights.checkpoint.run.base_anchor import (
     with_measured_drift,
 )
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
-from hf_trainweights.checkpoint.run.drift import expected_drift_rms, measure_delta_rms, second_moments
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob, file_named_in_errors
 from hf_trainweights.files.atomic import create_directory
+from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.save_errors import save_errors
-from hf_trainweights.files.sha256 import DigestedFile
 from hf_trainweights.files.torch_zip_writer import Writable
 
 WEIGHTS_NAME = "pytorch_model.bin"

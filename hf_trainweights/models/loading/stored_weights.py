@@ -14,8 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.paths import is_safe_name
-from hf_trainweights.files.regular_files import require_regular_file
+from hf_trainweights.files.reading import is_safe_name, require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 
-from hf_trainweights.files.sha256 import DigestedFile
+from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.weight_files import bin_name, safetensors_files
 
 

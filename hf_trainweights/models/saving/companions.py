@@ -12,7 +12,7 @@ from huggingface_hub import snapshot_download
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.model_config import CONFIG_NAME
-from hf_trainweights.files.regular_files import open_regular_file
+from hf_trainweights.files.reading import open_regular_file
 
 # Files that are not copied: those that the quantized model writes itself, and float weights or training state.
 _LEFT_BEHIND = (

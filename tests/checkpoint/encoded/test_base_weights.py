@@ -25,7 +25,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
-from hf_trainweights.files.sha256 import file_sha256
+from hf_trainweights.files.reading import file_sha256
 
 ELSEWHERE = Path("relative")
 

@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.loop.manager import CheckpointManager
 from hf_trainweights.checkpoint.loop.progress import rng_state
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, load_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError, SaveError
 

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.checkpoint.encoded.plan import with_steps
 from hf_trainweights.checkpoint.planning.modes import MODES, SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.drift import measure_delta_rms
+from hf_trainweights.checkpoint.run.anchors import measure_delta_rms
 
 LOSSY_MODES = [mode for mode in MODES if mode != "lossless"]
 W = torch.zeros(64, 64)

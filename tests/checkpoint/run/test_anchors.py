@@ -11,9 +11,14 @@ from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_training_state
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.anchors import AnchorRecord, find_anchor_candidate
+from hf_trainweights.checkpoint.run.anchors import (
+    AnchorRecord,
+    expected_drift_rms,
+    find_anchor_candidate,
+    second_moments,
+)
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
@@ -369,3 +374,54 @@ def test_a_save_is_as_far_from_the_last_one_before_it_as_their_names_say(tmp_pat
     assert elsewhere is not None
     assert elsewhere.interval_steps is None
     assert elsewhere.fineness == 1
+
+
+def test_drift_is_how_far_adam_moves_weights_whose_gradients_are_independent():
+    torch.manual_seed(0)
+    weight = torch.zeros(SHAPE, requires_grad=True)
+    optimizer = torch.optim.Adam([weight], lr=1e-3)
+    for _ in range(80):
+        weight.grad = torch.randn(SHAPE)
+        optimizer.step()
+        if optimizer.state[weight]["step"] == 40:
+            before = weight.detach().clone()
+    drift = expected_drift_rms(optimizer.state_dict(), {0: "w"}, 40)
+    assert drift == {"w": pytest.approx((weight - before).square().mean().sqrt().item(), rel=0.15)}
+
+
+@pytest.mark.parametrize(
+    ("steps", "interval_steps", "counted"),
+    [(64, None, 64), (64, 16, 16), (16, 64, 16), (400, None, 100), (400, 300, 100)],
+)
+def test_no_more_steps_count_than_lie_between_two_saves(steps, interval_steps, counted):
+    def drift(interval):
+        return expected_drift_rms(adam(lr=1e-3, steps=steps), {0: "w"}, interval)["w"]
+
+    assert drift(interval_steps) == pytest.approx(drift(counted))
+    assert drift(counted) > drift(counted - 8)
+
+
+def test_second_moments_are_found_by_name_and_only_those_of_adam():
+    optimizer = adam(lr=1e-3)
+    optimizer["state"] |= {1: {"momentum_buffer": torch.ones(2)}, 2: optimizer["state"][0]}
+    assert list(second_moments(optimizer, {0: "w", 1: "v"})) == ["w"]
+    assert second_moments({}, {}) == {}
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        {},
+        {"state": {}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+        {"state": {0: {"momentum_buffer": torch.ones(2)}}, "param_groups": [{"lr": 0.1, "params": [0]}]},
+    ],
+)
+def test_without_adams_moments_there_is_no_drift_to_expect(optimizer):
+    assert expected_drift_rms(optimizer, {0: "w"}) == {}
+
+
+def test_moments_that_are_all_zero_mean_no_drift():
+    optimizer = adam(lr=1e-2)
+    optimizer["state"][0]["exp_avg"].zero_()
+    optimizer["state"][0]["exp_avg_sq"].zero_()
+    assert expected_drift_rms(optimizer, {0: "w"}) == {"w": 0.0}

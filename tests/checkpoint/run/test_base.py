@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint import CheckpointManager, find_checkpoints
 from hf_trainweights.checkpoint.encoded import base_weights
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.errors import ConfigError, MissingAnchorError, UnsupportedError
 

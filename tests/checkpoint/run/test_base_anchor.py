@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded import base_weights
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, Manifest, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.run.verification import BASE_PROBLEM, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.signed_json import sign_json

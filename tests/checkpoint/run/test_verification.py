@@ -12,7 +12,7 @@ from hf_trainweights.checkpoint.directory.layout import compress_directory, rest
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded import base_weights
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.manifest.manifest import (
+from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     read_manifest,
 )

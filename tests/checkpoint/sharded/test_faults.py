@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from hf_trainweights.checkpoint.dcp.items import item_crc32
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
 from hf_trainweights.errors import (
     ConfigError,

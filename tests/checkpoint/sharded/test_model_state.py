@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.fsdp import fully_shard
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.distributed import ModelState, TrainWeightsReader, TrainWeightsWriter
 
 pytestmark = pytest.mark.slow

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from hf_trainweights.checkpoint import verify_checkpoint
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.distributed import TrainWeightsReader, TrainWeightsWriter
 
 pytestmark = pytest.mark.slow

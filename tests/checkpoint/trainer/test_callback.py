@@ -30,7 +30,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import backlog as work

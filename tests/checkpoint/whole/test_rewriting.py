@@ -13,7 +13,7 @@ from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import size_bytes, verify_checkpoint
 from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError, SaveError, UnsupportedError

@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.whole import sources
 from hf_trainweights.checkpoint.whole.sources import (

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from hf_trainweights.checkpoint.encoded.reader import is_encoded
-from hf_trainweights.checkpoint.manifest.manifest import read_manifest
+from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.whole.writer import Weights, save_new_directory

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.reader import load_file
-from hf_trainweights.checkpoint.manifest.manifest import MANIFEST_NAME, read_manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights_cli.checkpoint_rows import summary_row, verification_row
 from hf_trainweights_cli.main import app

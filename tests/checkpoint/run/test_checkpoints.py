@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints, latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage
 from hf_trainweights.checkpoint.directory.layout import compress_directory
-from hf_trainweights.checkpoint.run.converted_weights import MARK_NAME, converted_weights_problem, mark_run
+from hf_trainweights.checkpoint.run.checkpoints import MARK_NAME, converted_weights_problem, mark_run
 from hf_trainweights.errors import SaveError
 
 

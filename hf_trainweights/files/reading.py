@@ -1,0 +1,163 @@
+"""Files that are read: regular ones and no others, because reading a FIFO waits for ever, and /dev/zero never ends.
+
+Their digests, the zip archives that torch.save writes, and names of files that come out of a file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+import re
+import stat
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files import disk
+
+_MAX_SHOWN = 200
+
+_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a character device",
+    stat.S_IFBLK: "a block device",
+    stat.S_IFLNK: "a symbolic link",
+}
+
+
+def open_regular_file(path: str | Path, *, follow_links: bool = True) -> BinaryIO:
+    """Open a regular file for reading; CorruptFileError: it is something else, or a link that is not to be followed."""
+    require_regular_file(path, follow_links=follow_links)
+    flags = os.O_RDONLY | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+    # If another process has put a FIFO there in between, opening it must not wait either.
+    flags |= getattr(os, "O_NONBLOCK", 0) | (0 if follow_links else getattr(os, "O_NOFOLLOW", 0))
+    descriptor = os.open(path, flags)
+    try:
+        _require_regular(path, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def require_regular_file(path: str | Path, *, follow_links: bool = True) -> None:
+    """Check that a library that opens `path` by itself will find a regular file; CorruptFileError: it will not."""
+    try:
+        status = os.stat(path, follow_symlinks=follow_links)
+    except ValueError as error:  # a null byte, or half of a surrogate pair
+        raise _not_regular(repr(str(path)), "a name that no file can have") from error
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise _not_regular(repr(str(path))[:_MAX_SHOWN], "a name that no file can have") from error
+        if error.errno not in (errno.ENOENT, errno.ELOOP) or not os.path.islink(path):
+            raise
+        found = "a symbolic link in a circle" if error.errno == errno.ELOOP else "a symbolic link to nothing"
+        raise _not_regular(path, found) from error
+    _require_regular(path, status)
+
+
+def _require_regular(path: str | Path, status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise _not_regular(path, _KINDS.get(stat.S_IFMT(status.st_mode), "a special file"))
+
+
+def _not_regular(path: str | Path, found: str) -> CorruptFileError:
+    return CorruptFileError(str(path), "a regular file", found, "Put the file itself there, or use another copy.")
+
+
+_CHUNK_BYTES = 1 << 20
+
+
+def read_chunks(path: Path) -> Iterator[bytes]:
+    """Yield the bytes of a regular file in pieces of at most 1 MiB, never following a link in its last component."""
+    with open_regular_file(path, follow_links=False) as file:
+        while chunk := disk.file_system.read(file.fileno(), _CHUNK_BYTES):
+            yield chunk
+
+
+def file_sha256(path: Path) -> str:
+    """Return the SHA-256 of a regular file, in hexadecimal; a link is an error."""
+    digest = hashlib.sha256()
+    for chunk in read_chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
+
+
+class DigestedFile:
+    """A binary file, written from its beginning, and the digest of what was written, so that nobody has to read it."""
+
+    def __init__(self, file: BinaryIO):
+        self._file = file
+        self._digest = hashlib.sha256()
+        self.size_bytes = 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        """Write all of `data` and return its length."""
+        self._digest.update(data)
+        self.size_bytes += len(data)
+        return self._file.write(data)
+
+    def flush(self) -> None:
+        """Flush the file: torch.save asks for it."""
+        self._file.flush()
+
+    def sha256(self) -> str:
+        """Return the SHA-256 of what was written, in hexadecimal."""
+        return self._digest.hexdigest()
+
+
+TORCH_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt")
+
+
+@contextlib.contextmanager
+def open_zip(path: str | Path) -> Iterator[zipfile.ZipFile]:
+    """Open a zip archive for a block that only reads from it; CorruptFileError, also in the block: it is damaged."""
+    with open_regular_file(path) as file:
+        try:
+            with zipfile.ZipFile(file) as archive:
+                yield archive
+        except Exception as error:
+            # On a damaged archive zipfile raises BadZipFile, EOFError, NotImplementedError, RuntimeError, ValueError,
+            # OverflowError, struct.error, errors of zlib, bz2 and lzma, or EINVAL after a seek to a wrong place.
+            # Where the disk refuses, it says BadZipFile while it handles the OSError.
+            refusal = error if isinstance(error, OSError) else error.__context__
+            if isinstance(refusal, OSError) and refusal.errno not in (None, errno.EINVAL):
+                raise refusal from None
+            found = f"{type(error).__name__}: {error}"[:200]
+            next_step = "Restore it from a copy, unless it was never a zip archive."
+            raise CorruptFileError(str(path), "a whole zip archive", found, next_step) from error
+
+
+@contextlib.contextmanager
+def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open the pickle of a torch.save file for a block that only reads from it; at its end its checksum is compared."""
+    with open_zip(path) as archive:
+        pickles = [name for name in archive.namelist() if name.endswith("/data.pkl")]
+        if len(pickles) != 1:
+            raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
+        with archive.open(pickles[0]) as pickle:
+            yield pickle
+
+
+def is_torch_file(path: Path) -> bool:
+    """Return whether a path is a file that torch.save may have written, by its name."""
+    return path.suffix in TORCH_SUFFIXES and path.is_file()
+
+
+def is_safe_name(name: str) -> bool:
+    """Return whether a relative file name, its parts joined by `/`, stays inside its directory on every system.
+
+    Half of a surrogate pair, which JSON can hold and no file system, makes no such name.
+
+    Examples:
+        >>> is_safe_name("sub/model.safetensors"), is_safe_name("../model.safetensors")
+        (True, False)
+    """
+    parts = name.split("/")
+    return all(part not in ("", ".", "..") and not re.search(r"[\\:\x00-\x1f\ud800-\udfff]", part) for part in parts)
