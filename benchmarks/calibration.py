@@ -93,7 +93,13 @@ def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
         "wall_seconds": round(wall, 1),
         "cpu_seconds_of_all_blocks": round(cpu / blocks * BLOCKS[shape]),
         "peak_anonymous_bytes": peak[0],
+        **_measured_with(),
     }
+
+
+def _measured_with() -> dict[str, Any]:
+    """Return the commit and the versions at hand, which rows that stay do not share."""
+    return {"commit": commit(), "versions": versions()}
 
 
 def factors() -> dict[str, Any]:
@@ -133,7 +139,7 @@ def main() -> None:
     rows = earlier["rows"] if report.items() <= earlier.items() else []
     rows = [row for row in rows if row["shape"] not in arguments.shapes]
     rows += [measure(shape, arguments.blocks, arguments.tokens) for shape in arguments.shapes]
-    report |= {"commit": commit(), "versions": versions(), "factors": factors(), "rows": rows}
+    report |= {"factors": factors() | _measured_with(), "rows": rows}
     RESULTS.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
 
 
