@@ -58,12 +58,7 @@ _SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True)
 class Kind:
-    """What a field may hold.
-
-    Args:
-        expected: In words.
-        fits: Whether a value does.
-    """
+    """What a field may hold: in words, and whether a value fits."""
 
     expected: str
     fits: Callable[[Any], bool]

@@ -16,17 +16,14 @@ class FileSystem:
         flags = getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         return os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | flags, 0o666)
 
-    def write(self, descriptor: int, data: memoryview) -> int:
-        """Write at the end of the file and return how many bytes were taken."""
-        return os.write(descriptor, data)
-
-    def read(self, descriptor: int, count: int) -> bytes:
-        """Read up to `count` bytes."""
-        return os.read(descriptor, count)
-
-    def fsync(self, descriptor: int) -> None:
-        """Force a file's data to the disk."""
-        os.fsync(descriptor)
+    write = staticmethod(os.write)
+    read = staticmethod(os.read)
+    fsync = staticmethod(os.fsync)
+    # An existing file or empty directory under the new name gives way in the same step.
+    rename = staticmethod(os.replace)
+    unlink = staticmethod(os.unlink)
+    mkdir = staticmethod(os.mkdir)
+    rmdir = staticmethod(os.rmdir)
 
     def sync_file(self, path: Path) -> None:
         """Force the data of a file that was closed before to the disk."""
@@ -55,22 +52,6 @@ class FileSystem:
     def link(self, source: Path, target: Path) -> None:
         """Give a file a second name; a link to it is not followed, where the system can tell."""
         os.link(source, target, follow_symlinks=os.link not in os.supports_follow_symlinks)
-
-    def rename(self, source: Path, target: Path) -> None:
-        """Move a name; an existing file or empty directory at `target` gives way in the same step."""
-        os.replace(source, target)
-
-    def unlink(self, path: Path) -> None:
-        """Remove a file's name."""
-        os.unlink(path)
-
-    def mkdir(self, path: Path) -> None:
-        """Create a directory."""
-        os.mkdir(path)
-
-    def rmdir(self, path: Path) -> None:
-        """Remove an empty directory."""
-        os.rmdir(path)
 
     def set_times(self, path: Path, accessed_ns: int, modified_ns: int) -> None:
         """Set the access and modification time, in nanoseconds."""

@@ -22,12 +22,7 @@ CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
 def get_codec(codec_id: str) -> type[Codec]:
-    """Return the codec class of that name, e.g. `"planes"`; ConfigError: there is none.
-
-    Examples:
-        >>> get_codec("raw").lossless
-        True
-    """
+    """Return the codec class of that name, e.g. `"planes"`; ConfigError: there is none."""
     if codec_id not in CODECS:
         raise ConfigError("codec", f"one of {', '.join(sorted(CODECS))}", repr(codec_id), "Choose one of these.")
     return CODECS[codec_id]

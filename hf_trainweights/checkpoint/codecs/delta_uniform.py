@@ -152,11 +152,6 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     """Return the root mean square of `tensor - anchor`: the natural unit for the step of its checkpoints.
 
     NaN or infinity if the difference is not finite; RuntimeError: the shapes differ.
-
-    Examples:
-        >>> import torch
-        >>> rms_difference(torch.full([8], 3.0), torch.ones(8))
-        2.0
     """
     total = 0.0
     flat = tensor.detach().reshape(-1)

@@ -41,13 +41,7 @@ def dcp_directories(path: Path) -> list[Path]:
 class ShardedContents:
     """The tensors and values in a DCP directory, by the names that DCP gave them; `manifest` is None in a plain one.
 
-    Args:
-        directory: A DCP directory, plain or encoded.
-
-    Raises:
-        ConfigError: It is none.
-        CorruptFileError: It lacks its metadata, or they are damaged.
-        OSError: It cannot be read.
+    ConfigError: the directory is none. CorruptFileError: its metadata are damaged or missing.
     """
 
     def __init__(self, directory: Path):

@@ -45,13 +45,7 @@ _UNIX = 3
 
 @dataclass(frozen=True)
 class Item:
-    """An encoded file of one tensor, as bytes.
-
-    Args:
-        data: The zip file, 1-D uint8.
-        payload_start: Where its payload begins in it.
-        structure: What `open_structure` returned.
-    """
+    """An encoded file of one tensor, 1-D uint8, its structure, and where its payload begins."""
 
     data: Tensor
     payload_start: int
@@ -91,11 +85,7 @@ def payload_start(file: IO[bytes]) -> int:
 
 
 class Joiner:
-    """Writes items as one encoded file of their flat state dict.
-
-    Args:
-        file: A binary file at its beginning.
-    """
+    """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
 
     def __init__(self, file: Writable):
         self._payload = FilePayload(file, decode_file)

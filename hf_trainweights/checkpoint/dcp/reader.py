@@ -229,9 +229,6 @@ class UnreadableMetadata:
 
     DCP's `load` catches every error of `read_metadata` and raises an AssertionError with its text instead. Errors of
     the calls that follow reach all ranks as they are.
-
-    Args:
-        error: The error.
     """
 
     def __init__(self, error: Exception):

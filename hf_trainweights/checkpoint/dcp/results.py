@@ -18,15 +18,7 @@ OBJECT_CODEC = "torch.save"
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file that one rank has written.
-
-    Args:
-        name: Its name in the checkpoint.
-        size_bytes: Its length.
-        sha256: Its digest.
-        is_anchor: Whether later checkpoints may be stored against it.
-        anchors: Digests of the anchors that it is stored against.
-    """
+    """A file of the checkpoint that one rank has written, and digests of the `anchors` that it refers to."""
 
     name: str
     size_bytes: int
@@ -37,13 +29,9 @@ class StoredFile:
 
 @dataclass(frozen=True)
 class Place:
-    """Where an item lies.
+    """Where an item lies: a file of the checkpoint, the first byte in it and the one after the last.
 
-    Args:
-        file: Name of the file in the checkpoint.
-        start: Its first byte.
-        stop: The byte after its last one.
-        crc32: CRC-32 of these bytes; None in a plain checkpoint, because PyTorch keeps none.
+    `crc32` is over these bytes; None in a plain checkpoint, because PyTorch keeps none.
     """
 
     file: str
@@ -56,11 +44,8 @@ class Place:
 class StoredItem(WriteResult):
     """An item that one rank has written; `storage_data` is its `Place`.
 
-    Args:
-        row: What the manifest says about it, see description.py.
-        file: The file that holds it.
-        delta_rms: How far the shard has moved from its anchor, where this save measured it.
-        is_repeated: Whether other items have the same bytes, so that this one takes no space of its own.
+    The manifest has its `row` (see description.py). `delta_rms` is how far the shard has moved from its anchor, where
+    this save measured it. One that `is_repeated` has the bytes of another item and takes no space of its own.
     """
 
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
@@ -71,18 +56,7 @@ class StoredItem(WriteResult):
 
 @dataclass(frozen=True)
 class Written:
-    """An item whose file is not complete yet.
-
-    Args:
-        item: The item.
-        start: Its first byte in the file.
-        size_bytes: Its length.
-        crc32: CRC-32 of its bytes.
-        report: What the encoder reported; None for an object.
-        anchor_sha256: Digest of the anchor that it is stored against, if it is.
-        delta_rms: As in `StoredItem`.
-        is_repeated: As in `StoredItem`.
-    """
+    """An item whose file is not complete yet; `report` is None for an object, and the rest as in `StoredItem`."""
 
     item: WriteItem
     start: int

@@ -35,12 +35,7 @@ def shard_text(offsets: Sequence[int], sizes: Sequence[int]) -> str:
 
 
 def parse_shard(where: str, text: str) -> tuple[list[int], list[int]]:
-    """Return the offsets and sizes of a shard; CorruptFileError if `text` only pretends to be one.
-
-    Examples:
-        >>> parse_shard("", "0:64,128:256")
-        ([0, 128], [64, 128])
-    """
+    """Return the offsets and sizes of a shard; CorruptFileError if `text` only pretends to be one."""
     ranges = [parse_range(where, part) for part in text.split(",")] if text else []
     return [start for start, _ in ranges], [stop - start for start, stop in ranges]
 
@@ -69,12 +64,6 @@ def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> b
 
     Give the corners of a box the signs of a chess board. Where boxes lie side by side, the signs of the corners that
     meet add up to 0, so a filled box shows its own corners alone. Any overlap or hole leaves others.
-
-    Examples:
-        >>> import torch
-        >>> halves = [ChunkStorageMetadata(torch.Size([start, 0]), torch.Size([2, 3])) for start in (0, 2)]
-        >>> fill_whole((4, 3), halves), fill_whole((4, 3), [halves[0]] * 2)
-        (True, False)
     """
     boxes = [(shard.offsets, shard.sizes) for shard in shards]
     if any(len(offsets) != len(size) for offsets, _ in boxes):

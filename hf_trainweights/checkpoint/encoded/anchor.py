@@ -34,11 +34,7 @@ _digests: dict[tuple[int, int, int, int], str] = {}
 
 
 def register_anchor_directory(path: str | Path) -> None:
-    """Add a directory, which need not exist, in which this process looks for anchors that are not where they were.
-
-    Examples:
-        >>> register_anchor_directory("runs/a/checkpoint-500")
-    """
+    """Add a directory, which need not exist, in which this process looks for anchors that are not where they were."""
     _directories[Path(path).absolute()] = None
 
 
@@ -123,24 +119,12 @@ def _files_in_runs(name: str) -> Iterator[Path]:
 
 
 class Anchor:
-    """The weights that files are stored against, decoded one at a time.
+    """The weights that files are stored against, decoded one at a time; `files` are all that reading them takes.
 
-    An anchor may be a difference to another one, which lies beside it.
-
-    Args:
-        path: A regular file; it stays memory-mapped as long as this object lives.
-        sha256: Its digest. Default: the one in its name.
-        most_files: How many files reading it may take.
-
-    Attributes:
-        path: Its absolute path.
-        sha256: Its digest.
-        files: The files that reading it takes: itself, then the one it is a difference to, and so on.
-
-    Raises:
-        CorruptFileError: Its digest or its content is wrong, or it takes more than `most_files`.
-        MissingAnchorError: The anchor that it is a difference to is not beside it, nor in a registered directory.
-        OSError: It cannot be read.
+    An anchor may be a difference to another one, which lies beside it. Its file stays memory-mapped as long as this
+    object lives. CorruptFileError: its digest, by default the one in its name, or its content is wrong, or it takes
+    more than `most_files`. MissingAnchorError: the anchor that it is a difference to is not beside it, nor in a
+    registered directory.
     """
 
     def __init__(self, path: str | Path, *, sha256: str | None = None, most_files: int = MOST_ANCHORS):

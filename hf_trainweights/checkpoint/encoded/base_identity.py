@@ -28,13 +28,10 @@ _SUFFIXES = (".safetensors", ".bin")
 
 @dataclass(frozen=True)
 class Base:
-    """Weights outside a run that its checkpoints are stored against.
+    """Weights outside a run that its checkpoints are stored against: SHA-256 by name of each file of weights.
 
-    Args:
-        files: Name to SHA-256 of each file that holds weights; an index of shards is not among them.
-        repository: Where it is on the Hub; None for weights that did not come from there.
-        commit: The commit, 40 hexadecimal digits, or None likewise.
-        path: Where weights lay that are not on the Hub; shown in errors and never opened.
+    Weights of the Hub have a repository and a commit of 40 hexadecimal digits. Others have the path where they lay,
+    which is shown in errors and never opened.
     """
 
     files: Mapping[str, str]

@@ -149,21 +149,10 @@ _STORABLE = frozenset(DTYPES.values())
 
 
 class BaseWeights:
-    """The weights of a base, read one at a time; they serve as an `Anchor` does.
+    """The weights of a base, read one at a time; they serve as an `Anchor` does, and `files` are paths by name.
 
-    Args:
-        base: The base.
-        directory: A checkpoint directory that may keep its files.
-
-    Attributes:
-        base: The base.
-        sha256: Its digest.
-        files: Path of each file by its name.
-
-    Raises:
-        CorruptFileError: A file has changed, or holds something else than plain tensors.
-        MissingAnchorError: A file is nowhere.
-        OSError: A file cannot be read.
+    A checkpoint directory may keep the files. CorruptFileError: one has changed, or holds something else than plain
+    tensors. MissingAnchorError: one is nowhere.
     """
 
     def __init__(self, base: Base, directory: Path):

@@ -53,13 +53,7 @@ class TensorReport:
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """What became of a tree.
-
-    Args:
-        structure: See structure.py.
-        report: One entry per storage.
-        anchor_sha256: Digest of the anchor that reading it takes, or None if no tensor refers to one.
-    """
+    """What became of a tree: its structure (see structure.py), a report on each storage, and its anchor."""
 
     structure: str = field(repr=False)
     report: tuple[TensorReport, ...] = field(repr=False)
@@ -72,20 +66,6 @@ class EncodedFile:
 
     Pass torch.save an open file, for it writes the name of a path into the file. Then equal trees and plans give equal
     bytes.
-
-    Args:
-        payload: 1-D uint8.
-        structure: As in `WrittenFile`.
-        report: As there.
-        anchor_sha256: As there.
-
-    Examples:
-        >>> import io
-        >>> file = io.BytesIO()
-        >>> torch.save(encode_file({"weight": torch.ones(2)}, {}), file)
-        >>> _ = file.seek(0)
-        >>> torch.load(file, weights_only=True)
-        {'weight': tensor([1., 1.])}
     """
 
     payload: Tensor = field(repr=False)
@@ -105,13 +85,7 @@ def encode_file(
     anchor_link: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> EncodedFile:
-    """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`.
-
-    Examples:
-        >>> encoded = encode_file({"weight": torch.zeros(4), "lr": 0.1}, {})
-        >>> [(entry.path, entry.codec) for entry in encoded.report]
-        [('weight', 'raw')]
-    """
+    """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`."""
     payload = Payload()
     written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
     return EncodedFile(payload.finish(), written.structure, written.report, written.anchor_sha256)
@@ -133,14 +107,6 @@ def write_file(
     `anchor_link` is the path of the anchor to record (default: its present path); of a base, the directory that may
     hold copies of its files. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
     hint. UnstorableError names the key path.
-
-    Examples:
-        >>> import io
-        >>> file = io.BytesIO()
-        >>> _ = write_file(file, {"weight": torch.ones(2)}, {})
-        >>> _ = file.seek(0)
-        >>> torch.load(file, weights_only=True)
-        {'weight': tensor([1., 1.])}
     """
     payload = FilePayload(file, decode_file)
     written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
@@ -187,15 +153,7 @@ def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dic
 class _Collector:
     """Puts the results of tasks into the payload, and collects what the file says of each storage.
 
-    Args:
-        tasks: The tasks.
-        anchor: What storages are stored against.
-        payload: Where their bytes go.
-
-    Attributes:
-        numbers: Each storage's number in the file by its index.
-        entries: What the structure says of each.
-        report: The report.
+    `numbers` are those of storages in the file by their index.
     """
 
     def __init__(self, tasks: StorageTasks, anchor: Anchor | BaseWeights | None, payload: Payload):

@@ -24,11 +24,7 @@ _ZEROS = bytes(1 << 20)
 
 
 class Payload:
-    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`; this one keeps them in memory.
-
-    Args:
-        expected_bytes: About how much there will be.
-    """
+    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`; this one keeps them in memory."""
 
     def __init__(self, expected_bytes: int = 0) -> None:
         self._memory = ByteBuffer(expected_bytes)
@@ -59,11 +55,9 @@ class Payload:
 
 
 class FilePayload(Payload):
-    """A payload whose pieces go straight to the disk.
+    """A payload whose pieces go straight to a binary file at its beginning, which need not seek.
 
-    Args:
-        file: A binary file at its beginning, which need not seek. Equal contents give equal bytes.
-        call: The function whose only call, with payload and structure, the file consists of.
+    The file consists of one `call`, with payload and structure. Equal contents give equal bytes.
     """
 
     def __init__(self, file: Writable, call: Callable[[Tensor, str], Any]):

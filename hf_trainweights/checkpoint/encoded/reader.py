@@ -30,12 +30,7 @@ leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 
 @dataclass(frozen=True)
 class Undecoded:
-    """An encoded file that was opened but not decoded.
-
-    Args:
-        structure: Its checked JSON object, as in structure.py.
-        payload: 1-D uint8, memory-mapped.
-    """
+    """An encoded file that was opened but not decoded: its checked structure, and its payload, memory-mapped."""
 
     structure: dict[str, Any]
     payload: Tensor

@@ -34,16 +34,7 @@ _CHUNKS = 4
 
 @dataclass(frozen=True)
 class Coded:
-    """A storage that a codec has encoded; its last pieces may be all that is left of it.
-
-    Args:
-        index: Which storage it is.
-        codec: The codec.
-        params: Its parameters.
-        bound: As in `EncodedTensor`.
-        pieces: Pieces of the payload with their checksums.
-        has_anchor: Whether it was stored against the anchor.
-    """
+    """A storage that a codec has encoded, its pieces with their checksums; of a large one the last pieces."""
 
     index: int
     codec: Codec
@@ -88,14 +79,7 @@ Task = tuple[int, Callable[[], list[Coded] | Part]]
 
 
 class StorageTasks:
-    """The tasks of one file.
-
-    Args:
-        storages: Its storages.
-        plan: How to encode them.
-        anchor: What they may be stored against.
-        second_moments: As for `write_file`.
-    """
+    """The tasks of one file; `second_moments` are those of `write_file`."""
 
     def __init__(
         self,

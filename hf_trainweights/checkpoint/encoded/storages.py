@@ -82,14 +82,6 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
 
     `tensors` are distinct objects, `paths` the key paths of each. UnstorableError names the key path of a tensor that
     is not plain and dense, or shares memory with another dtype.
-
-    Examples:
-        >>> weight = torch.arange(6.0)
-        >>> views, storages = find_storages([weight, weight[4:]], [[("all",)], [("last",)]])
-        >>> views
-        [{'storage': 0}, {'storage': 0, 'shape': [2], 'offset': 4}]
-        >>> storages[0].read()
-        tensor([0., 1., 2., 3., 4., 5.])
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):

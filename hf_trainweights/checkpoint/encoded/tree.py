@@ -77,11 +77,6 @@ def unflatten(structure: Mapping[str, Any], storages: Sequence[Tensor]) -> Any:
     """Put a tree together again, of `storages` of the right shapes and dtypes on any device, whose memory it shares.
 
     CorruptFileError: a node or a view is not as `flatten` leaves it.
-
-    Examples:
-        >>> structure, storages = flatten({"betas": (0.9, 0.95), "step": torch.tensor(3.0)})
-        >>> unflatten(structure, [storage.read() for storage in storages])
-        {'betas': (0.9, 0.95), 'step': tensor(3.)}
     """
     return _value(structure.get("tree"), build_tensors(structure.get("tensors"), storages), ())
 

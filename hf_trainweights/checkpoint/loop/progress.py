@@ -18,15 +18,11 @@ from hf_trainweights.errors import ConfigError
 
 @dataclass
 class Progress:
-    """How far training has come.
+    """How far training has come: batches in all passes, complete passes, and batches in the present one.
 
-    Args:
-        step: Batches consumed in all passes.
-        passes: Passes over the loader that are complete.
-        consumed: Batches consumed in the present pass.
-        start: The random number generators when it began; None between two passes.
-        passes_to_skip: After a resume, how many passes the loop has yet to ask for that are complete already.
-        rng: After a resume, the generators as they were at the save, until they are set.
+    `start` are the random number generators when it began; None between two passes. After a resume, `passes_to_skip`
+    are complete already, but the loop has yet to ask for them, and `rng` are the generators as they were at the save,
+    until they are set.
     """
 
     step: int = 0
@@ -87,13 +83,7 @@ class Progress:
 
 @dataclass(frozen=True)
 class Boundary:
-    """A loop as it was right after an optimizer's step: what the batches of a half summed gradient change since then.
-
-    Args:
-        step: Batches consumed in all passes.
-        state: What `Progress.state_bytes` returned.
-        buffers: Copies of the model's buffers by name.
-    """
+    """A loop right after an optimizer's step: what the batches of a half summed gradient change since then."""
 
     step: int
     state: bytes

@@ -30,13 +30,7 @@ SIZE_FLOOR = 4096
 
 @dataclass(frozen=True)
 class LossyMode:
-    """How much a mode may round.
-
-    Args:
-        steps_per_rms: Into how many steps the root mean square of a weight's first difference is divided.
-        exp_avg: Codec of Adam's first moment.
-        exp_avg_sq: Codec of its second.
-    """
+    """How much a mode may round: steps in the rms of a first difference, and codecs of Adam's moments."""
 
     steps_per_rms: int
     exp_avg: Codec
@@ -95,13 +89,7 @@ ANY_NAME = f"{EXPRESSION}.*"
 
 @dataclass(frozen=True)
 class Rule:
-    """A rule of a `Policy`, checked.
-
-    Args:
-        roles: What a tensor must be.
-        selector: What selects its name, as `hf_trainweights.files.selectors` describes; ANY_NAME for any.
-        choice: A mode or a codec.
-    """
+    """A rule of a `Policy`, checked: roles of a tensor, what selects its name, and a mode or a codec."""
 
     roles: tuple[str, ...]
     selector: str

@@ -23,13 +23,7 @@ Paths = Mapping[str, Sequence[str | int]]
 
 
 def is_optimizer_state(tree: object) -> TypeGuard[dict[str, Any]]:
-    """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another.
-
-    Examples:
-        >>> import torch
-        >>> is_optimizer_state(torch.optim.SGD([torch.ones(1)]).state_dict()), is_optimizer_state({"state": 1})
-        (True, False)
-    """
+    """Return whether a tree has the layout of `optimizer.state_dict()`, so that nobody stumbles over another."""
     if not isinstance(tree, dict):
         return False
     states, groups = tree.get("state"), tree.get("param_groups")
@@ -42,12 +36,6 @@ def optimizer_parameter_names(model: nn.Module, optimizer: Any) -> dict[int, str
     """Return the names of an optimizer's parameters by the index under which its state dict knows them.
 
     Indices run through the groups in their order. Parameters of other modules are left out.
-
-    Examples:
-        >>> import torch
-        >>> model = nn.Linear(2, 1)
-        >>> optimizer_parameter_names(model, torch.optim.SGD([model.bias, model.weight]))
-        {0: 'bias', 1: 'weight'}
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     groups = getattr(optimizer, "param_groups", [])
@@ -95,11 +83,6 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
     tensors of a shape are there if none of these is a buffer. Without states of the parameters' shapes (plain SGD,
     Adafactor, no optimizer) only tensors of two and more dimensions count as trained. A frozen weight is taken for a
     buffer, which costs nothing: an exact difference of what does not change is next to nothing.
-
-    Examples:
-        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3))
-        >>> sorted(find_buffers(model.state_dict(), torch.optim.SGD(model.named_parameters()).state_dict()))
-        ['1.num_batches_tracked', '1.running_mean', '1.running_var']
     """
     tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
     trained = _recorded_names(optimizer)
@@ -129,12 +112,9 @@ def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:
 
 @dataclass(frozen=True)
 class StateName:
-    """The name of a value in an optimizer's state dict.
+    """The name of a value in an optimizer's state dict, which stands at `optimizer`, "" for the top.
 
-    Args:
-        optimizer: Where the optimizer's state dict stands, "" for the top.
-        parameter: The parameter's name, or that of a group.
-        key: `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
+    `parameter` may be a group's name; `key` is `exp_avg`, `exp_avg_sq`, `step`, `lr`, ...
     """
 
     optimizer: str
@@ -185,10 +165,6 @@ def buffers_of(dimensions: Mapping[str, int], parameters: Collection[str], buffe
     """Return which tensors of a model are exact in every mode: `buffers`, or if None those without a state.
 
     If none has a state in an optimizer (`parameters`), they are those of fewer than two dimensions.
-
-    Examples:
-        >>> sorted(buffers_of({"weight": 2, "mean": 1}, {"weight"}, None))
-        ['mean']
     """
     if buffers is not None:
         return {name for name in dimensions if name in buffers}

@@ -91,12 +91,7 @@ class AnchorRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorCandidate:
-    """What a checkpoint of the run says about the anchor that the next one may use.
-
-    Args:
-        record: What its manifest records.
-        interval_steps: Training steps from that checkpoint to the next one; None where unknown.
-    """
+    """What a checkpoint of the run says about the anchor that the next one may use, so many training steps later."""
 
     record: AnchorRecord
     interval_steps: int | None = None
@@ -138,13 +133,10 @@ class AnchorCandidate:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightsAnchor(AnchorCandidate):
-    """An anchor on disk, or a base, that the next checkpoint in whole files may use.
+    """An anchor on disk, or a base, that the next checkpoint in whole files may use, and maybe keeps.
 
-    Args:
-        path: The file, under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
-            that may keep its files.
-        base: The weights outside the run that it is; None for a file of the run.
-        keep_base: Whether the next checkpoint keeps them.
+    `path` is the file under the name that it has in the checkpoint that holds it; of a base the checkpoint directory
+    that may keep its files.
     """
 
     path: Path

@@ -27,18 +27,10 @@ _OF_THE_MODEL = "base"
 
 
 class RunBase:
-    """The base of a run: found once, before anything is saved.
+    """The base of a run: found once, before anything is saved; without one, or before it is found, `path` is None.
 
-    Args:
-        anchor: `"base"` for the weights that the model was loaded from, a directory or a file of weights, or None.
-        keep: Whether checkpoints keep it.
-
-    Attributes:
-        path: Where it is; None without a base, and as long as the model is not known.
-        keep: As above.
-
-    Raises:
-        ConfigError: There are no weights, or `keep` has nothing to keep.
+    `anchor` is `"base"` for the weights that the model was loaded from, a directory or a file of weights, or None.
+    ConfigError: there are no weights, or `keep` has nothing to keep.
     """
 
     def __init__(self, anchor: str | Path | None, keep: bool):

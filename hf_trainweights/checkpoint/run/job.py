@@ -39,12 +39,7 @@ ANCHOR_EVERY_SAVES = 8
 
 @dataclass(frozen=True)
 class BaseChoice:
-    """Weights outside a run that its first checkpoint is stored against, and those after it.
-
-    Args:
-        path: A directory or a file of weights.
-        keep: Whether checkpoints keep them, so that they need nothing outside the run.
-    """
+    """Weights outside a run, a directory or a file, and whether checkpoints stored against them keep them."""
 
     path: Path
     keep: bool = False
@@ -54,13 +49,8 @@ class BaseChoice:
 class SaveJob:
     """One checkpoint that is being saved.
 
-    Args:
-        path: Where it lies when it is complete.
-        policy: Which codec for which tensor.
-        anchor_every: The most checkpoints that one anchor serves; None for a checkpoint that needs no other.
-        base: Weights outside the run that its first checkpoint is stored against; None if there are none.
-        ranks: Those that take part.
-        temporary: A directory that becomes `path`; None where files are replaced one by one where they lie.
+    `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other.
+    `temporary` is a directory that becomes `path`; None where files are replaced one by one where they lie.
     """
 
     path: Path
@@ -84,12 +74,8 @@ class SaveJob:
 class Choices:
     """What a checkpoint that is made small where it lies shall keep, and what is known of it.
 
-    Args:
-        keep_weights: Leave the weight files as they are, plain.
-        buffers: Names of weights that are buffers; None if the checkpoint itself tells.
-        optimizer_names: Names of the optimizer's parameters by their index in its state.
-        metrics: For the manifest.
-        weights_only: Take a model without training state as well.
+    `buffers` are names of weights; None if the checkpoint itself tells. `optimizer_names` are those of parameters by
+    their index in its state. `weights_only` takes a model without training state as well.
     """
 
     keep_weights: bool = False

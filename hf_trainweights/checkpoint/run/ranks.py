@@ -20,11 +20,9 @@ _TAKE_PART = b""
 
 
 class Ranks:
-    """The processes of a group, of which the first coordinates.
+    """The processes of a group, of which the first coordinates; without a group this process alone.
 
-    Args:
-        group: A process group of PyTorch with a backend for the CPU, to which all ranks belong and nothing else talks;
-            None for this process alone.
+    The group has a backend for the CPU, all ranks belong to it, and nothing else talks in it.
     """
 
     def __init__(self, group: Any = None):

@@ -28,9 +28,7 @@ NO_DIGEST = "0" * 64
 class ShardedAnchor(AnchorCandidate):
     """What a checkpoint says about the anchors that the next one may use; in its record `sha256` says nothing.
 
-    Args:
-        files: Digest of each anchor file to the names of the shards in it.
-        paths: Digest to where the file lies.
+    `files` are the names of shards, and `paths` where the file lies, by digest of each anchor file.
     """
 
     files: Mapping[str, tuple[str, ...]]

@@ -31,14 +31,9 @@ Resolve = Callable[[WriteItem], Any]
 
 @dataclass(frozen=True)
 class RankOrders:
-    """What the coordinator tells a rank.
+    """What the coordinator tells a rank: names of its files, plans by name of the value, and the anchor.
 
-    Args:
-        weights_name: Name of the file for weights.
-        others_name: Name of the file for everything else.
-        plans: How each tensor is stored, by its name in the flattened state dict.
-        anchor: What the weights are stored against; None for a full checkpoint.
-        drift_rms: By shard how far it moves between saves, if an earlier checkpoint tells.
+    `drift_rms` says by shard how far it moves between saves, if an earlier checkpoint tells.
     """
 
     weights_name: str
@@ -50,14 +45,10 @@ class RankOrders:
 
 @dataclass(frozen=True)
 class RankItems:
-    """The items of one rank.
+    """The items of one rank, and what the coordinator says.
 
-    Args:
-        directory: The checkpoint.
-        items: What the rank stores.
-        resolve: Returns a tensor, or the bytes of an object that torch.save wrote.
-        orders: What the coordinator says.
-        at_hand: All that `resolve` can be asked for, items that other ranks store as well included.
+    `resolve` returns a tensor, or the bytes of an object that torch.save wrote. `at_hand` is all that it can be asked
+    for, items that other ranks store as well included.
     """
 
     directory: Path
@@ -115,11 +106,7 @@ class RankItems:
 
 
 class AdamStates:
-    """The states of Adam among the items of a rank, found once for all of its weights.
-
-    Args:
-        rank: The items.
-    """
+    """The states of Adam among the items of a rank, found once for all of its weights."""
 
     def __init__(self, rank: RankItems):
         self._rank = rank

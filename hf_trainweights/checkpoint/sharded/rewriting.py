@@ -65,12 +65,7 @@ _WRITTEN_BY = re.compile(r"__(\d+)_")
 
 
 class ShardedLayout:
-    """A checkpoint that ranks wrote together: a DCP directory, or a Trainer's checkpoint with some.
-
-    Args:
-        path: The checkpoint.
-        parts: Its DCP directories; `path` itself, or some below.
-    """
+    """A checkpoint that ranks wrote together: a DCP directory, or a Trainer's checkpoint with some as its parts."""
 
     def __init__(self, path: Path, parts: Sequence[Path]):
         self.path = path
@@ -232,13 +227,7 @@ def used_rules(policy: Policy, names: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Share:
-    """What one rank does: it reads items from the old files and writes them into new ones.
-
-    Args:
-        directory: The directory.
-        plan: What it writes.
-        places: Where it finds that.
-    """
+    """What one rank does: it reads items from their places in the old files and writes them into new ones."""
 
     directory: Path
     plan: SavePlan

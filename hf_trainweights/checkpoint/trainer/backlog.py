@@ -26,12 +26,7 @@ _logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Compression:
-    """One checkpoint that is to be made small, of a sharded one by all ranks, each of which has one of these.
-
-    Args:
-        job: The checkpoint, and how it is saved.
-        choices: What it shall keep, and what is known of it.
-    """
+    """One checkpoint that is to be made small, of a sharded one by all ranks, each of which has one of these."""
 
     job: SaveJob
     choices: Choices
@@ -111,11 +106,7 @@ def drop_stale_manifest(directory: Path) -> None:
 class Backlog:
     """The checkpoints of a run that wait to be made small.
 
-    Args:
-        on_error: `"warn"` to go on with a plain checkpoint, `"raise"` to end the training.
-
-    Raises:
-        ConfigError: `on_error` is neither.
+    `on_error` is `"warn"` to go on with a plain checkpoint, `"raise"` to end the training; ConfigError: it is neither.
     """
 
     speaks = True

@@ -41,7 +41,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
     stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
-    every rank makes small what it has written. Checkpoints of DeepSpeed are left as they are.
+    every rank makes small what it has written. Checkpoints of DeepSpeed are left as they are. A Trainer calls the
+    methods with its arguments, its state, what it is going to do and, among others, model and optimizer.
 
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
@@ -81,12 +82,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Make the checkpoints of a moved run readable: their files record where their anchors were.
 
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
-            kwargs: The model, among others.
-
         Raises:
             ConfigError: The model's base is not found.
         """
@@ -98,12 +93,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: Any = None, **_: Any
     ) -> None:
         """Remove what a killed run left, mark a run whose files name weights otherwise than modules, check the resume.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
-            model: The model.
 
         Raises:
             ConfigError: A rule names nothing in the model, its base is not found, or the Trainer has resumed from a
@@ -134,22 +123,11 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             raise ConfigError("resume_from_checkpoint", "a whole checkpoint", f"{directory}: {problem}", next_step)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Begin to make the last checkpoint small.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
-        """
+        """Begin to make the last checkpoint small."""
         self._backlog.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint if another is about to be saved.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
 
         Raises:
             Exception: Whatever went wrong in the background, where it ends the training; see `on_error`.
@@ -171,12 +149,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     ) -> None:
         """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do.
 
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
-            kwargs: Model and optimizer, among others.
-
         Raises:
             Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
@@ -189,12 +161,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop.
 
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
-            kwargs: Model and optimizer, among others.
-
         Raises:
             Exception: Whatever went wrong, where it ends the training; see `on_error`.
         """
@@ -206,11 +172,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint and say in one line what was saved and what stayed plain.
-
-        Args:
-            args: The Trainer's arguments.
-            state: Its state.
-            control: What it is going to do.
 
         Raises:
             Exception: Whatever went wrong, where it ends the training; see `on_error`.

@@ -71,11 +71,7 @@ _WAS_SAFETENSORS = "was_safetensors"
 
 
 class WholeLayout:
-    """A checkpoint in whole files, as a Trainer on one rank or a plain loop writes it.
-
-    Args:
-        path: The directory.
-    """
+    """A checkpoint in whole files, as a Trainer on one rank or a plain loop writes it."""
 
     def __init__(self, path: Path):
         self.path = path

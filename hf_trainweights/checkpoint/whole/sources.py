@@ -92,10 +92,7 @@ _PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
 class Inventory:
     """The files of a checkpoint directory that hold training state.
 
-    Args:
-        path: The directory.
-        weight_files: Those of one family, the one that loaders open first at the head, indices before their shards.
-        other_files: Other files of torch.save, sorted.
+    `weight_files` are of one family, the one that loaders open first at the head, indices before their shards.
     """
 
     path: Path
@@ -153,11 +150,8 @@ ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 class OptimizerFile:
     """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
 
-    Args:
-        name: Its name; of two files the newer one's, whose state counts. None if there is none.
-        tree: What it holds; None if it is not there, or holds more than plain data.
-        plan: How to encode it.
-        names: Names of the optimizer's parameters by their index.
+    Of two files it is the newer one. `name` is None if there is none, `tree` also if it holds more than plain data.
+    `names` are those of parameters by their index.
     """
 
     name: str | None

@@ -55,14 +55,10 @@ WEIGHTS_NAME = "pytorch_model.bin"
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a checkpoint, and the facts that decide how they are stored.
+    """The weights of a checkpoint, a flat state dict, and the facts that decide how they are stored.
 
-    Args:
-        state: A flat state dict under module names.
-        buffers: Names in it that are buffers; they are exact in every mode.
-        optimizer: The optimizer's state dict, which says how far the weights drift and which of them never moved.
-        optimizer_names: Its parameters' names by their index in it.
-        file_name: The file they go to.
+    `buffers` are exact in every mode. The optimizer's state says how far the weights drift and which of them never
+    moved; its parameters' names are by their index in it.
     """
 
     state: Mapping[str, Any]
@@ -81,13 +77,9 @@ class Weights:
 class EncodedWeights:
     """The weights of a checkpoint, encoded.
 
-    Args:
-        written: What is in the file.
-        links: The files that reading this one takes, linked or kept in the job's directory; none if it refers to no
-            other, or to a base that is not kept.
-        anchor: What the manifest records about the anchor of the next checkpoint, where that is not this file alone.
-        is_next_anchor: Whether the next checkpoint's anchor is this file; its record lacks the digest of it.
-        base: The weights outside the run that the anchor is.
+    `links` are the files that reading this one takes, linked or kept in the job's directory. `anchor` is what the
+    manifest records about the anchor of the next checkpoint, where that is not this file alone; it may be this file all
+    the same, and then the record lacks its digest. `base` are the weights outside the run that the anchor is.
     """
 
     written: WrittenFile

@@ -47,11 +47,7 @@ def chunk_count(count: int) -> int:
 
 
 class ByteBuffer:
-    """Bytes that others are appended to.
-
-    Args:
-        expected_bytes: Memory is set aside for so many, and more as it is needed; none of it is touched before.
-    """
+    """Bytes that others are appended to; memory is set aside for those that are expected, and not touched before."""
 
     def __init__(self, expected_bytes: int = 0):
         self._memory = np.empty(expected_bytes, np.uint8)
@@ -75,11 +71,7 @@ class ByteBuffer:
 
 
 class BlockWriter:
-    """Collects blocks into one payload.
-
-    Args:
-        expected_bytes: About how long it becomes.
-    """
+    """Collects blocks into one payload, which is expected to become about so long."""
 
     def __init__(self, expected_bytes: int = 0) -> None:
         self._data = ByteBuffer(expected_bytes)
@@ -107,15 +99,9 @@ class BlockWriter:
 
 
 class BlockReader:
-    """Reads the blocks of one payload in any order; checks everything before it is used.
+    """Reads the `count` blocks of one payload in any order.
 
-    Args:
-        codec: Whose payload it is, for messages.
-        payload: 1-D uint8 tensor.
-        count: Number of blocks.
-
-    Raises:
-        CorruptFileError: The payload does not hold `count` blocks.
+    CorruptFileError: the payload, 1-D uint8, does not hold so many.
     """
 
     def __init__(self, codec: type[Codec], payload: Tensor, count: int):
@@ -152,14 +138,10 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A tensor that is about to be encoded.
+    """A tensor of `size_bytes` that is about to be encoded.
 
-    Args:
-        size_bytes: Of the tensor.
-        parts: What `write` takes for each chunk.
-        write: Writes the blocks of a chunk, and returns its flag.
-        has_flags: Whether flags are stored.
-        others: The other payloads.
+    `write` takes one of the `parts`, writes the blocks of this chunk and returns its flag, which is stored if
+    `has_flags`. `others` are the other payloads.
     """
 
     size_bytes: int
