@@ -42,9 +42,15 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.entropy import chunk_ranges
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    Tile,
+    chunk_ranges,
+    matrix_shape,
+    rounded_to,
+    tiles,
+    to_float32,
+)
 from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
-from hf_trainweights.checkpoint.codecs.coding.tiles import Tile, matrix_shape, rounded_to, tiles, to_float32
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.coding.entropy import chunk_ranges
+from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import get_format

@@ -40,9 +40,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
-from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
-from hf_trainweights.checkpoint.codecs.coding.tiles import (
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Tile,
     empty,
     matrix_shape,
@@ -53,6 +51,8 @@ from hf_trainweights.checkpoint.codecs.coding.tiles import (
     to_float32,
     work_in,
 )
+from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
 from hf_trainweights.errors import ConfigError
 
 # A number for each row of a tile, float32 [r], and one for each column, float32 [c].

@@ -2,7 +2,7 @@
 
 The tensor is cut into chunks of 2**18 components (a complex number is two). In each, every floating point
 component is rotated left by one bit, so that the exponent fills the top byte and the sign goes to the lowest
-bit; then the bytes of each significance make one block, lowest first (see `entropy`). Mantissas are noise and
+bit; then the bytes of each significance make one block, lowest first (see `blocks`). Mantissas are noise and
 stay as they are; exponents are coded.
 
 `planes-delta` holds in a chunk the difference to the anchor where that is smaller: the wrapping integer difference of
@@ -26,15 +26,16 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ROLES, Json, References
-from hf_trainweights.checkpoint.codecs.coding.entropy import (
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
     BlockReader,
     BlockWriter,
     ChunkedCodec,
     Chunks,
     chunk_count,
     chunk_ranges,
+    empty,
+    scratch,
 )
-from hf_trainweights.checkpoint.codecs.coding.tiles import empty, scratch
 from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, unfold_, word_layout, words_of
 
 CACHED = 1 << 16

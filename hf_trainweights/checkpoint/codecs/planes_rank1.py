@@ -25,9 +25,19 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Json, References
-from hf_trainweights.checkpoint.codecs.coding.entropy import CHUNK, BlockReader, BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    CHUNK,
+    BlockReader,
+    BlockWriter,
+    ChunkedCodec,
+    Chunks,
+    Tile,
+    empty,
+    matrix_shape,
+    tile_count,
+    tiles,
+)
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
-from hf_trainweights.checkpoint.codecs.coding.tiles import Tile, empty, matrix_shape, tile_count, tiles
 from hf_trainweights.checkpoint.codecs.planes import (
     CACHED,
     plane_bits,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.coding.tiles import empty
+from hf_trainweights.checkpoint.codecs.coding.blocks import empty
 
 
 @dataclass(frozen=True)

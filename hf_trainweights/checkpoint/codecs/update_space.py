@@ -31,8 +31,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
+from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, matrix_shape, rounded_to, tiles, to_float32
 from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, decode_tiles, place_levels, to_levels
-from hf_trainweights.checkpoint.codecs.coding.tiles import Tile, matrix_shape, rounded_to, tiles, to_float32
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.

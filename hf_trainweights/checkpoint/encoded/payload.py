@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
 
-from hf_trainweights.checkpoint.codecs.coding.entropy import ByteBuffer
+from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
 from hf_trainweights.checkpoint.encoded.structure import ALIGNMENT_BYTES, padded_length
 from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan

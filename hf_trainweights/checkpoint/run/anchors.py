@@ -45,7 +45,7 @@ _CHUNK_BYTES = 1 << 20
 MOST_FILES = 5
 # A delta that costs one bit per weight more than the first one did is twice as large: the anchor has aged.
 _REFRESH_BITS = 1.0
-# Of a base, see base_anchor.py.
+# Of a base, see base.py.
 _BASE_REFRESH_BITS = 2.0
 
 

@@ -37,7 +37,7 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
     unlink_anchor,
 )
-from hf_trainweights.checkpoint.run.base_anchor import (
+from hf_trainweights.checkpoint.run.base import (
     base_candidate,
     keep_files,
     open_base,

@@ -2,7 +2,7 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader
+from hf_trainweights.checkpoint.codecs.coding.blocks import BlockReader
 from hf_trainweights.checkpoint.codecs.planes import CACHED, Planes, PlanesDelta
 
 

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.coding import entropy
+from hf_trainweights.checkpoint.codecs.coding import blocks
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report, read_structure
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
@@ -162,9 +162,9 @@ def _change_tables(rng: random.Random, structure: Any, payload: bytes) -> bytes:
 @contextmanager
 def _changed_blocks(rng: random.Random, share: float) -> Iterator[None]:
     """Let the entropy coder return other bytes than were coded, as an encoder of one's own could make it do."""
-    read = entropy.BlockReader.read
+    read = blocks.BlockReader.read
 
-    def read_changed(self: entropy.BlockReader, index: int, size: int) -> np.ndarray:
+    def read_changed(self: blocks.BlockReader, index: int, size: int) -> np.ndarray:
         block = read(self, index, size)
         if not len(block) or rng.random() >= share:
             return block
@@ -174,8 +174,8 @@ def _changed_blocks(rng: random.Random, share: float) -> Iterator[None]:
         data = rng.randbytes(len(block)) if kind < 0.3 else change_bytes(rng, block.tobytes())
         return np.frombuffer(data, np.uint8)
 
-    entropy.BlockReader.read = read_changed
+    blocks.BlockReader.read = read_changed
     try:
         yield
     finally:
-        entropy.BlockReader.read = read
+        blocks.BlockReader.read = read

@@ -4,7 +4,7 @@ Each element has a level q, or is the *same* as its prediction, or is *exact*, s
 
 | payload | content |
 |---|---|
-| 0 | the levels: 3n + 2 blocks (see `entropy`) for n tiles |
+| 0 | the levels: 3n + 2 blocks (see `blocks`) for n tiles |
 | 1 | the exact elements, row-major, in the tensor's dtype |
 
 The tensor is viewed as a matrix [R, C], split between the two dimensions that make it most square, and cut into
@@ -42,10 +42,13 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.coding.tiles import (
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    BlockReader,
+    BlockWriter,
     Tile,
+    bytes_to_int16,
     empty,
+    int16_to_bytes,
     matrix_shape,
     put,
     scratch,

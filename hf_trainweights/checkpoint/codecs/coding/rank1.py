@@ -3,7 +3,7 @@
 The tensor is viewed as a matrix [R, C] (see `levels`). Means are whole multiples of 1/128, over a sample of the
 elements that are positive; the means of rows are taken first, those of columns from
 the residuals. Means of fewer than 16 elements
-are zero and not stored. The payload is one block (see `entropy`), int16: the rows' if C >= 16, then the columns' if
+are zero and not stored. The payload is one block (see `blocks`), int16: the rows' if C >= 16, then the columns' if
 R >= 16, in units of 1/128; all low bytes, then all high.
 """
 
@@ -14,8 +14,13 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec
-from hf_trainweights.checkpoint.codecs.coding.entropy import BlockReader, BlockWriter, bytes_to_int16, int16_to_bytes
-from hf_trainweights.checkpoint.codecs.coding.tiles import tiles
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    BlockReader,
+    BlockWriter,
+    bytes_to_int16,
+    int16_to_bytes,
+    tiles,
+)
 
 MEAN_UNITS = 128
 """Means are whole multiples of 1 / MEAN_UNITS."""

@@ -2,6 +2,7 @@ import numpy as np
 import pytest
 import torch
 
+from hf_trainweights.checkpoint.codecs.coding.blocks import tiles
 from hf_trainweights.checkpoint.codecs.coding.levels import (
     SAME,
     LevelWriter,
@@ -10,7 +11,6 @@ from hf_trainweights.checkpoint.codecs.coding.levels import (
     place_levels,
     to_levels,
 )
-from hf_trainweights.checkpoint.codecs.coding.tiles import tiles
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 
 CODED_TILE = 1 << 16
