@@ -448,6 +448,30 @@ def calibration() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def scale() -> str:
+    """Return what quantizing large models takes."""
+    report, rows = read("scale"), []
+    for row in report["rows"]:
+        int4 = next(each for each in report["rows"] if (each["shape"], each["config"]) == (row["shape"], "int4"))
+        rows.append(
+            [
+                f"{row['shape']}, {row['config']}",
+                f"{2 * row['weights'] / 1e9:.1f} GB",
+                f"{row['written_bytes'] / 1e9:.1f} GB",
+                f"{row['peak_bytes'] / 1e9:.2f} GB",
+                f"{row['cpu_seconds']:.0f}",
+                f"{row['cpu_seconds'] / int4['cpu_seconds']:.1f}",
+                f"{100 * row['reload_bytes'] / row['written_bytes']:.1f} %",
+            ]
+        )
+    header = ["Llama of", "bfloat16", "written", "memory", "CPU s", "of int4's", "memory of a reload"]
+    caption = (
+        f"{report['cpu']}, one thread, embeddings left in bfloat16. Memory is what no file holds, above what the "
+        "imports hold; that of a reload is a share of what was written."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def checkpoint_cores() -> str:
     """Return how fast a large checkpoint is made small and loaded."""
     report = read("checkpoint_cores")
@@ -506,6 +530,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": curve,
     "embeddings": embeddings,
     "calibration": calibration,
+    "scale": scale,
     "demo": demo,
     "ops": ops,
     "exports": exports,
