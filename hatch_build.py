@@ -20,6 +20,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 _PACKAGE = Path("hf_trainweights")
 _PRODUCTS = _PACKAGE / "kernels" / "native"
+_FORMATS = _PACKAGE / "formats" / "native"
 _CODECS = _PACKAGE / "checkpoint" / "codecs" / "native"
 _PLANES = _PACKAGE / "files" / "native"
 _FLAGS = ["-O3", "-std=gnu11", "-fPIC"]
@@ -47,6 +48,7 @@ class Library(NamedTuple):  # hatchling loads this file in a way in which `datac
 _OF_ALL = ("interface.c", "dequantize.c", "float8.c", "words/uint.c")
 _PANELS = ("tiles/numbers.c", "tiles/panel.c", "tiles/products.c", "tiles/ways.c")
 _OF_ANY_CPU = (
+    Library(_FORMATS / "search.so", ("*.c",), [_THREADS, *_ROUNDED]),
     Library(_CODECS / "levels.so", ("*.c",), _ROUNDED),
     Library(_PLANES / "planes.so", ("*.c",), _ROUNDED),
 )

@@ -68,7 +68,8 @@ def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
 
     from hf_trainweights.checkpoint.codecs.coding import compiled as codecs
     from hf_trainweights.files import byte_planes
+    from hf_trainweights.formats import compiled_search as search
 
     use_library(None, monkeypatch)
-    for module, load in ((codecs, "_load"), (byte_planes, "compiled")):
+    for module, load in ((codecs, "_load"), (search, "_load"), (byte_planes, "compiled")):
         monkeypatch.setattr(module, load, lambda: None)

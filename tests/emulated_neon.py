@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from cpus import HASWELL, runs_here
 
-from hf_trainweights.files.native_library import load_library
 from hf_trainweights.kernels import compiled
+from hf_trainweights.native_library import load_library
 
 # What hatch_build.py makes the library of.
 SOURCES = ("interface.c", "dequantize.c", "float8.c", "words/uint.c", "bytes/*.c")

@@ -121,7 +121,7 @@ def quantize_to_codebook(weight: Tensor) -> dict[str, Tensor]:
         doubled = groups * (inverse(FACTORS[code] * row.float()) * 2)
         for sign in (1, -1):
             difference = 2 * CODEBOOK[nearest_value(sign * doubled)] - sign * doubled
-            error = difference.square().sum(dim=-1) * FACTORS[code].square()
+            error = sum_by_halves(difference.square()) * FACTORS[code].square()
             better = error < smallest
             best, smallest = torch.where(better, code + 64 * (sign < 0), best), torch.where(better, error, smallest)
     best = torch.where(amax == 0, 0, best)

@@ -138,3 +138,11 @@ def take(stored: Tensor, indices: Tensor) -> Tensor:
     if stored.dtype.itemsize == 1:
         return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
     return stored.index_select(0, indices)
+
+
+def add_by_halves(values: Tensor) -> Tensor:
+    """Return the sums over the first dimension, a power of two, always in this order; the values are overwritten."""
+    while len(values) > 1:
+        first, second = values.chunk(2)
+        values = first.add_(second)
+    return values[0]

@@ -18,9 +18,16 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.arithmetic import float32_blocks, largest_magnitude, reciprocal, round_scale
+from hf_trainweights.formats.arithmetic import (
+    add_by_halves,
+    float32_blocks,
+    largest_magnitude,
+    reciprocal,
+    round_scale,
+)
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
+from hf_trainweights.formats.compiled_search import search_codebook, serves
 from hf_trainweights.formats.group_scales import (
     FACTORS,
     SCALE_BITS,
@@ -187,30 +194,39 @@ def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | N
     the squares of the errors.
     """
     zero, ones = first == 0, torch.ones_like(scale)
-    candidates = [(first.to(torch.int32) + step).clamp_(1, 63).masked_fill_(zero, 0) for step in _STEPS]
-    doubled = [reciprocal(_group_scale(codes, scale)).unsqueeze(-1) * 2 for codes in candidates]
+    steps = torch.tensor(_STEPS, dtype=torch.int32, device=groups.device).view(-1, 1, 1)
+    codes = (first.to(torch.int32) + steps).clamp_(1, 63).masked_fill_(zero, 0)
+    doubled = reciprocal(_group_scale(codes, scale)) * 2
     # Errors are compared relative to the row's scale, so that no square overflows.
-    squares = [decode_group_scales(codes, ones).square_() for codes in candidates]
-    doubles = torch.tensor(_DOUBLES, device=groups.device)
-    # With the other sign the negated weight has the values, so the weight has the negated values.
-    tables = {0: doubles, 1 << SCALE_BITS: -doubles.flip(0)}
-    best = torch.empty_like(candidates[0])
-    wanted, scratch, difference = (doubles.new_empty(0) for _ in range(3))
+    squares = decode_group_scales(codes, ones).square_()
+    table = torch.tensor(_DOUBLES, device=groups.device)
+    best = torch.empty_like(codes[0])
     for block, values in float32_blocks(groups):
-        least, code = squares[0].new_full(values.shape[:-1], torch.inf), candidates[0][block].clone()
-        for buffer in (wanted, scratch, difference):
-            buffer.resize_(values.shape)
-        for codes, square, inverse in zip(candidates, squares, doubled, strict=True):
-            torch.mul(values, inverse[block], out=wanted)
-            places = _places(scratch.copy_(wanted)).flatten()
-            for sign, table in tables.items():
-                torch.index_select(table, 0, places, out=difference.view(-1))
-                squared = difference.sub_(wanted).square_()
-                error = (squared if importance is None else squared.mul_(importance)).sum(dim=-1).mul_(square[block])
-                better = error < least
-                least, code = torch.where(better, error, least), torch.where(better, codes[block] + sign, code)
-        best[block] = code
+        # Groups side by side: what is computed of each is then one operation on whole vectors.
+        beside = values.view(-1, GROUP_SIZE).t().contiguous()
+        tried = [each[:, block].flatten(1) for each in (codes, doubled, squares)]
+        find = search_codebook if serves(beside) else _search_by_ops
+        best[block] = find(beside, *tried, table, importance).view(best[block].shape)
     return best.masked_fill_(zero, 0)
+
+
+def _search_by_ops(
+    groups: Tensor, codes: Tensor, doubled: Tensor, squares: Tensor, table: Tensor, importance: Tensor | None
+) -> Tensor:
+    """Do as `search_codebook` does, by ops of PyTorch."""
+    least, best = torch.full_like(squares[0], torch.inf), codes[0]
+    # With the other sign the negated weight has the values, so the weight has the negated values.
+    tables = {0: table, 1 << SCALE_BITS: -table.flip(0)}
+    for code, inverse, square in zip(codes, doubled, squares, strict=True):
+        wanted = groups * inverse
+        places = _places(wanted.clone()).flatten()
+        for sign, doubles in tables.items():
+            squared = doubles.index_select(0, places).view(wanted.shape).sub_(wanted).square_()
+            weighed = squared if importance is None else squared.mul_(importance.unsqueeze(-1))
+            error = add_by_halves(weighed).mul_(square)
+            better = error < least
+            least, best = torch.where(better, error, least), torch.where(better, code + sign, best)
+    return best
 
 
 def _places(doubled: Tensor) -> Tensor:

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.arithmetic import smallest_scale
+from hf_trainweights.formats.arithmetic import add_by_halves, smallest_scale
+from hf_trainweights.formats.compiled_search import search_uint, serves
 
 PARAMETERS = 16
 """How many group scales there are, and how many zero points."""
@@ -59,6 +60,10 @@ def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None =
     """
     low, high = ends
     covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
+    if serves(groups):
+        units = grid.bits, grid.code_units, grid.zero_units
+        scale, zero = search_uint(groups, covering, middle, importance, units, grid.clippings)
+        return scale, zero.masked_fill_(covering == 0, 0)
     best = _Best(grid, groups, importance)
     for clipping in grid.clippings:
         best.try_scale(covering * clipping, middle)
@@ -93,7 +98,7 @@ class _Best:
         exact = _steps(self._grid, self._groups, scale, zero, self._exact)
         rounded = torch.round(exact, out=self._rounded).clamp_(0, self._grid.largest_code)
         squares = exact.sub_(rounded).square_()
-        error = _sum(squares if self._importance is None else squares.mul_(self._importance)) * scale.square()
+        error = add_by_halves(squares if self._importance is None else squares.mul_(self._importance)) * scale.square()
         better = error < self._error
         self._error = torch.where(better, error, self._error)
         self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)
@@ -119,11 +124,3 @@ def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, out: Tensor)
     """Return the codes as exact numbers in `out`, not rounded and not clamped."""
     steps = torch.mul(groups, (scale * grid.code_units).reciprocal_(), out=out)
     return steps.add_(zero * (grid.zero_units / grid.code_units))
-
-
-def _sum(squares: Tensor) -> Tensor:
-    """Return the sums over the first dimension, by halves: always in this order, whatever the machine."""
-    while len(squares) > 1:
-        first, second = squares.chunk(2)
-        squares = first.add_(second)
-    return squares[0]

@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hf_trainweights.files.native_library import load_library
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.coded import Coded
@@ -29,6 +28,7 @@ from hf_trainweights.kernels.cpu_features import capabilities
 from hf_trainweights.kernels.guards import ENABLED, Needs, check
 from hf_trainweights.kernels.scratch import SCRATCH
 from hf_trainweights.kernels.thresholds import most_rows
+from hf_trainweights.native_library import load_library
 
 _logger = logging.getLogger(__name__)
 _NATIVE = Path(__file__).parent / "native"

@@ -19,7 +19,6 @@ from helpers import assert_close_products
 from torch import Tensor
 from weights import random_weight
 
-from hf_trainweights.files.native_library import load_library
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.codebook4 import Codebook4
@@ -28,6 +27,7 @@ from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt3, UInt6
 from hf_trainweights.kernels import compiled
+from hf_trainweights.native_library import load_library
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 

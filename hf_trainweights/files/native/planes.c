@@ -1,5 +1,5 @@
 // Words <-> planes of their bytes of equal significance, lowest first; byte_planes.py says what for.
-#include "clones.h"
+#include "../../formats/native/clones.h"
 
 // Fill the planes, which lie `stride` bytes apart, with the bytes of the words.
 #define SPLIT(NAME, WORD)                                                                  \

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from hf_trainweights.files.native_library import load_library
+from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
 _FUNCTIONS = {

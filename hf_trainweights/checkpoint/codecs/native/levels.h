@@ -2,7 +2,7 @@
 #pragma once
 #include <string.h>
 
-#include "../../../files/native/clones.h"
+#include "../../../formats/native/clones.h"
 
 // Stand for an element equal to its prediction, and for one that is stored as it is.
 enum { SAME = -32768, EXACT = 32767 };

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_trainweights.files import native_library
-from hf_trainweights.files.native_library import load_library
+from hf_trainweights import native_library
+from hf_trainweights.native_library import load_library
 
 compiler = shutil.which(os.environ.get("CC", "cc"))
 pytestmark = pytest.mark.skipif(compiler is None, reason="there is no C compiler here")
