@@ -29,10 +29,10 @@ from hf_trainweights import TrainWeightsConfig, quantize_directory
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 # Of Llama 3.2.
 SHAPES = {
-    "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32},
-    "3.2B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "num_attention_heads": 24},
+    "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
+    "3.2B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "head_dim": 128},
 }
-COMMON = {"num_key_value_heads": 8, "head_dim": 64, "vocab_size": 128_256, "tie_word_embeddings": True}
+COMMON = {"num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
     "int4": {"format": "int4", "group_size": 128},
@@ -43,7 +43,11 @@ SHARD_TENSORS = 40
 
 def write_model(shape: str, directory: Path) -> int:
     """Write a bfloat16 model of random weights, a shard at a time, and return how many weights it has."""
-    config = LlamaConfig(**COMMON, **SHAPES[shape], architectures=["LlamaForCausalLM"], dtype="bfloat16")
+    sizes = SHAPES[shape]
+    heads = sizes["hidden_size"] // sizes["head_dim"]
+    config = LlamaConfig(
+        **COMMON, **sizes, num_attention_heads=heads, architectures=["LlamaForCausalLM"], dtype="bfloat16"
+    )
     config.save_pretrained(directory)
     with torch.device("meta"):
         shapes = {name: tensor.shape for name, tensor in LlamaForCausalLM(config).state_dict().items()}
