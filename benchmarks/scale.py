@@ -28,11 +28,11 @@ from hf_trainweights import TrainWeightsConfig, quantize_directory
 
 RESULTS = Path(__file__).parent / "results" / "scale.json"
 # Of Llama 3.2.
-SHAPES = {
+SHAPES: dict[str, dict[str, Any]] = {
     "1.2B": {"hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "head_dim": 64},
     "3.2B": {"hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 28, "head_dim": 128},
 }
-COMMON = {"num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}
+COMMON: dict[str, Any] = {"num_key_value_heads": 8, "vocab_size": 128_256, "tie_word_embeddings": True}
 CONFIGS: dict[str, dict[str, Any]] = {
     "int8": {"format": "int8"},
     "int4": {"format": "int4", "group_size": 128},

@@ -204,9 +204,9 @@ def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | N
     for block, values in float32_blocks(groups):
         # Groups side by side: what is computed of each is then one operation on whole vectors.
         beside = values.view(-1, GROUP_SIZE).t().contiguous()
-        tried = [each[:, block].flatten(1) for each in (codes, doubled, squares)]
+        code, inverse, square = (each[:, block].flatten(1) for each in (codes, doubled, squares))
         find = search_codebook if serves(beside) else _search_by_ops
-        best[block] = find(beside, *tried, table, importance).view(best[block].shape)
+        best[block] = find(beside, code, inverse, square, table, importance).view(best[block].shape)
     return best.masked_fill_(zero, 0)
 
 

@@ -62,11 +62,11 @@ def chosen(form: Format, weight: Tensor, importance: Tensor) -> list[Tensor]:
     """Return what calibration chooses where columns do not depend on one another."""
     columns = form.columns(weight, importance)
     assert columns is not None
+    size = columns.group_size
+    assert size
     for column in range(weight.shape[1]):
-        if column % columns.group_size == 0:
-            columns.begin_group(
-                column // columns.group_size, weight[:, column : column + columns.group_size].t().contiguous()
-            )
+        if column % size == 0:
+            columns.begin_group(column // size, weight[:, column : column + size].t().contiguous())
         columns.encode(column, weight[:, column])
     return list(columns.tensors().values())
 
