@@ -1,8 +1,9 @@
 """Quality against bits: every format, formats chosen for a budget, and the peers, on two models.
 
 Run `python -m benchmarks.curve --ggml libggml-base.so`; it needs the `test` extra and no network, takes ten minutes and
-trains the demo's Llama with each of `--seeds`, which it keeps in `--models`. It writes `benchmarks/results/curve.json`
-after each point, where a run that was stopped goes on, and draws `docs/quality_curve.svg`. Scales count 16 bits.
+trains the demo's Llama with each of `--seeds`, which it keeps in `--models`. `benchmarks/curve_gptq.py` says how
+`--gptq PYTHON` is made. It writes `benchmarks/results/curve.json` after each point, where a run that was stopped goes
+on, and draws `docs/quality_curve.svg`. Scales count 16 bits.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import subprocess
+import tempfile
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
@@ -17,9 +20,11 @@ from statistics import mean
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 
+from benchmarks import curve_gptq
 from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from benchmarks.curve_peers import Peer, peers
 from benchmarks.curve_plot import DRAWING, draw
@@ -57,6 +62,8 @@ CALIBRATED: list[dict[str, Any]] = [
     {"format": "codebook4"},
     {"format": "uint4", "group_size": 32},
 ]
+# Bits and group sizes; the codes are symmetric, as those of int4 are.
+GPTQ = ((4, 128), (3, 32))
 # Where the ways to weigh errors are compared.
 COMPARED = (3.0, 3.5, 4.0, 5.0)
 
@@ -104,6 +111,32 @@ def by_peer(peer: Peer) -> Method:
     return method
 
 
+def by_gptq(python: Path, bits: int, group_size: int) -> Method:
+    """Return the method that lets llm-compressor choose the codes, with the texts that `by_text` gets."""
+
+    def method(subject: Subject, model: PreTrainedModel) -> float:
+        with tempfile.TemporaryDirectory() as given:
+            directory = Path(given)
+            subject.reference.save_pretrained(directory / "model")
+            texts = [row for batch in subject.calibration() for row in _rows(batch)]
+            asked = {"texts": texts, "linears": list(subject.linears()), "bits": bits, "group_size": group_size}
+            (directory / "asked.json").write_text(json.dumps(asked), encoding="utf-8")
+            # -P: `benchmarks/cuda.py` would hide a package of that name.
+            subprocess.run([python.absolute(), "-P", curve_gptq.__file__, directory], check=True, cwd=directory)
+            for name, values in load_file(directory / "weights.safetensors").items():
+                model.get_parameter(f"{name}.weight").data = values
+        return bits + 16 / group_size
+
+    return method
+
+
+def _rows(batch: dict[str, torch.Tensor]) -> list[list[int]]:
+    """Return the tokens of each text of a batch, without padding."""
+    ids = batch["input_ids"]
+    kept = batch.get("attention_mask", torch.ones_like(ids)).bool()
+    return [row[mask].tolist() for row, mask in zip(ids, kept, strict=True)]
+
+
 def _quantize(model: PreTrainedModel, config: TrainWeightsConfig, calibration: list[Any] | None = None) -> float:
     """Quantize a model and return the bits of a weight in a file."""
     quantized = quantize_(model, config, calibration=calibration).quantized
@@ -118,7 +151,7 @@ def _file_bytes(model: PreTrainedModel, choice: Choice) -> int:
     return sum(tensor.nbytes for tensor in flatten_weight(choice.name, weight, choice.format).values())
 
 
-def methods(library: Path | None) -> list[tuple[str, str, Method]]:
+def methods(library: Path | None, gptq: Path | None) -> list[tuple[str, str, Method]]:
     """Return family, name and method of every point."""
     found = []
     for config in FORMATS:
@@ -129,6 +162,9 @@ def methods(library: Path | None) -> list[tuple[str, str, Method]]:
         family = "NF4" if name.startswith("NF4") else "llama.cpp, imatrix" if "imatrix" in name else "llama.cpp"
         found.append((family, name, by_peer(peer)))
     found += [("calibrated", f"{_name(config)}, calibrated", by_text(config)) for config in CALIBRATED]
+    if gptq is not None:
+        family = f"llm-compressor {curve_gptq.VERSION}"
+        found += [(family, f"GPTQ, {bits} bits, groups of {size}", by_gptq(gptq, bits, size)) for bits, size in GPTQ]
     found += [("budget, by size alone", f"bits={bits}, by size", by_size_alone(bits)) for bits in COMPARED]
     return found
 
@@ -158,6 +194,7 @@ def _mean(found: list[dict[str, float]]) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--ggml", type=Path, help="libggml-base of llama.cpp")
+    parser.add_argument("--gptq", type=Path, help="python of an environment with llm-compressor")
     parser.add_argument("--models", type=Path, default=Path("build/curve"), help="where trained models are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     arguments = parser.parse_args()
@@ -171,7 +208,7 @@ def main() -> None:
     earlier = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     goes_on = {key: earlier.get(key) for key in report} == report
     done = {row["method"]: row for row in earlier["rows"]} if goes_on else {}
-    todo = methods(arguments.ggml)
+    todo = methods(arguments.ggml, arguments.gptq)
     for family, name, method in todo:
         if name not in done:
             row: dict[str, Any] = {"family": family, "method": name, "minilm": _mean([measure(minilm, method)])}

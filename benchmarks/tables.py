@@ -57,7 +57,7 @@ def curve() -> str:
     header = ["method", "family", "bits", "SNR, dB", "mean cosine", "divergence, millinats", "perplexity lost, %"]
     caption = (
         f"Bits, SNR and mean cosine: {report['minilm']}. Divergence and perplexity: {report['llama']}. Weights in "
-        "bfloat16; bits count scales of 16 bits. What is called calibrated or imatrix got 256 sentences of "
+        "bfloat16; bits count scales of 16 bits. What is called calibrated, imatrix or GPTQ got 256 sentences of "
         "docstrings, or 64 windows of 128 tokens of program text, none of them among those that are measured on."
     )
     return f"{table(header, rows)}\n\n{caption}"
@@ -438,9 +438,10 @@ def calibration() -> str:
         ]
         for row in report["rows"]
     ]
+    blocks = " and ".join(str(row["blocks"]) for row in report["rows"])
     header = ["Llama of", "tokens", "minutes of one core, a block", "hours, all blocks", "memory"]
     caption = (
-        f"{report['cpu']}, {report['format']}, bfloat16. Measured with {report['rows'][0]['blocks']} blocks, as all "
+        f"{report['cpu']}, {report['format']}, bfloat16. Measured with {blocks} blocks, as all "
         "are alike. Memory is what no file holds. The factors of second moments are taken in float32: in float64 they "
         f"take {factors['float64_over_float32']:.1f} times as long and differ by {factors['difference']:.0e} of their "
         f"norm, at {factors['K']:,} inputs."
