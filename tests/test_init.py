@@ -58,6 +58,50 @@ def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for() -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
+CHANGES = """
+import sys, tempfile, types
+import peft, safetensors.torch, torch, transformers, transformers.modeling_utils
+from torch.nn.modules import module as modules
+from transformers import LlamaConfig, LlamaForCausalLM
+
+def functions():
+    found = {}
+    for module in [each for name, each in sys.modules.items() if name.partition(".")[0] in THEIRS]:
+        for name, value in list(vars(module).items()):
+            found[f"{module.__name__}.{name}"] = value
+            if isinstance(value, type) and value.__module__ == module.__name__:
+                found |= {f"{module.__name__}.{name}.{key}": own for key, own in list(vars(value).items())}
+    kinds = (type, types.FunctionType, types.BuiltinFunctionType, classmethod, staticmethod, property)
+    return {name: value for name, value in found.items() if isinstance(value, kinds)}
+
+THEIRS = ("peft", "safetensors", "torch", "transformers")
+before = functions()
+import hf_trainweights, hf_trainweights.checkpoint, hf_trainweights.exports
+after_import = functions()
+sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
+model = LlamaForCausalLM(LlamaConfig(**sizes))
+hf_trainweights.quantize_(model, "int8")
+with tempfile.TemporaryDirectory() as directory:
+    model.save_pretrained(directory)
+    LlamaForCausalLM.from_pretrained(directory)
+for now in (after_import, functions()):
+    print(*sorted(name for name in before if now.get(name) is not before[name]))
+hooks = [value for name, value in vars(modules).items() if name.startswith("_global_") and name.endswith("_hooks")]
+print(*sorted(hook.__name__ for each in hooks for hook in each.values()))
+"""
+
+
+@pytest.mark.slow
+def test_the_package_puts_functions_where_its_registration_says_and_nowhere_else() -> None:
+    command = [sys.executable, "-W", "ignore", "-c", CHANGES]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    by_import, by_use, hooks = done.stdout.splitlines()[-3:]
+    assert by_import == "transformers.modeling_utils.PreTrainedModel._from_config"
+    assert by_use == f"{by_import} transformers.modeling_utils.safe_save_file"
+    assert hooks == "describe meet_adapters"
+
+
 @pytest.mark.parametrize("package", ["hf_trainweights", "hf_trainweights.checkpoint"])
 def test_names_that_do_not_exist_are_attribute_errors(package: str) -> None:
     with pytest.raises(AttributeError, match=f"module '{package}' has no attribute 'quantise_'"):

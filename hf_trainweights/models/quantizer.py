@@ -230,9 +230,10 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             self.quantization_config.base_model = hub_id(model)
             model.config.quantization_config = self.quantization_config
         self._survey(model)
-        check_not_empty(self.summary(), self.quantization_config)
         if self.pre_quantized:
             check_none_is_missing(model, self.summary(), self.state.stored)
+        else:
+            check_not_empty(self.summary(), self.quantization_config)
         _logger.info("%s", self._summary)
         say_if_slow(model, self.quantization_config)
         if not self.pre_quantized:

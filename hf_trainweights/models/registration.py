@@ -1,4 +1,4 @@
-"""All that importing the package changes in Transformers and torch, each with the reason why there is no other way.
+"""All that the package changes in Transformers and torch, each with the reason why there is no other way.
 
 - Transformers' registries get the quantizer, and torch's safe globals two functions: both are made for that.
 - A hook for parameters that modules get, which does nothing for a float one: only PyTorch knows when
@@ -8,6 +8,9 @@
   nobody how to write to a weight of another class (`host/adapters`).
 - `PreTrainedModel._from_config` refuses the configuration of a model that this package quantized: Transformers asks no
   quantizer there, and makes a float model that says of itself that it is quantized (`host/construction`).
+
+The first save of a quantized model puts a function in the place of `safe_save_file`, which Transformers writes each
+shard by and offers no other way to: it calls Transformers' own except within our saves (`host/checkpoints`).
 """
 
 from __future__ import annotations

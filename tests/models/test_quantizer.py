@@ -425,10 +425,15 @@ def test_nothing_to_quantize_is_an_error(float_directory: FloatDirectory, tmp_pa
     config = TrainWeightsConfig("int8", modules_to_not_convert=["re:.*"])
     with pytest.raises(ConfigError, match="at least one weight to quantize to int8"):
         load(float_directory(), quantization_config=config)
+
+
+def test_float_weights_under_the_configuration_of_quantized_ones_are_an_error(
+    float_directory: FloatDirectory, tmp_path: Path
+) -> None:
     shutil.copytree(float_directory(), tmp_path / "float")
     text = json.loads((tmp_path / "float" / "config.json").read_text())
     (tmp_path / "float" / "config.json").write_text(json.dumps({**text, "quantization_config": INT8.to_dict()}))
-    with pytest.raises(ConfigError, match=r"at least one weight to quantize.*14 not in the checkpoint"):
+    with pytest.raises(ConfigError, match=r"expected quantized weights, as .*If its weights are float, take that entry"):
         load(tmp_path / "float")
 
 

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.models.choosing.selection import NOT_IN_CHECKPOINT
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.models import base_prefix, was_loaded
@@ -54,6 +54,11 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
 
     A new head is no part of the model that was saved, and may start from random numbers.
     """
+    files = sorted({str(weight.file.parent) for weight in stored.values()})
+    if not summary.quantized:
+        expected = "quantized weights, as the quantization_config in config.json says"
+        next_step = "If its weights are float, take that entry out of config.json; else save the quantized model again."
+        raise ConfigError(files[0] if files else "checkpoint", expected, str(summary), next_step)
     prefix = base_prefix(model)
     in_files = {name.removeprefix(prefix) for name, weight in stored.items() if weight.kind != "guard"}
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -69,7 +74,6 @@ def check_none_is_missing(model: PreTrainedModel, summary: Summary, stored: Mapp
     saved = {name.removeprefix(prefix) for name in _names_when_saved(model, parameters)}
     lost = [name for name in missing if name.removeprefix(prefix) in saved]
     if lost:
-        files = sorted({str(weight.file.parent) for weight in stored.values()})
         more = f" and {len(lost) - _SHOWN} more" if len(lost) > _SHOWN else ""
         raise CorruptFileError(
             files[0] if files else "checkpoint",

@@ -120,13 +120,20 @@ def test_nothing_is_said_of_weights_that_go_from_file_to_file(
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize(("name", "dtype", "times"), [("llama", torch.float32, 4), ("llama_tied", torch.bfloat16, 2)])
+@pytest.mark.parametrize(
+    ("name", "dtype", "times", "config"),
+    [("llama", torch.float32, 4, TrainWeightsConfig("int8")), ("llama_tied", torch.bfloat16, 2, INT4)],
+)
 def test_a_head_that_is_much_of_what_a_token_reads_is_told_when_a_model_is_quantized(
-    name: str, dtype: torch.dtype, times: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    name: str,
+    dtype: torch.dtype,
+    times: int,
+    config: TrainWeightsConfig,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = ARCHITECTURES[name].build().to(dtype)
     model.save_pretrained(tmp_path / "float")
-    config = TrainWeightsConfig("int8")
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype="auto", quantization_config=config)
     weights = dict(quantized.named_parameters(remove_duplicate=False))
     head = weights["lm_head.weight"].nbytes
