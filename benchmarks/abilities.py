@@ -30,7 +30,9 @@ from transformers import (
 )
 
 from benchmarks.machine import cpu_name, versions
+from benchmarks.memory import anonymous_bytes
 from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.tensor.memory import return_freed_memory
 
 RESULT = Path(__file__).parent / "results" / "abilities.json"
 LIMIT_SECONDS = 300
@@ -43,6 +45,8 @@ DECODER: dict[str, Any] = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+# Layers of 30 million weights: what else a load takes is a hundredth of them.
+WIDE = {**DECODER, "hidden_size": 1024, "intermediate_size": 4096}
 
 
 def _torchao(embeddings: bool) -> Any:
@@ -129,12 +133,18 @@ def pickled(config: Callable[[bool], Any], directory: Path) -> None:
 
 
 def offload(config: Callable[[bool], Any], directory: Path) -> None:
-    load(config(False), directory / "float").save_pretrained(directory / "saved")
-    expected = logits(load(None, directory / "saved"))
+    saved = directory / "saved"
+    LlamaForCausalLM(LlamaConfig(**WIDE)).to(torch.bfloat16).save_pretrained(directory / "wide")
+    load(config(False), directory / "wide").save_pretrained(saved)
+    expected = logits(load(None, saved))
     places = {"model.embed_tokens": "cpu", "model.rotary_emb": "cpu", "model.norm": "cpu", "lm_head": "cpu"}
-    places |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    model = load(None, directory / "saved", device_map=places, offload_folder=str(directory / "offload"))
+    places |= {"model.layers.0": "disk", "model.layers.1": "disk"}
+    return_freed_memory()  # what this load takes of it would not count
+    before_bytes = anonymous_bytes()
+    model = load(None, saved, device_map=places, offload_folder=str(directory / "offload"))
+    held_bytes, file_bytes = anonymous_bytes() - before_bytes, (saved / "model.safetensors").stat().st_size
     assert torch.equal(logits(model), expected), "the offloaded model gives other logits"
+    assert held_bytes < 0.1 * file_bytes, f"{held_bytes} of {file_bytes} bytes are in memory"
 
 
 def adapters(config: Callable[[bool], Any], directory: Path) -> None:
@@ -159,7 +169,7 @@ TRIALS: dict[str, Callable[[Callable[[bool], Any], Path], None]] = {
     "reloads to equal logits": reload,
     "saves again to equal bytes": save_again,
     "saves `.bin`": pickled,
-    "offloads to disk": offload,
+    "keeps offloaded layers out of memory": offload,
     "quantizes experts": experts,
     "quantizes embeddings": embeddings,
     "trains LoRA after a reload": adapters,

@@ -134,7 +134,8 @@ def abilities() -> str:
     names = ("torchao", "bitsandbytes", "optimum-quanto", "transformers")
     packages = ", ".join(f"{name} {report['versions'][name]}" for name in names)
     caption = (
-        f"Each was tried through Transformers on a CPU, on tiny models in bfloat16; {packages}. Speed relative to "
+        f"Each was tried through Transformers on a CPU, on tiny models in bfloat16; {packages}. Offloaded layers, of "
+        "30M weights, give equal logits and leave less than a tenth of their bytes in memory. Speed relative to "
         f"bfloat16: a Llama of 415M weights, one thread of {speed_report['machine']} ({speed_report['capability']}). "
         f"Encoder: MiniLM-L6 on {speed_tables.SENTENCES} tokens, relative to float32, one thread of "
         f"{encoder_report['machine']} ({', '.join(encoder_report['flags'])})."
@@ -154,6 +155,7 @@ def abilities_by_format() -> str:
     packages = ", ".join(f"{name} {report['versions'][name]}" for name in names if name in report["versions"])
     caption = (
         "Each was tried on a CPU: exports of graphs with an embedding and two Linears, all else with a tiny Llama. "
+        "An offloaded model gives equal logits; [a table below](#beside-other-quantizers) says what stays in memory. "
         f"An error of the package's own that says what to do instead is `refused`. {packages}."
     )
     return f"{table(['format', *columns], rows)}\n\n{caption}"
