@@ -433,7 +433,7 @@ def test_float_weights_under_the_configuration_of_quantized_ones_are_an_error(
     shutil.copytree(float_directory(), tmp_path / "float")
     text = json.loads((tmp_path / "float" / "config.json").read_text())
     (tmp_path / "float" / "config.json").write_text(json.dumps({**text, "quantization_config": INT8.to_dict()}))
-    with pytest.raises(ConfigError, match=r"expected quantized weights, as .*If its weights are float, take that entry"):
+    with pytest.raises(ConfigError, match=r"expected quantized weights, as .*If its weights are float, take"):
         load(tmp_path / "float")
 
 
