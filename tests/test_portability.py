@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 from hf_trainweights import TrainWeightsConfig, quantize_, verify_model
 from hf_trainweights.checkpoint import CheckpointManager, collect_garbage, latest, restore_directory, verify_checkpoint
 from hf_trainweights.files import disk, temporary
-from hf_trainweights.tensor import memory
+from hf_trainweights.models.loading import load_state
 
 
 @pytest.fixture(autouse=True)
@@ -32,7 +32,7 @@ def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(temporary, "fcntl", None)
     monkeypatch.setattr(os, "link", refuse)
     monkeypatch.setitem(sys.modules, "resource", None)
-    monkeypatch.setattr(memory, "sys", type("System", (), {"platform": "win32"}))
+    monkeypatch.setattr(load_state, "sys", type("System", (), {"platform": "win32"}))
 
 
 @pytest.mark.slow

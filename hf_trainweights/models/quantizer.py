@@ -33,7 +33,7 @@ from hf_trainweights.models.loading.conversion import (
 )
 from hf_trainweights.models.loading.cut_plans import cut_plans
 from hf_trainweights.models.loading.device_maps import lift_cpu_limit, map_disk_to_cpu, refuse_disk
-from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.load_state import LoadState, return_freed_memory
 from hf_trainweights.models.loading.missing_weights import check_guards, check_none_is_missing
 from hf_trainweights.models.loading.stored_weights import check_weight_files
 from hf_trainweights.models.saving.hub import hub_id
@@ -42,7 +42,6 @@ from hf_trainweights.models.saving.saved_tensors import flat_state_dict
 from hf_trainweights.models.saving.saving import attach_methods
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.guards import NOTICE_NAME
-from hf_trainweights.tensor.memory import return_freed_memory
 from hf_trainweights.tensor.modules import dequantize_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FoldStoredTensors

@@ -29,7 +29,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.host.adapters import meet_adapters
 from hf_trainweights.models.host.construction import refuse_quantized_configurations
-from hf_trainweights.tensor.descriptions import describe
+from hf_trainweights.tensor.modules import describe
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
