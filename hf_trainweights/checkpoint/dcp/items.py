@@ -16,7 +16,6 @@ from __future__ import annotations
 import io
 import struct
 import zipfile
-import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import IO, Any
@@ -73,6 +72,11 @@ class Item:
     def size_bytes(self) -> int:
         """Length of the zip file."""
         return len(self.data)
+
+    @property
+    def crc32(self) -> int:
+        """Checksum of the zip file."""
+        return payload_crc32([self.data])
 
 
 def payload_start(file: IO[bytes]) -> int:
@@ -160,8 +164,3 @@ def _nest(item: Item) -> tuple[Tensor, list[dict[str, Any]]]:
 def _bytes_entry(data: Tensor) -> dict[str, Any]:
     length = len(data)
     return {"codec": "raw", "dtype": "uint8", "shape": [length], "sizes": [length], "crc32": payload_crc32([data])}
-
-
-def item_crc32(data: Tensor | bytes) -> int:
-    """Return the CRC-32 of an item's bytes."""
-    return zlib.crc32(data if isinstance(data, bytes) else data.numpy().data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import os
 import zipfile
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -18,7 +19,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.description import metadata_of
-from hf_trainweights.checkpoint.dcp.items import item_crc32
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
@@ -186,7 +186,7 @@ def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
         raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
     if place.crc32 is None:
         _require_whole_zip(data, where)
-    elif (found := item_crc32(data)) != place.crc32:
+    elif (found := zlib.crc32(data)) != place.crc32:
         raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
     return data
 

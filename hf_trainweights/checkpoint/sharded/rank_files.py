@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.dcp.items import Item, Joiner, item_crc32, payload_start, split_moments
+from hf_trainweights.checkpoint.dcp.items import Item, Joiner, payload_start, split_moments
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
@@ -60,7 +60,7 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
             encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
             joiner.add(name_of(item), each)
-            written.append(Written(item, 0, each.size_bytes, item_crc32(each.data), _named(encoded, item)))
+            written.append(Written(item, 0, each.size_bytes, each.crc32, _named(encoded, item)))
         starts = joiner.finish()
     with path.open("rb") as whole:
         start = payload_start(whole)
@@ -99,7 +99,7 @@ def _write_differences(
             each = Item.of(encoded)
             start = digested.size_bytes
             digested.write(each.data.numpy().data)
-            crc32, report = item_crc32(each.data), _named(encoded, item)
+            crc32, report = each.crc32, _named(encoded, item)
             written.append(Written(item, start, each.size_bytes, crc32, report, encoded.anchor_sha256, measured))
     digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=digests)
@@ -194,11 +194,11 @@ def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> 
         return [_put(second, square, reports[0], target), _put(first, mean, reports[1], target)]
     of_mean = _put(first, mean, encoded.report[1], target)
     report = replace(encoded.report[0], path=second.index.fqn)
-    of_square = Written(second, of_mean.start + offset, square.size_bytes, item_crc32(square.data), report)
+    of_square = Written(second, of_mean.start + offset, square.size_bytes, square.crc32, report)
     return [of_mean, of_square]
 
 
 def _put(item: WriteItem, encoded: Item, report: TensorReport, target: _Target) -> Written:
     start, is_repeated = target.put(encoded.data)
     report = replace(report, path=item.index.fqn)
-    return Written(item, start, encoded.size_bytes, item_crc32(encoded.data), report=report, is_repeated=is_repeated)
+    return Written(item, start, encoded.size_bytes, encoded.crc32, report=report, is_repeated=is_repeated)

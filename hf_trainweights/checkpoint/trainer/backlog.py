@@ -31,11 +31,6 @@ class Compression:
     job: SaveJob
     choices: Choices
 
-    @property
-    def directory(self) -> Path:
-        """The checkpoint."""
-        return self.job.path
-
     def run(self, savings: Savings) -> str | None:
         """Make the checkpoint small and count it; return on every rank why there is no room, or None.
 
@@ -45,19 +40,19 @@ class Compression:
         return self.job.ranks.decide(lambda: self._compress(savings))
 
     def _compress(self, savings: Savings) -> str | None:
-        if not self.directory.is_dir():
+        if not self.job.path.is_dir():
             return None
-        drop_stale_manifest(self.directory)
-        layout, plain_bytes = layout_of(self.directory), size_bytes(self.directory)
-        if is_plain(self.directory):
-            problem = progress_problem(self.directory) or layout.missing_problem()
+        drop_stale_manifest(self.job.path)
+        layout, plain_bytes = layout_of(self.job.path), size_bytes(self.job.path)
+        if is_plain(self.job.path):
+            problem = progress_problem(self.job.path) or layout.missing_problem()
             if problem:
                 next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
-                raise CorruptFileError(str(self.directory), "a whole checkpoint", problem, next_step)
-        needed, free = layout.rewriting_bytes(), shutil.disk_usage(self.directory).free
+                raise CorruptFileError(str(self.job.path), "a whole checkpoint", problem, next_step)
+        needed, free = layout.rewriting_bytes(), shutil.disk_usage(self.job.path).free
         if free < needed:
             return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
-        savings.add(plain_bytes, compress(self.job, self.choices), size_bytes(self.directory))
+        savings.add(plain_bytes, compress(self.job, self.choices), size_bytes(self.job.path))
         return None
 
 
@@ -127,7 +122,7 @@ class Backlog:
 
     def add(self, compression: Compression) -> None:
         """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
-        self._failed.pop(compression.directory, None)
+        self._failed.pop(compression.job.path, None)
         self._waiting += [*self._failed.values(), compression]
         self._failed.clear()
 
@@ -195,7 +190,7 @@ class Backlog:
                 self._outcomes.append((compression, no_room))
 
     def _keep_plain(self, compression: Compression, outcome: Exception | str) -> None:
-        directory = compression.directory
+        directory = compression.job.path
         self._failed[directory] = compression
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
         if isinstance(outcome, Exception):

@@ -8,6 +8,7 @@ import os
 import pickle
 import random
 import shutil
+import zlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -28,7 +29,6 @@ from checkpoint.sharded.states import (
 from ranks import run_ranks
 from torch.distributed.checkpoint.planner import SavePlan
 
-from hf_trainweights.checkpoint.dcp.items import item_crc32
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, read_manifest, write_manifest
@@ -274,7 +274,7 @@ def test_a_hostile_item_is_not_executed_though_all_digests_fit(checkpoint: Path,
     content = (checkpoint / file_name).read_bytes() + buffer.getvalue()
     (checkpoint / file_name).write_bytes(content)
     row["bytes"] = f"{len(content) - len(buffer.getvalue())}:{len(content)}"
-    row["crc32"] = item_crc32(buffer.getvalue())
+    row["crc32"] = zlib.crc32(buffer.getvalue())
     entry = manifest.files[file_name]
     files = {**manifest.files, file_name: FileEntry.of(checkpoint / file_name, entry.report)}
     write_manifest(checkpoint, replace(manifest, files=files))
