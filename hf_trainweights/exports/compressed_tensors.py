@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.int8_tensors import as_int8
+from hf_trainweights.exports.sources import as_int8
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved

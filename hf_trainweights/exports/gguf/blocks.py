@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.exports.gguf.names import Place, Take
-from hf_trainweights.exports.int8_tensors import as_int8
+from hf_trainweights.exports.sources import as_int8
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 BLOCK_SIZE = 32
