@@ -71,5 +71,5 @@ def without_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_trainweights.formats import compiled_search as search
 
     use_library(None, monkeypatch)
-    for module, load in ((codecs, "_load"), (search, "_load"), (byte_planes, "compiled")):
+    for module, load in ((codecs, "library"), (search, "_load"), (byte_planes, "compiled")):
         monkeypatch.setattr(module, load, lambda: None)
