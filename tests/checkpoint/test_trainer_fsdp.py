@@ -120,6 +120,7 @@ def test_checkpoints_become_small_and_an_unmodified_trainer_resumes_from_them(tm
     }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kind", ["SHARDED_STATE_DICT"])
 def test_rotation_waits_for_the_ranks_that_write(tmp_path: Path, kind: str) -> None:
     often = partial(train_small, mode="near-lossless", save_steps=1, save_total_limit=2)

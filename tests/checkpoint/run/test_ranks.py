@@ -43,7 +43,7 @@ def lossless(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-@pytest.mark.parametrize("world_size", [1, 3, *exhaustive(2, 4)])
+@pytest.mark.parametrize("world_size", [3, *exhaustive(1, 2, 4)])
 def test_what_any_number_of_ranks_saved_comes_back_bit_for_bit_on_any_other(lossless: Path, world_size: int) -> None:
     assert run_ranks(world_size, loads_all, lossless, WORLD_SIZES) == [[]] * world_size
 

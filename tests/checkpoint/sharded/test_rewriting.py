@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -202,7 +201,7 @@ class FailsToChange(FailingDisk):
     """A disk that fails at one of the calls that change something."""
 
     def __getattribute__(self, name: str) -> Any:
-        return partial(disk.FileSystem.read, self) if name == "read" else super().__getattribute__(name)
+        return disk.FileSystem.read if name == "read" else super().__getattribute__(name)
 
 
 REWRITINGS = {
