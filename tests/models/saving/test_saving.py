@@ -346,7 +346,7 @@ def test_save_original_format_chooses_the_names(options: dict[str, Any], tmp_pat
 def test_a_distributed_checkpoint_of_a_model_in_one_piece_is_refused_as_transformers_does(
     model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    with pytest.raises(ValueError, match="requires an FSDP- or TP-sharded model"):
+    with pytest.raises(ValueError, match="FSDP-"):
         model.save_pretrained(tmp_path, distributed_checkpoint=True)
 
 
