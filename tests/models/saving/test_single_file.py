@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +13,13 @@ import pytest
 import safetensors.torch
 import torch
 from architectures import ARCHITECTURES, outputs
+from simulated_disk import FailingDisk
 from torch import Tensor, nn
 from weights import same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, load_file, quantize_, save_file
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.files import disk
 from hf_trainweights.formats import get_format
 from hf_trainweights.tensor.guards import make_guard
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, stored_name
@@ -303,3 +307,22 @@ def test_a_plain_tensor_that_a_reader_would_take_for_a_part_of_a_weight_is_refus
     with pytest.raises(ConfigError, match=r"^0\._weight_qdata: expected another name"):
         save_file({**module.state_dict(), "0._weight_qdata": torch.zeros(3)}, tmp_path / "model.safetensors")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_whichever_call_is_the_last_one_the_old_file_or_the_new_one_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file, state = tmp_path / "model.safetensors", {"a": quantized()}
+    save_file(state, file)
+    new, old, fail_at, reached = file.read_bytes(), b"what was there before", 0, True
+    while reached:
+        file.write_bytes(old)
+        fail_at += 1
+        failing = FailingDisk(fail_at, errno.EIO, for_good=True)
+        with monkeypatch.context() as patch, contextlib.suppress(SaveError):
+            patch.setattr(disk, "file_system", failing)
+            save_file(state, file)
+        assert file.read_bytes() in (old, new), fail_at
+        reached = failing.count >= fail_at
+    assert file.read_bytes() == new
+    assert fail_at > 4
