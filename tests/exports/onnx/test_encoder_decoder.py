@@ -17,9 +17,9 @@ from architectures import ARCHITECTURES, randomize
 from covering import exhaustive
 from exports.models import Convolutional, bart, quantized
 from torch import Tensor, nn
-from transformers import AutoConfig, GenerationConfig
+from transformers import AutoConfig, FalconConfig, FalconForCausalLM, GenerationConfig
 
-from hf_trainweights import QuantizedTensor, dequantize_
+from hf_trainweights import QuantizedTensor, dequantize_, quantize_
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports import export_onnx
 from hf_trainweights.exports.onnx import encoder_decoder, tasks
@@ -226,3 +226,24 @@ def test_files_that_compute_something_else_are_not_written(
     with pytest.raises(UnsupportedError, match=r"hidden states: off by .* which is too much"):
         export_onnx(model, tmp_path, task="text2text-generation")
     assert {path.read_bytes() for path in tmp_path.glob("*.onnx")} == {b"what was there"}
+
+
+@pytest.mark.exhaustive
+def test_without_a_task_one_call_is_exported(tmp_path: Path) -> None:
+    model, inputs = build("t5", "int8"), ARCHITECTURES["t5"].make_inputs()
+    export_onnx(model, tmp_path / "model.onnx", example_inputs=inputs, verify=False)
+    found = run(tmp_path / "model.onnx", {name: value.numpy() for name, value in inputs.items()})
+    with torch.no_grad():
+        wanted = copy.deepcopy(model).eval()
+        dequantize_(wanted)
+        logits = wanted(**inputs).logits
+    torch.testing.assert_close(torch.from_numpy(next(iter(found.values()))), logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.exhaustive
+def test_what_onnx_has_no_operation_for_is_refused_by_name(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 96, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
+    model = FalconForCausalLM(FalconConfig(**sizes, alibi=True)).eval()
+    quantize_(model, "int8")
+    with pytest.raises(UnsupportedError, match=r"export_torchscript|export_program"):
+        export_onnx(model, tmp_path / "model.onnx", example_inputs={"input_ids": torch.arange(8)[None]})
