@@ -13,10 +13,7 @@ import argparse
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +21,7 @@ import torch
 import transformers
 
 from benchmarks.machine import commit, cpu_name, versions
+from benchmarks.memory import Peak
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.models.calibration.moments import Moments
 from hf_trainweights.models.loading.saved_models import load_saved
@@ -42,29 +40,6 @@ WINDOW, BATCH = 512, 8
 FACTOR_INPUTS, FACTOR_RUNS = 2048, 3
 
 
-@contextmanager
-def peak_anonymous_bytes() -> Iterator[list[int]]:
-    """Within it, watch the memory of this process that no file holds; afterwards the list has by how much it grew."""
-    first, most, ended = _anonymous_bytes(), [0], threading.Event()
-
-    def watch() -> None:
-        while not ended.wait(0.02):
-            most[0] = max(most[0], _anonymous_bytes() - first)
-
-    thread = threading.Thread(target=watch)
-    thread.start()
-    try:
-        yield most
-    finally:
-        ended.set()
-        thread.join()
-
-
-def _anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-
-
 def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
     """Return what some blocks of a shape cost with so many tokens."""
     config = transformers.LlamaConfig(
@@ -79,10 +54,11 @@ def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
         model.save_pretrained(path / "float")
         del model
         loaded = load_saved(path / "float")
-        with peak_anonymous_bytes() as peak:
+        with Peak() as peak:
             cpu, wall = time.process_time(), time.perf_counter()
             quantize_module(loaded, TrainWeightsConfig(**FORMAT), batches, path / "blocks")
             cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+    cpu -= peak.own_seconds
     weights = sum(each.numel() for name, each in loaded.named_parameters() if "layers." in name)
     return {
         "shape": shape,
@@ -92,7 +68,7 @@ def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
         "cpu_seconds": round(cpu, 1),
         "wall_seconds": round(wall, 1),
         "cpu_seconds_of_all_blocks": round(cpu / blocks * BLOCKS[shape]),
-        "peak_anonymous_bytes": peak[0],
+        "peak_anonymous_bytes": peak.increase_bytes,
         **_measured_with(),
     }
 

@@ -9,6 +9,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,3 +77,12 @@ def fork_command(
 
 def exit_code_of(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def run_without_terminal(directory: Path, *arguments: object) -> tuple[int, str, str]:
+    """Run the command in a fork, its output in files; return its exit code and what it wrote to stdout and stderr."""
+    out, errors = directory / "out", directory / "errors"
+    with open(os.devnull) as nothing, out.open("wb") as stdout, errors.open("wb") as stderr:
+        streams = {"stdin": nothing.fileno(), "stdout": stdout.fileno(), "stderr": stderr.fileno()}
+        code = exit_code_of(fork_command(*arguments, **streams))
+    return code, out.read_text(encoding="utf-8"), errors.read_text(encoding="utf-8")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Callable
 
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(
@@ -15,3 +16,11 @@ CONTEXT.set_forkserver_preload(
         "pytest",
     ]
 )
+
+
+def exit_code_of_fork(target: Callable[..., object], *args: object) -> int | None:
+    """Return with which exit code a function of a module ends in a process of its own; None if it hung."""
+    process = CONTEXT.Process(target=target, args=args)
+    process.start()
+    process.join(timeout=120)
+    return process.exitcode

@@ -45,25 +45,34 @@ def outcomes_of_ranks(
         args: What it gets after its rank; pickled.
         timeout_seconds: After this time the processes are killed, and those that had not ended say so.
     """
-    for attempt in range(_ATTEMPTS):
-        with tempfile.TemporaryDirectory() as directory:
-            at = Path(directory)
-            processes = [
-                CONTEXT.Process(target=_run, args=(rank, world_size, at, body, args), daemon=True)
-                for rank in range(world_size)
-            ]
-            for process in processes:
-                process.start()
-            deadline = time.monotonic() + timeout_seconds
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            alive = [process.is_alive() for process in processes]
-            for process in processes:
-                process.kill()
-                process.join()
-            if any(alive) or (at / _JOINED).exists() or attempt + 1 == _ATTEMPTS:
-                return [_outcome(at / str(rank), alive[rank], processes[rank].exitcode) for rank in range(world_size)]
-    raise AssertionError("the last attempt returns")
+    for _ in range(_ATTEMPTS - 1):
+        outcomes, has_joined = _attempt(world_size, body, args, timeout_seconds)
+        if has_joined:
+            return outcomes
+    return _attempt(world_size, body, args, timeout_seconds)[0]
+
+
+def _attempt(
+    world_size: int, body: Callable[..., Any], args: tuple[Any, ...], timeout_seconds: float
+) -> tuple[list[Outcome], bool]:
+    """Return how the ranks ended, and false if no group was made of them; one that hung is no such case."""
+    with tempfile.TemporaryDirectory() as directory:
+        at = Path(directory)
+        processes = [
+            CONTEXT.Process(target=_run, args=(rank, world_size, at, body, args), daemon=True)
+            for rank in range(world_size)
+        ]
+        for process in processes:
+            process.start()
+        deadline = time.monotonic() + timeout_seconds
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        alive = [process.is_alive() for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        outcomes = [_outcome(at / str(rank), alive[rank], processes[rank].exitcode) for rank in range(world_size)]
+        return outcomes, any(alive) or (at / _JOINED).exists()
 
 
 def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_seconds: float = 120.0) -> list[Any]:

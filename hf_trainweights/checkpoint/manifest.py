@@ -45,7 +45,7 @@ from typing import Any
 import torch
 
 from hf_trainweights.checkpoint.encoded.base_identity import Base
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
@@ -239,7 +239,7 @@ class Manifest:
         """Whether the directory holds the files of `base`, so that it needs nothing outside."""
         if self.base is None:
             return False
-        return all(f"{sha256}{ANCHOR_SUFFIX}" in self.files for sha256 in self.base.files.values())
+        return all(anchor_file_name(sha256) in self.files for sha256 in self.base.files.values())
 
     def to_bytes(self) -> bytes:
         """Return the text of the manifest file; ConfigError: metrics or metadata hold something that JSON cannot."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeGuard
 
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest, shown_mode
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
 from hf_trainweights.checkpoint.whole.sources import OPTIMIZER_NAME
@@ -19,7 +20,6 @@ PARTS = ("weights", "moments of the optimizer", "anchor", "other")
 _WEIGHTS, _MOMENTS, _ANCHOR, _OTHER = PARTS
 _PART_OF_ROLE = {"weight": _WEIGHTS, "buffer": _WEIGHTS, "exp_avg": _MOMENTS, "exp_avg_sq": _MOMENTS}
 _STATE_NAME = "trainer_state.json"
-_ANCHOR_SUFFIX = ".anchor"
 _Inode = tuple[int, int]
 
 
@@ -48,7 +48,7 @@ class SavedCheckpoint:
 def read_run(root: Path) -> list[SavedCheckpoint]:
     """Return how the checkpoints of a run are stored, the first one first; no tensor is read."""
     directories = checkpoint_directories(root)[::-1]
-    anchors = {_inode(file) for path in directories for file in path.rglob(f"*{_ANCHOR_SUFFIX}")}
+    anchors = {_inode(file) for path in directories for file in path.rglob(f"*{ANCHOR_SUFFIX}")}
     seen: set[_Inode] = set()
     return [_saved(path, anchors, seen) for path in directories]
 
@@ -79,7 +79,7 @@ def _saved(path: Path, anchors: set[_Inode], seen: set[_Inode]) -> SavedCheckpoi
         if not file.is_file() or file.is_symlink():
             continue
         inode, size_bytes = _inode(file), file.stat().st_size
-        if file.suffix == _ANCHOR_SUFFIX:
+        if file.suffix == ANCHOR_SUFFIX:
             linked_bytes += size_bytes if inode in seen else 0
             stored[_ANCHOR] += 0 if inode in seen else size_bytes
         else:

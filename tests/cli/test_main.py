@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 import pytest
-from command_line import exit_code_of, fork_command
+from command_line import run_without_terminal
 from typer.testing import CliRunner
 
 from hf_trainweights_cli.main import app, main
@@ -81,11 +81,8 @@ def test_no_command_is_wrong_usage_and_shows_the_help() -> None:
 
 def test_an_error_of_a_process_is_one_line_and_exit_code_1(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    with open(os.devnull) as nothing, (tmp_path / "out").open("wb") as out, (tmp_path / "errors").open("wb") as errors:
-        streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": errors.fileno()}
-        assert exit_code_of(fork_command("verify", tmp_path / "empty", **streams)) == 1
-    assert (tmp_path / "out").read_text() == ""
-    said = (tmp_path / "errors").read_text(encoding="utf-8")
+    code, out, said = run_without_terminal(tmp_path, "verify", tmp_path / "empty")
+    assert (code, out) == (1, "")
     assert said.startswith(f"error: {tmp_path / 'empty'}: expected a directory with trainweights_files.json")
     assert said.count("\n") == 1
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from command_line import exit_code_of, fork_command
+from command_line import exit_code_of, fork_command, run_without_terminal
 from safetensors.torch import save_file
 
 from hf_trainweights_cli.tables import Table, new_table, shorten
@@ -89,11 +89,9 @@ def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(
 ) -> None:
     # COLUMNS, which some shells export, is for terminals.
     monkeypatch.setenv("COLUMNS", "40")
-    with open(os.devnull) as nothing, (tmp_path / "out").open("wb") as out, (tmp_path / "errors").open("wb") as errors:
-        streams = {"stdin": nothing.fileno(), "stdout": out.fileno(), "stderr": errors.fileno()}
-        assert exit_code_of(fork_command("diff", *two_files, **streams)) == 0
-    assert (tmp_path / "errors").read_text() == ""
-    lines = (tmp_path / "out").read_text(encoding="utf-8").splitlines()
+    code, out, errors = run_without_terminal(tmp_path, "diff", *two_files)
+    assert (code, errors) == (0, "")
+    lines = out.splitlines()
     rows = [line for line in lines if "layer.7.attention.self.query.weight" in line]
     assert [len(row.split()) for row in rows] == [8]
     assert [line for line in lines if line != line.rstrip()] == []

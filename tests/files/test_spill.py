@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fork_server import CONTEXT
+from fork_server import exit_code_of_fork
 
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files.spill import Spill
@@ -91,7 +91,4 @@ def keep_many(directory: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not limit the memory that no file backs")
 def test_tensors_take_neither_memory_nor_descriptors(tmp_path: Path) -> None:
-    process = CONTEXT.Process(target=keep_many, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == 0
+    assert exit_code_of_fork(keep_many, tmp_path) == 0

@@ -17,7 +17,7 @@ from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -92,7 +92,7 @@ class ShardedContents:
                 found = "no file" if size_bytes is None else f"{size_bytes} bytes"
                 raise CorruptFileError(str(path), f"{end} bytes", found, _NEXT_STEP)
         for name, file in self.manifest.files.items() if self.manifest else ():
-            if name == f"{file.sha256}{ANCHOR_SUFFIX}":
+            if name == anchor_file_name(file.sha256):
                 find_anchor(file.sha256, str(self.directory / name))
         for name, entry in self.tensors.items():
             _require_filled(name, entry)

@@ -22,7 +22,7 @@ from hf_trainweights.checkpoint.dcp.description import metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
 from hf_trainweights.files.reading import open_regular_file
@@ -157,7 +157,7 @@ def read_sharded_manifest(directory: Path) -> Manifest:
         path = directory / name
         size_bytes = path.stat().st_size if path.is_file() else None
         # A killed save may not have replaced the one, and the other may lie in another checkpoint of the run.
-        is_missing_anchor = size_bytes is None and name == f"{entry.sha256}{ANCHOR_SUFFIX}"
+        is_missing_anchor = size_bytes is None and name == anchor_file_name(entry.sha256)
         if size_bytes != entry.size_bytes and name != METADATA_NAME and not is_missing_anchor:
             found = "no file" if size_bytes is None else f"{size_bytes} bytes"
             raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", found, _NEXT_STEP)

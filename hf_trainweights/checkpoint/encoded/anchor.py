@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, default_device_cpu
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, cut_payload, decode_storage, empty_storages
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import file_sha256
@@ -54,14 +54,14 @@ def find_anchor(sha256: str, recorded_path: str) -> Path:
             refused = refused or error
             continue
         return path
-    for path in _files_in_runs(f"{sha256}{ANCHOR_SUFFIX}"):
+    for path in _files_in_runs(anchor_file_name(sha256)):
         with contextlib.suppress(CorruptFileError, OSError):
             if sha256_once(path) == sha256:
                 return path
     if refused is not None:
         raise refused
     raise MissingAnchorError(
-        f"anchor {sha256}{ANCHOR_SUFFIX}",
+        f"anchor {anchor_file_name(sha256)}",
         f"a file at {recorded_path}",
         "none there, nor in a registered directory, nor in a checkpoint beside one",
         "Call hf_trainweights.latest(run) first: it looks through all checkpoints of a run. One outside of a run "
@@ -75,7 +75,7 @@ def verify_anchor(path: Path, sha256: str | None = None) -> str:
     CorruptFileError: it differs, or `path` is no regular file. OSError: it is missing or cannot be read.
     """
     found = sha256_once(path)
-    if (path.name != f"{found}{ANCHOR_SUFFIX}") if sha256 is None else (found != sha256):
+    if (path.name != anchor_file_name(found)) if sha256 is None else (found != sha256):
         raise CorruptFileError(
             str(path),
             "an anchor named by its SHA-256",
@@ -100,7 +100,7 @@ def sha256_once(path: Path) -> str:
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
     """Yield where an anchor may lie; its recorded path is believed if it is absolute and ends in its name."""
-    name = f"{sha256}{ANCHOR_SUFFIX}"
+    name = anchor_file_name(sha256)
     if recorded_path.is_absolute() and recorded_path.name == name:
         yield recorded_path
     for directory in _directories:
@@ -165,7 +165,7 @@ class Anchor:
         if most_files <= 1:
             raise corrupt(str(self.path), f"an anchor that takes at most {MOST_ANCHORS} files", "one that takes more")
         sha256 = self._structure["anchor"]["sha256"]
-        beside = self.path.with_name(f"{sha256}{ANCHOR_SUFFIX}")
+        beside = self.path.with_name(anchor_file_name(sha256))
         return Anchor(find_anchor(sha256, str(beside)), sha256=sha256, most_files=most_files - 1)
 
     def _references(self, index: int) -> dict[str, Tensor]:

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.encoded.anchor import anchor_paths, sha256_once
 from hf_trainweights.checkpoint.encoded.base_identity import Base, is_repository
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
@@ -103,7 +103,7 @@ def _find_file(base: Base, name: str, directory: Path) -> Path:
 
 def _candidates(base: Base, name: str, directory: Path) -> Iterator[Path]:
     sha256 = base.files[name]
-    yield from anchor_paths(sha256, directory / f"{sha256}{ANCHOR_SUFFIX}")
+    yield from anchor_paths(sha256, directory / anchor_file_name(sha256))
     if base.repository is not None and base.commit is not None:
         yield _cached_file(base.repository, base.commit, name)
     for registered in _directories:

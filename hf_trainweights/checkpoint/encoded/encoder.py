@@ -19,7 +19,7 @@ from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks, plain_bytes
 from hf_trainweights.checkpoint.encoded.storages import default_device_cpu, path_text
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, VERSION, seal_structure
+from hf_trainweights.checkpoint.encoded.structure import VERSION, anchor_file_name, seal_structure
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.errors import ConfigError
@@ -139,7 +139,7 @@ def _encode(
 def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
-    name = f"{anchor.sha256}{ANCHOR_SUFFIX}"
+    name = anchor_file_name(anchor.sha256)
     if isinstance(anchor, BaseWeights):
         path = str(link.absolute()) if link else name
         return {"sha256": anchor.sha256, "path": path, "base": anchor.base.to_dict()}

@@ -121,8 +121,8 @@ def _check_anchor(anchor: Any) -> None:
     if type(sha256) is not str or len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
         raise corrupt("the anchor", "a SHA-256 in hexadecimal", sha256)
     parts = path.replace("\\", "/").split("/")
-    if parts[-1] != f"{sha256}{ANCHOR_SUFFIX}" or ".." in parts or "\0" in path:
-        raise corrupt("the anchor's path", f"one without `..` that ends in {sha256}{ANCHOR_SUFFIX}", path)
+    if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:
+        raise corrupt("the anchor's path", f"one without `..` that ends in {anchor_file_name(sha256)}", path)
     base = Base.from_dict("the anchor's base", anchor["base"]) if "base" in anchor else None
     if base is not None and base.sha256 != sha256:
         raise corrupt("the anchor's base", f"files of the digest {sha256}", base.sha256)
@@ -209,6 +209,11 @@ def empty_storages(structure: Mapping[str, Any]) -> list[Tensor]:
     """Return a tensor on "meta" for each storage, of its shape and dtype."""
     entries = structure["storages"]
     return [torch.empty(each["shape"], dtype=DTYPES[each["dtype"]], device="meta") for each in entries]
+
+
+def anchor_file_name(sha256: str) -> str:
+    """Return the name that a file has as an anchor."""
+    return f"{sha256}{ANCHOR_SUFFIX}"
 
 
 def storage_name(structure: Mapping[str, Any], index: int) -> str:

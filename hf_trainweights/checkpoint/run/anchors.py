@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor, veri
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import read_manifest, require_anchor
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
@@ -168,7 +168,7 @@ def find_anchor_candidate(path: Path, weights_name: str) -> WeightsAnchor | None
             return WeightsAnchor(path=directory, record=record, interval_steps=steps_since_last_save(path), **base)
         weights = manifest.files.get(weights_name)
         is_anchor_itself = weights is not None and weights.sha256 == record.sha256
-        anchor = directory / (weights_name if is_anchor_itself else f"{record.sha256}{ANCHOR_SUFFIX}")
+        anchor = directory / (weights_name if is_anchor_itself else anchor_file_name(record.sha256))
         if anchor.is_file() and not anchor.is_symlink():
             return WeightsAnchor(path=anchor, record=record, interval_steps=steps_since_last_save(path))
     return None
@@ -180,10 +180,10 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
     None, with a warning, if a file is damaged or gone. Then there are no new links either.
     """
     made: list[Path] = []
-    first, run = directory / f"{sha256}{ANCHOR_SUFFIX}", source.parent.parent
+    first, run = directory / anchor_file_name(sha256), source.parent.parent
     try:
         for _ in range(MOST_ANCHORS):
-            link = directory / f"{sha256}{ANCHOR_SUFFIX}"
+            link = directory / anchor_file_name(sha256)
             if not link.exists():
                 with contextlib.suppress(FileExistsError):  # another rank was faster
                     link_or_copy(source, link)
@@ -194,7 +194,7 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
             sha256 = read_structure(link).get("anchor", {}).get("sha256")
             if sha256 is None:
                 break
-            source = source.with_name(f"{sha256}{ANCHOR_SUFFIX}")
+            source = source.with_name(anchor_file_name(sha256))
         return Anchor(first)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"Weights are stored without reference: {error}", stacklevel=2)
@@ -227,7 +227,7 @@ def unused_anchors(directory: Path) -> list[Path]:
         needed = {directory / name for name in _listed_files(directory)}
         readers = set(directory.iterdir()) - anchors
         while readers:  # an anchor may be a difference to another one
-            names = {f"{sha256}{ANCHOR_SUFFIX}" for path in readers for sha256 in _anchor_digests(path)}
+            names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
             readers = anchors.intersection(directory / name for name in names) - needed
             needed |= readers
     except (CorruptFileError, OSError):

@@ -29,7 +29,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
     require_weights,
     snapshot_path,
 )
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, WeightsAnchor
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step, steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
@@ -165,7 +165,7 @@ def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
     """
     kept = []
     for name, file in base.files.items():
-        target = directory / f"{base.base.files[name]}{ANCHOR_SUFFIX}"
+        target = directory / anchor_file_name(base.base.files[name])
         if not target.exists():
             if base.base.repository is not None or file.name == target.name:
                 link_or_copy(file, target)

@@ -16,7 +16,7 @@ from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory,
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, open_regular_file, open_zip, require_regular_file
@@ -86,7 +86,7 @@ def _damage(path: Path) -> str | None:
     if path.suffix == ".safetensors":
         return _safetensors_problem(path)
     if path.suffix == ANCHOR_SUFFIX:
-        return None if path.name == f"{sha256_once(path)}{ANCHOR_SUFFIX}" else f"{path.name} has another SHA-256"
+        return None if path.name == anchor_file_name(sha256_once(path)) else f"{path.name} has another SHA-256"
     if path.suffix not in TORCH_SUFFIXES:
         return None
     with open_regular_file(path) as file:

@@ -16,7 +16,7 @@ from typing import Any
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.storages import corrupt
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError
@@ -85,5 +85,5 @@ def _path(directory: Path, manifest: Manifest, sha256: str) -> Path:
     names = [name for name, entry in manifest.files.items() if entry.sha256 == sha256]
     found = [directory / name for name in names if (directory / name).is_file()]
     if not found:
-        raise FileNotFoundError(f"{directory} does not hold the anchor {sha256}{ANCHOR_SUFFIX}")
+        raise FileNotFoundError(f"{directory} does not hold the anchor {anchor_file_name(sha256)}")
     return found[0]

@@ -21,7 +21,7 @@ from hf_trainweights.checkpoint.dcp.description import describe
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem
 from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord
 from hf_trainweights.checkpoint.sharded.anchors import NO_DIGEST, ShardedAnchor
@@ -87,7 +87,7 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
             entries[file.name] = FileEntry(file.size_bytes, file.sha256, report)
         rows[file.name].append(item.row)
     for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
-        link = directory / f"{sha256}{ANCHOR_SUFFIX}"
+        link = directory / anchor_file_name(sha256)
         entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
     return entries
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from checkpoint.codecs.cases import INSTANCES
-from fork_server import CONTEXT
+from fork_server import exit_code_of_fork
 
 
 def peak_bytes():
@@ -43,9 +43,7 @@ def measure_all(result: Path):
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process reset its peak")
 def test_codecs_take_at_most_a_few_times_the_tensor(tmp_path):
     # A process of its own: memory that other tests have freed and the allocator kept would hide what is needed.
-    process = CONTEXT.Process(target=measure_all, args=(tmp_path / "measured",))
-    process.start()
-    process.join()
+    assert exit_code_of_fork(measure_all, tmp_path / "measured") == 0
     measured = json.loads((tmp_path / "measured").read_text())
     # Encoded bytes, and decoded ones, are part of it.
     assert {name for name, (encoding, _) in measured.items() if encoding > 2.5} == set()
