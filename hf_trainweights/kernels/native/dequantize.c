@@ -13,29 +13,36 @@ static inline Floats scales_of(const float *scale, int64_t column, int shift) {
     return permuted(*(const Floats *)(scale + (column >> shift)), lane_numbers() >> shift);
 }
 
-// Columns of a vector of bytes share a scale if their group is long enough: `scale` is that of the first of them. For
-// codebook4 it is a factor, whose product with a value is exact, and `last` is the scale of the row.
-static inline __attribute__((always_inline)) void write_columns(const Product *p, Integers bytes, int64_t k,
-                                                                const float *scale, Floats last, int kind, int dtype,
+// Write a vector of bytes as floats. Its columns share a scale if their group is long enough: `scale` is that of the
+// first of them. For codebook4 it is a factor, whose product with a value is exact, and `last` is the scale of the row.
+static inline __attribute__((always_inline)) void write_columns(Integers bytes, int64_t count, const float *scale,
+                                                                int shift, Floats last, int kind, int dtype, void *out,
                                                                 int64_t at) {
-    int64_t size = p->weight.group_size, left = p->weight.K - k;
-    int offset = offset_of(kind), shift = size && size < BYTES ? __builtin_ctzll(size) : 0;
-    for (int i = 0; i < BYTES / LANES && i * LANES < left; i++) {
+    _Pragma("GCC unroll 4") for (int i = 0; i < BYTES / LANES; i++) {
+        if (i * LANES >= count) break;
         Floats factors = shift ? scales_of(scale, i * LANES, shift) : all_floats(*scale);
-        Floats values = widened(bytes, i, offset) * factors;
+        Floats values = widened(bytes, i, offset_of(kind)) * factors;
         if (kind == INDEXES) values *= last;
-        store_floats(p->out, dtype, at + k + i * LANES, left - i * LANES, values);
+        store_floats(out, dtype, at + i * LANES, count - i * LANES, values);
     }
 }
 
 static inline __attribute__((always_inline)) void write_row(const Product *p, int64_t n, const float *scale, int kind,
                                                             int dtype, int64_t at) {
-    int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K;
+    // Columns after which the next scale or, of a vector, the next scales are taken.
+    int64_t K = p->weight.K, size = p->weight.group_size ? p->weight.group_size : K, span = size < BYTES ? BYTES : size;
+    int64_t scales = size < BYTES && p->weight.group_size ? BYTES / size : 1, next = span;
+    int shift = scales > 1 ? __builtin_ctzll(size) : 0;
     const uint8_t *row = row_of(p, n);
+    void *out = p->out;
     Floats last = all_floats(kind == INDEXES ? row_scale(p, n) : 1);
     for (int64_t k = 0; k < K; k += BYTES) {
+        if (k == next) scale += scales, next += span;
         fetch_ahead(row + (k * bits_of(kind) >> 3));
-        write_columns(p, load_codes(row, kind, k, K - k), k, scale + k / size, last, kind, dtype, at);
+        if (K - k >= BYTES)
+            write_columns(load_codes(row, kind, k, BYTES), BYTES, scale, shift, last, kind, dtype, out, at + k);
+        else
+            write_columns(load_codes(row, kind, k, K - k), K - k, scale, shift, last, kind, dtype, out, at + k);
     }
 }
 

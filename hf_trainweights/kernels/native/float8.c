@@ -66,16 +66,27 @@ void multiply_float8(const Product *p, int threads, int8_t *memory) {
     for (int64_t n = 0; n < p->weight.N; n += LANES) multiply_rows(p, x, n, least(LANES, p->weight.N - n));
 }
 
+static inline __attribute__((always_inline)) void write_step(const uint8_t *codes, int64_t count, Floats factor,
+                                                             int dtype, void *out, int64_t at) {
+    Floats weight[2];
+    fetch_ahead(codes);
+    load_float8(codes, count, weight);
+    for (int half = 0; half < 2; half++)
+        store_floats(out, dtype, at + half * LANES, count - half * LANES, weight[half] * factor);
+}
+
+static inline __attribute__((always_inline)) void write_row(const uint8_t *codes, int64_t K, Floats factor, int dtype,
+                                                            void *out, int64_t at) {
+    int64_t k = 0;
+    for (; k + STEP <= K; k += STEP) write_step(codes + k, STEP, factor, dtype, out, at + k);
+    if (k < K) write_step(codes + k, K - k, factor, dtype, out, at + k);
+}
+
+// The dtype is a constant in each case.
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at) {
-    int64_t K = p->weight.K;
-    const uint8_t *codes = p->qdata + n * K;
-    Floats weight[2], factor = all_floats(256 * row_scale(p, n));
-    for (int64_t k = 0; k < K; k += STEP) {
-        fetch_ahead(codes + k);
-        load_float8(codes + k, K - k, weight);
-        for (int half = 0; half < 2; half++) {
-            int64_t column = k + half * LANES;
-            store_floats(p->out, p->weight.dtype, at + column, K - column, weight[half] * factor);
-        }
-    }
+    const uint8_t *codes = p->qdata + n * p->weight.K;
+    Floats factor = all_floats(256 * row_scale(p, n));
+    if (p->weight.dtype == FLOAT32) write_row(codes, p->weight.K, factor, FLOAT32, p->out, at);
+    else if (p->weight.dtype == BFLOAT16) write_row(codes, p->weight.K, factor, BFLOAT16, p->out, at);
+    else write_row(codes, p->weight.K, factor, FLOAT16, p->out, at);
 }

@@ -127,12 +127,17 @@ const int16_t *write_uint_row(const Product *p, int64_t n, int8_t *memory) {
     return row.integers;
 }
 
+static inline __attribute__((always_inline)) void widen(const int16_t *integers, int64_t K, Floats scale, int dtype,
+                                                        void *out, int64_t at) {
+    for (int64_t k = 0; k < K; k += LANES)  // K is a multiple of COLUMNS
+        store_floats(out, dtype, at + k, LANES, to_floats(load_words(integers + k)) * scale);
+}
+
+// The dtype is a constant in each case.
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory) {
-    int64_t K = p->weight.K;
     Floats scale = all_floats(row_scale(p, n));
     const int16_t *integers = write_uint_row(p, n, memory);
-    for (int64_t k = 0; k < K; k += LANES) {
-        Floats values = to_floats(load_words(integers + k)) * scale;
-        store_floats(p->out, p->weight.dtype, at + k, K - k, values);
-    }
+    if (p->weight.dtype == FLOAT32) widen(integers, p->weight.K, scale, FLOAT32, p->out, at);
+    else if (p->weight.dtype == BFLOAT16) widen(integers, p->weight.K, scale, BFLOAT16, p->out, at);
+    else widen(integers, p->weight.K, scale, FLOAT16, p->out, at);
 }
