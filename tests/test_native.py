@@ -3,6 +3,7 @@
 import platform
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -141,3 +142,25 @@ def test_without_a_compiler_nothing_is_compiled(
 def test_the_number_of_the_interface_is_that_of_the_sources() -> None:
     text = (ROOT / "hf_trainweights" / "kernels" / "native" / "product.h").read_text(encoding="utf-8")
     assert re.findall(r"#define ABI (\d+)", text) == [str(compiled.ABI)]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.skipif(shutil.which("clang") is None, reason="needs clang")
+def test_clang_makes_every_library_with_the_names_that_gcc_gives(
+    sources: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A function that is compiled for several kinds of CPU may get another name, by which Python does not find it."""
+    monkeypatch.setenv("CC", "clang")
+    paths = hatch_build._compile(sources)
+    assert paths == [library.path for library in hatch_build.LIBRARIES[sys.platform, platform.machine()]]
+    for path in paths:
+        assert functions_of(ROOT / path) == functions_of(sources / path), path
+
+
+def functions_of(library: Path) -> set[str]:
+    """Return the functions that a library exports, without those that a compiler adds by itself."""
+    listed = subprocess.run(
+        ["nm", "--dynamic", "--defined-only", library], capture_output=True, text=True, check=True
+    ).stdout
+    found = {line.split()[-1] for line in listed.splitlines()}
+    return {name for name in found if not name.startswith("_") and "." not in name}

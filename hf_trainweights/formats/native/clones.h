@@ -2,7 +2,8 @@
 #pragma once
 #include <stdint.h>
 
-#if defined(__x86_64__) && defined(__gnu_linux__)
+// clang before 18 gives such a function the name `function.ifunc`, by which nobody finds it.
+#if defined(__x86_64__) && defined(__gnu_linux__) && (!defined(__clang__) || __clang_major__ >= 18)
 #define CLONES __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
 #else
 #define CLONES

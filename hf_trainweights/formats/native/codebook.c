@@ -34,8 +34,8 @@ INLINE void try_factor(const tries *t, float (*groups)[WIDTH], const float *doub
   }
 }
 
-static CLONES void of_block(const tries *t, const float *groups, int64_t n, int64_t start, int64_t width,
-                            int32_t *chosen) {
+static CLONES void search_codebook_block(const tries *t, const float *groups, int64_t n, int64_t start, int64_t width,
+                                         int32_t *chosen) {
   float block[SIZE][WIDTH], doubled[1][WIDTH], squares[1][WIDTH], least[WIDTH];
   int32_t codes[WIDTH] = {0}, best[WIDTH] = {0};
   take(block, groups, SIZE, n, start, width);
@@ -56,5 +56,5 @@ void search_codebook(const float *groups, int64_t n, const int32_t *codes, const
   tries t = {codes, doubled, squares, importance, {0}};
   for (int i = 0; i < PLACES; i++)
     t.pairs[i] = (int32_t)(((uint32_t)-(int)table[PLACES - 1 - i] << 16) | ((uint32_t)(int)table[i] & 0xFFFF));
-  FOR_EACH_BLOCK(n, of_block(&t, groups, n, start, width, chosen))
+  FOR_EACH_BLOCK(n, search_codebook_block(&t, groups, n, start, width, chosen))
 }

@@ -70,9 +70,9 @@ INLINE void try_all(const grid *g, float (*groups)[WIDTH], int64_t size, const f
   }
 }
 
-static CLONES void of_block(const grid *g, const float *groups, int64_t size, int64_t n, int64_t start, int64_t width,
-                            const float *covering, const float *middle, const float *clippings, int64_t count,
-                            float *scale, float *zero) {
+static CLONES void search_uint_block(const grid *g, const float *groups, int64_t size, int64_t n, int64_t start,
+                                     int64_t width, const float *covering, const float *middle,
+                                     const float *clippings, int64_t count, float *scale, float *zero) {
   float block[MOST][WIDTH], covered[1][WIDTH], middles[1][WIDTH];
   best kept;
   take(block, groups, size, n, start, width);
@@ -88,5 +88,6 @@ void search_uint(const float *groups, int64_t size, int64_t n, const float *cove
                  const float *importance, int bits, float code_units, float zero_units, const float *clippings,
                  int64_t count, float *scale, float *zero) {
   const grid g = {(float)((1 << bits) - 1), code_units, zero_units / code_units, code_units / zero_units, importance};
-  FOR_EACH_BLOCK(n, of_block(&g, groups, size, n, start, width, covering, middle, clippings, count, scale, zero))
+  FOR_EACH_BLOCK(n, search_uint_block(&g, groups, size, n, start, width, covering, middle, clippings, count, scale,
+                                      zero))
 }
