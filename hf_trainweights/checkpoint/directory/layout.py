@@ -44,7 +44,10 @@ class Layout(Protocol):
         ...
 
     def compress(self, job: SaveJob, choices: Choices) -> Manifest:
-        """Make it small where it lies; after an error every file is whole, old or new."""
+        """Make it small where it lies; after an error every file is whole, old or new.
+
+        Of several ranks the first one calls it.
+        """
         ...
 
     def restore(self) -> Manifest:
@@ -122,12 +125,8 @@ def compress_directory(
     path = Path(path).absolute()
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
     job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base)
-    return compress(job, Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only))
-
-
-def compress(job: SaveJob, choices: Choices) -> Manifest:
-    """Make a checkpoint small where it lies, as `compress_directory` does; of several ranks the first calls it."""
-    return layout_of(job.path).compress(job, choices)
+    choices = Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only)
+    return layout_of(path).compress(job, choices)
 
 
 def restore_directory(path: str | Path) -> Manifest:
