@@ -52,6 +52,19 @@ from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import file_sha256, is_safe_name, read_chunks
 from hf_trainweights.files.signed_json import is_signed, sign_json
 
+MANIFEST_NAME = "trainweights.json"
+
+_FORMAT = "trainweights-checkpoint"
+_FORMAT_VERSION = 1
+# Left out where they are empty.
+_OPTIONAL = ("rounded_before", "sharded", "base")
+_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
+
+PLAIN_MODE = "plain"
+
+_EXACT_MODES = (PLAIN_MODE, MODES[0])
+_RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
+
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
@@ -160,15 +173,6 @@ def _require_amounts(where: str, amounts: Mapping[str, object]) -> None:
 
 def _wrong(where: str, expected: str, found: object) -> CorruptFileError:
     return CorruptFileError(where[:300], expected, repr(found)[:200], _NEXT_STEP)
-
-
-MANIFEST_NAME = "trainweights.json"
-
-_FORMAT = "trainweights-checkpoint"
-_FORMAT_VERSION = 1
-# Left out where they are empty.
-_OPTIONAL = ("rounded_before", "sharded", "base")
-_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
 
 
 @dataclass(frozen=True)
@@ -330,12 +334,6 @@ def _parse(value: dict[str, Any]) -> Manifest:
     base = Base.from_dict("base", value["base"]) if "base" in value else None
     fields = {name: value[name] for name in MANIFEST}
     return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})
-
-
-PLAIN_MODE = "plain"
-
-_EXACT_MODES = (PLAIN_MODE, MODES[0])
-_RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 
 def reported_rounding(report: Mapping[str, Any]) -> dict[str, float]:

@@ -23,6 +23,8 @@ from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import file_sha256, open_regular_file
 
+_MODEL_KEY = "model"
+
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
 
@@ -166,9 +168,6 @@ def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
     if not fill_whole(entry.size, entry.chunks):
         found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
         raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)
-
-
-_MODEL_KEY = "model"
 
 
 def model_weights(contents: ShardedContents) -> dict[str, str]:

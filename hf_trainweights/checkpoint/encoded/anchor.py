@@ -30,6 +30,7 @@ MOST_ANCHORS = 8
 _SETTLED_SECONDS = 2.0
 
 _directories: dict[Path, None] = {}  # in the order of registration
+_kept: tuple[Anchor, list[os.stat_result]] | None = None
 _digests: dict[tuple[int, int, int, int], str] = {}
 
 
@@ -173,9 +174,6 @@ class Anchor:
         if self._next is None or "anchor" not in entry:
             return {}
         return {"anchor": self._next.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
-
-
-_kept: tuple[Anchor, list[os.stat_result]] | None = None
 
 
 def keep_open(path: Path, sha256: str) -> Anchor:

@@ -25,6 +25,10 @@ from hf_trainweights.errors import CorruptFileError, UnstorableError
 Key = str | int | float | bool | None
 KeyPath = tuple[Key, ...]
 
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
+_MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
+
 # Names of parameters have about 100 characters. A file may claim a key of a megabyte, above many tensors.
 _SHOWN_CHARACTERS = 500
 
@@ -40,11 +44,6 @@ def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
     # A list may be a thousand levels deep, which str() gives up at.
     text = reprlib.repr(found) if isinstance(found, list | dict) else str(found)
     return CorruptFileError(where, expected, text[:200], next_step)
-
-
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
-_MAX_DIMENSIONS = 64  # torch's own limit
-_MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,9 @@ from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems,
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 
+# Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
+_REPEATED_BYTES = 4096
+
 
 def write_weights(rank: RankItems) -> list[StoredItem]:
     """Write the weights and buffers of one rank; UnstorableError names what cannot be stored."""
@@ -112,10 +115,6 @@ def _takes(plan: TensorPlan) -> bool:
 
 def _named(encoded: EncodedFile, item: WriteItem) -> TensorReport:
     return replace(encoded.report[0], path=item.index.fqn)
-
-
-# Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
-_REPEATED_BYTES = 4096
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:

@@ -25,6 +25,20 @@ from hf_trainweights.files.digests import digest_files
 from hf_trainweights.files.reading import is_torch_file, require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
+OPTIMIZER_NAME = "optimizer.pt"
+# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+FSDP_OPTIMIZER_NAME = "optimizer.bin"
+FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
+
+OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
+
+ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
+
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+
+_MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
+
 
 def weight_files(path: Path) -> list[Path]:
     """List weight files of one family, the one that loaders open first at the head, indices before their shards.
@@ -82,12 +96,6 @@ def _load_mapped(path: Path) -> Any:
     return load_file(path, map_location="cpu", mmap=True)
 
 
-_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
-
-_MODEL_CONFIGS = ("config.json", "adapter_config.json")
-_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
-
-
 @dataclass(frozen=True)
 class Inventory:
     """The files of a checkpoint directory that hold training state.
@@ -134,16 +142,6 @@ def take_inventory(path: Path) -> Inventory:
             next_step = "Leave it as it is, or have the Trainer save a full one, or with FSDP's SHARDED_STATE_DICT."
             raise UnsupportedError(str(path), "a checkpoint in whole files", found.name, next_step)
     return Inventory(path, tuple(weights), tuple(file for file in torch_files if file not in weights))
-
-
-OPTIMIZER_NAME = "optimizer.pt"
-# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
-FSDP_OPTIMIZER_NAME = "optimizer.bin"
-FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
-
-OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
-
-ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
 
 @dataclass(frozen=True)
