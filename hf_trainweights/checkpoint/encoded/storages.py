@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,16 +63,15 @@ class Storage:
     paths: tuple[KeyPath, ...]
     exclusive: bool
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of the elements in use."""
+        return math.prod(self.shape) * self.source.itemsize
+
     def read(self) -> Tensor:
         """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
         pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
-
-
-def default_device_cpu() -> AbstractContextManager[object]:
-    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
-    # As a context, torch.device costs a few microseconds at every call into torch.
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:

@@ -342,6 +342,7 @@ def test_every_error_of_this_package_is_one_of_its_own():
     structure, payload = honest()
     structure["storages"][0]["shape"] = [HUGE]
     file = io.BytesIO()
-    torch.save(EncodedFile(*forged(structure, payload), (), None), file)
+    data, text = forged(structure, payload)
+    torch.save(EncodedFile(text, (), None, data), file)
     with pytest.raises(TrainWeightsError, match="shape: expected no more than 4 stored bytes can hold"):
         load_bytes(file.getvalue())
