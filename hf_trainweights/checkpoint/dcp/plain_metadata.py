@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.description import Place
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file
