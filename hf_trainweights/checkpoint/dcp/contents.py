@@ -208,11 +208,10 @@ def unlisted_files(directory: Path) -> list[Path]:
     try:
         contents = ShardedContents(directory)
         contents.require_complete()
-        manifest = encoded_manifest(directory)
     except (CorruptFileError, OSError):
         return []
     listed = {place.file for place in contents.places.values()}
-    files = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
-    # Without a manifest only the items themselves know their anchors.
-    anchors = directory.glob(f"*{ANCHOR_SUFFIX}") if manifest is not None else ()
-    return sorted([*files, *(path for path in anchors if manifest is not None and path.name not in manifest.files)])
+    unlisted = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
+    if contents.manifest is not None:  # without it only the items themselves know their anchors
+        unlisted += [each for each in directory.glob(f"*{ANCHOR_SUFFIX}") if each.name not in contents.manifest.files]
+    return sorted(unlisted)

@@ -14,13 +14,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
-from hf_trainweights.checkpoint.encoded.workers import torch_defaults
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import file_sha256
 
@@ -154,7 +155,7 @@ class Anchor:
             raise corrupt(str(self.path), f"an anchor that holds {name}", "others only")
         view = self._views[name]
         index = view["storage"]
-        with torch_defaults():
+        with torch.no_grad(), default_device_cpu():
             storage = decode_storage(self._structure, index, self._pieces[index], self._references(index))
             structure = {"tree": {"tensor": 0}, "tensors": [{**view, "storage": 0}]}
             return unflatten(structure, [storage]).detach()

@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages, open_structure
 from hf_trainweights.checkpoint.encoded.tree import unflatten
-from hf_trainweights.checkpoint.encoded.workers import in_order, torch_defaults, worker_count
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
@@ -48,7 +48,7 @@ def decode_file(payload: Tensor, structure: str) -> Any:
         raise corrupt("the payload", "a 1-D uint8 tensor", getattr(payload, "dtype", type(payload)))
     if leave_undecoded.get():
         return Undecoded(content, payload)
-    with torch_defaults():
+    with torch.no_grad(), default_device_cpu():
         if payload.is_meta:
             storages = empty_storages(content)
         else:

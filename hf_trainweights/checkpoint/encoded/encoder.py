@@ -35,8 +35,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     seal_structure,
 )
 from hf_trainweights.checkpoint.encoded.tree import flatten
-from hf_trainweights.checkpoint.encoded.workers import in_order, torch_defaults, worker_count
-from hf_trainweights.errors import ConfigError
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
 from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable, join_crc32
 
 _ZEROS = bytes(1 << 20)
@@ -95,12 +94,12 @@ def encode_file(
     plan: Plan,
     *,
     anchor: Anchor | BaseWeights | None = None,
-    anchor_link: Path | None = None,
+    anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> EncodedFile:
     """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`."""
     payload = Payload()
-    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
+    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
     return EncodedFile(**vars(written), payload=payload.finish())
 
 
@@ -110,19 +109,19 @@ def write_file(
     plan: Plan,
     *,
     anchor: Anchor | BaseWeights | None = None,
-    anchor_link: Path | None = None,
+    anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> WrittenFile:
     """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads.
 
     Tensors are read one at a time, and what becomes of each is written at once, so memory beyond the tree is a few
     times the largest one. A tensor without a plan is stored exactly, and without an `anchor` without reference.
-    `anchor_link` is the path of the anchor to record (default: its present path); of a base, the directory that may
-    hold copies of its files. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
+    `anchor_directory` is where readers look first for the anchor (default: where it is now), or for copies of the files
+    of a base. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
     hint. UnstorableError names the key path.
     """
     payload = FilePayload(file)
-    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
+    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
     payload.complete(written.structure)
     return written
 
@@ -132,14 +131,14 @@ def _encode(
     tree: Any,
     plan: Plan,
     anchor: Anchor | BaseWeights | None,
-    anchor_link: Path | None,
+    anchor_directory: Path | None,
     second_moments: Mapping[str, Tensor],
 ) -> WrittenFile:
     structure, storages = flatten(tree)
     header: dict[str, Json] = {"version": VERSION}
-    anchor_entry = _anchor_entry(anchor, anchor_link)
+    anchor_entry = _anchor_entry(anchor, anchor_directory)
     collector = _Collector(StorageTasks(storages, plan, anchor, second_moments), anchor, payload)
-    with torch_defaults():
+    with torch.no_grad(), default_device_cpu():
         collector.work(worker_count(sum(storage.size_bytes for storage in storages)))
     for view in structure["tensors"]:
         view["storage"] = collector.numbers[view["storage"]]
@@ -149,18 +148,16 @@ def _encode(
     return WrittenFile(text, tuple(collector.report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
-def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
+def _anchor_entry(anchor: Anchor | BaseWeights | None, directory: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
     name = anchor_file_name(anchor.sha256)
     if isinstance(anchor, BaseWeights):
-        path = str(link.absolute()) if link else name
-        return {"sha256": anchor.sha256, "path": path, "base": anchor.base.to_dict()}
-    link = link or anchor.path
-    if link.name != name:
-        next_step = "Link the anchor under this name: it is looked up by digest."
-        raise ConfigError("anchor_link", name, link.name, next_step)
-    return {"sha256": anchor.sha256, "path": str(link.absolute())}
+        path, base = Path(name), {"base": anchor.base.to_dict()}
+    else:
+        path, base = anchor.path.with_name(name), {}
+    path = path if directory is None else (directory / name).absolute()
+    return {"sha256": anchor.sha256, "path": str(path), **base}
 
 
 class _Collector:

@@ -14,9 +14,10 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.planes import Planes
+from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
@@ -210,9 +211,9 @@ def _candidates(
         for codec in plan.candidates
         if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
     ]
-    exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
+    exact: list[Codec] = [Raw()] if tensor.numel() < _RAW_ELEMENTS[1] else []
     if tensor.numel() >= _RAW_ELEMENTS[0]:
-        exact.append(get_codec("planes")())
+        exact.append(Planes())
     return usable, exact, references
 
 

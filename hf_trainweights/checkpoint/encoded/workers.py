@@ -5,12 +5,12 @@ Threads serve, and no processes, because the loops in C, zstd, digests and check
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -38,23 +38,26 @@ def worker_count(size_bytes: int) -> int:
     return max(min(cores, size_bytes // _BYTES_PER_WORKER, _MOST_WORKERS), 1)
 
 
-@contextlib.contextmanager
-def torch_defaults() -> Iterator[None]:
-    """Compute without gradients, and make new tensors on the CPU, whatever this thread's caller has set."""
+def default_device_cpu() -> AbstractContextManager[object]:
+    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
     # As a context, torch.device costs a few microseconds at every call into torch.
-    is_cpu = torch.get_default_device().type == "cpu"
-    with torch.no_grad(), contextlib.nullcontext() if is_cpu else torch.device("cpu"):
-        yield
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _alone(task: Callable[[], _T]) -> _T:
+    """Do a task without gradients and with new tensors on the CPU, which each thread has to ask for itself."""
+    with torch.no_grad(), default_device_cpu():
+        return task()
 
 
 def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Generator[_T]:
     """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
 
-    Each task is done with `torch_defaults`. Workers are ahead of the caller by 64 MiB each, or by one task. The error
-    of the first task that fails is raised in its turn. Close the iterator: then no thread is left.
+    Workers are ahead of the caller by 64 MiB each, or by one task. The error of the first task that fails is raised in
+    its turn. Close the iterator: then no thread is left.
     """
     if workers < 2:
-        yield from (torch_defaults()(task)() for _, task in tasks)
+        yield from (_alone(task) for _, task in tasks)
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
     waiting: deque[tuple[int, Future[_T]]] = deque()
@@ -65,7 +68,7 @@ def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Gen
                 oldest_bytes, oldest = waiting.popleft()
                 yield oldest.result()
                 room += oldest_bytes
-            waiting.append((size_bytes, pool.submit(torch_defaults()(task))))
+            waiting.append((size_bytes, pool.submit(_alone, task)))
             room -= size_bytes
         while waiting:
             yield waiting.popleft()[1].result()

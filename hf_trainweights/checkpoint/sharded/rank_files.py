@@ -19,7 +19,6 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import KeyPath
-from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, name_of
 from hf_trainweights.files.atomic import replace_file
@@ -99,7 +98,7 @@ def _write_differences(
             plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
             options: dict[str, Any] = {"second_moments": states.second_moment(item)} if _takes(plan) else {}
             if anchor is not None:
-                options |= {"anchor": anchor, "anchor_link": rank.directory / anchor_file_name(anchor.sha256)}
+                options |= {"anchor": anchor, "anchor_directory": rank.directory}
             encoded = encode_file(tensor, {(): plan}, **options)
             each = Item.of(encoded)
             start = digested.size_bytes

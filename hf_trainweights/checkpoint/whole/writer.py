@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.encoded.plan import Plan, with_steps
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
@@ -116,7 +116,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             weights.state,
             with_steps(plan, candidate.step_rms),
             anchor=anchor,
-            anchor_link=job.path / anchor_file_name(anchor.sha256),
+            anchor_directory=job.path,
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
         )
         encoded = _EncodedWeights(written, weights.as_anchor)
