@@ -55,6 +55,7 @@ class Storage:
         shape: The shape a codec sees: the tensors' if `exclusive`, else the number of elements in use.
         paths: Key paths of its tensors, in the order of the tree.
         exclusive: Every tensor is the same contiguous view of all of it: one tensor, or tied ones.
+        size_bytes: Size of the elements in use.
     """
 
     source: Tensor
@@ -62,11 +63,7 @@ class Storage:
     shape: tuple[int, ...]
     paths: tuple[KeyPath, ...]
     exclusive: bool
-
-    @property
-    def size_bytes(self) -> int:
-        """Size of the elements in use."""
-        return math.prod(self.shape) * self.source.itemsize
+    size_bytes: int
 
     def read(self) -> Tensor:
         """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
@@ -125,7 +122,8 @@ def _compact(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> S
     exclusive = len(layouts) == 1 and first.is_contiguous()
     shape = tuple(first.shape) if exclusive else (sum(stop - start for start, stop in spans),)
     in_tree_order = tuple(path for tensor_paths in paths for path in tensor_paths)
-    return Storage(first, tuple(spans or [(0, 0)]), shape, in_tree_order, exclusive)
+    size_bytes = math.prod(shape) * first.itemsize
+    return Storage(first, tuple(spans or [(0, 0)]), shape, in_tree_order, exclusive, size_bytes)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

@@ -149,11 +149,13 @@ class OptimizerFile:
     """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
 
     Of two files it is the newer one. `name` is None if there is none, `tree` also if it holds more than plain data.
-    `names` are those of parameters by their index.
+    `state` is the tree as an optimizer's state dict, empty if it has another layout; `names` are those of parameters by
+    their index in it.
     """
 
     name: str | None
     tree: Any
+    state: Mapping[str, Any]
     plan: Plan
     names: Mapping[Any, str]
 
@@ -166,13 +168,9 @@ class OptimizerFile:
         files = [path / name for name in OPTIMIZER_NAMES if (path / name).exists()]
         file = newest(files, load_if_possible) if files else None
         tree = load_if_possible(file) if file else None
-        names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
-        return cls(file and file.name, tree, policy.plan_tree(tree, names), names)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's state dict; empty if the file holds another layout."""
-        return self.tree if is_optimizer_state(self.tree) else {}
+        state = tree if is_optimizer_state(tree) else {}
+        names = names or (recorded_names(state) if state else {})
+        return cls(file and file.name, tree, state, policy.plan_tree(tree, names), names)
 
 
 def weights_to_store(
