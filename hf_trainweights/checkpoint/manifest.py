@@ -20,7 +20,7 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
 
 Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
 file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
-(sharded/description.py). Where weights are stored against others outside the run, the optional key `base` says which
+(dcp/description.py). Where weights are stored against others outside the run, the optional key `base` says which
 (encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
 File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 
@@ -51,6 +51,19 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import file_sha256, is_safe_name, read_chunks
 from hf_trainweights.files.signed_json import is_signed, sign_json
+
+MANIFEST_NAME = "trainweights.json"
+
+_FORMAT = "trainweights-checkpoint"
+_FORMAT_VERSION = 1
+# Left out where they are empty.
+_OPTIONAL = ("rounded_before", "sharded", "base")
+_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
+
+PLAIN_MODE = "plain"
+
+_EXACT_MODES = (PLAIN_MODE, MODES[0])
+_RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 _SHA256 = re.compile(r"[0-9a-f]{64}")
@@ -162,15 +175,6 @@ def _wrong(where: str, expected: str, found: object) -> CorruptFileError:
     return CorruptFileError(where[:300], expected, repr(found)[:200], _NEXT_STEP)
 
 
-MANIFEST_NAME = "trainweights.json"
-
-_FORMAT = "trainweights-checkpoint"
-_FORMAT_VERSION = 1
-# Left out where they are empty.
-_OPTIONAL = ("rounded_before", "sharded", "base")
-_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
-
-
 @dataclass(frozen=True)
 class FileEntry:
     """One file of a checkpoint.
@@ -213,7 +217,7 @@ class Manifest:
         anchor: State of the anchor that later checkpoints may be stored against, see `AnchorRecord`.
         rounded_before: By file name and role the largest error of an element that an earlier rounding left in the file.
             The key is left out where nothing was.
-        sharded: What a sharded checkpoint holds beside its files, see sharded/description.py; others lack the key.
+        sharded: What a sharded checkpoint holds beside its files, see dcp/description.py; others lack the key.
         base: The weights outside the run that `anchor` means; others lack the key.
         created: When it was written, ISO 8601 with a time zone.
         package_version: Version of hf_trainweights that wrote it.
@@ -330,12 +334,6 @@ def _parse(value: dict[str, Any]) -> Manifest:
     base = Base.from_dict("base", value["base"]) if "base" in value else None
     fields = {name: value[name] for name in MANIFEST}
     return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})
-
-
-PLAIN_MODE = "plain"
-
-_EXACT_MODES = (PLAIN_MODE, MODES[0])
-_RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 
 def reported_rounding(report: Mapping[str, Any]) -> dict[str, float]:

@@ -26,8 +26,7 @@ from hf_trainweights import TrainWeightsCheckpointCallback
 from hf_trainweights.checkpoint import CheckpointManager, verify_checkpoint
 from hf_trainweights.checkpoint.loop import manager as manager_module
 from hf_trainweights.checkpoint.loop.progress import rng_state
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
-from hf_trainweights.checkpoint.trainer import backlog as work
+from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import ConfigError
 
 pytestmark = pytest.mark.slow  # each trains on two ranks
@@ -64,13 +63,13 @@ def train(
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": "1"}  # the group is there already
     written: list[str] = []
-    original = work.compress
+    original: Any = WholeLayout.compress
 
-    def watched(job: SaveJob, choices: Choices) -> Any:
-        written.append(job.path.name)
-        return original(job, choices)
+    def watched(layout: WholeLayout, *args: Any) -> Any:
+        written.append(layout.path.name)
+        return original(layout, *args)
 
-    work.compress = watched
+    WholeLayout.compress = watched
     callbacks = (OwnSeed(rank), callback())
     trainer, losses = trainer_of(out, *callbacks, model=with_dropout(), save_steps=3, **options)
     trainer.train(resume_from_checkpoint=resume)

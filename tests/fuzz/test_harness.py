@@ -15,8 +15,8 @@ import pytest
 import torch
 from covering import exhaustive
 
-from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.encoded.storages import corrupt
+from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.files.signed_json import sign_json
 from tests.fuzz.finding import load_finding
 from tests.fuzz.harness import run_count, run_seconds
@@ -87,7 +87,7 @@ def advise(target):
 
 
 def hand_on_advice(target):
-    get_codec(ADVICE)
+    Policy(ADVICE)
 
 
 DEFECTS = {

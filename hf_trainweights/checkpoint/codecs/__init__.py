@@ -21,13 +21,6 @@ _CODECS = (Raw, Planes, PlanesDelta, PlanesRank1, DeltaUniform, UpdateSpace, Log
 CODECS: dict[str, type[Codec]] = {codec.codec_id: codec for codec in _CODECS}
 
 
-def get_codec(codec_id: str) -> type[Codec]:
-    """Return the codec class of that name, e.g. `"planes"`; ConfigError: there is none."""
-    if codec_id not in CODECS:
-        raise ConfigError("codec", f"one of {', '.join(sorted(CODECS))}", repr(codec_id), "Choose one of these.")
-    return CODECS[codec_id]
-
-
 def register_codec(codec: type[Codec]) -> type[Codec]:
     """Add a codec of your own to those that rules may name and files may hold; it serves as a decorator.
 
@@ -47,7 +40,7 @@ def register_codec(codec: type[Codec]) -> type[Codec]:
         >>> @register_codec
         ... class Stored(Raw):
         ...     codec_id = "doctest.stored"
-        >>> get_codec("doctest.stored").__name__
+        >>> CODECS["doctest.stored"].__name__
         'Stored'
         >>> del CODECS["doctest.stored"]
     """

@@ -42,15 +42,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.blocks import (
-    Tile,
-    chunk_ranges,
-    matrix_shape,
-    rounded_to,
-    tiles,
-    to_float32,
-)
-from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, chunk_ranges, matrix_shape, rounded_to, to_float32
+from hf_trainweights.checkpoint.codecs.coding.levels import SAME, decode_tiles, encode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
@@ -108,24 +101,17 @@ class DeltaUniform(Codec):
         # Errors are compared in float32, which may round them down.
         limit = (step if self.limit is None else self.limit) * (1 - 2**-22)
         shape = matrix_shape(tensor.shape)
-        original = tensor.view(shape)
         names = ("anchor", "exp_avg_sq") if "anchor" in references else ()
         near = {name: references[name].view(shape) for name in names if name in references}
         shift = _shift(tensor)
-        writer = LevelWriter(*shape)
-        bound = 0.0
-        for tile in tiles(*shape):
-            anchor, moment = (
-                _tile_of(near.get("anchor"), tile, "anchor"),
-                _tile_of(near.get("exp_avg_sq"), tile, "moment"),
-            )
-            numbers = anchor, moment, _dither_start(tile, shape[1], shift), step, limit
-            missed, worst = _encode_tile(original[tile], *numbers, *writer.place(tile))
-            if missed:
-                writer.keep_exact(tile, original[tile])
-            bound = max(bound, worst)
+
+        def encode(tile: Tile, elements: Tensor, *place: np.ndarray) -> tuple[int, float]:
+            anchor, moment = (_tile_of(near.get(name), tile, name) for name in ("anchor", "exp_avg_sq"))
+            return _encode_tile(elements, anchor, moment, _dither_start(tile, shape[1], shift), step, limit, *place)
+
+        payloads, bound = encode_tiles(tensor, encode)
         params: dict[str, Json] = {"step": step, "anchor": "anchor" in near, "shift": shift}
-        return EncodedTensor(writer.payloads(tensor.dtype), params, bound * (1 + 2**-23))
+        return EncodedTensor(payloads, params, bound * (1 + 2**-23))
 
     @classmethod
     @np.errstate(all="ignore")

@@ -31,8 +31,8 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, matrix_shape, rounded_to, tiles, to_float32
-from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, decode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, matrix_shape, rounded_to, to_float32
+from hf_trainweights.checkpoint.codecs.coding.levels import decode_tiles, encode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
@@ -77,18 +77,15 @@ class UpdateSpace(Codec):
             next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
             raise ConfigError("codec update-space, references", "exp_avg_sq", "nothing", next_step)
         step = float(np.float32(self.step))
-        shape = matrix_shape(tensor.shape)
-        original, squares = tensor.view(shape), references["exp_avg_sq"].view(shape)
-        writer = LevelWriter(*shape)
-        bound = 0.0
-        for tile in tiles(*shape):
-            missed, worst = _encode_tile(original[tile], squares[tile], step, *writer.place(tile))
-            if missed:
-                writer.keep_exact(tile, original[tile])
-            bound = max(bound, worst)
+        squares = references["exp_avg_sq"].view(matrix_shape(tensor.shape))
+
+        def encode(tile: Tile, elements: Tensor, *place: np.ndarray) -> tuple[int, float]:
+            return _encode_tile(elements, squares[tile], step, *place)
+
+        payloads, bound = encode_tiles(tensor, encode)
         # The quotients are rounded to float32, some of them to denormals or zero.
         bound = (bound + _TINY) * step * (1 + 2**-20)
-        return EncodedTensor(writer.payloads(tensor.dtype), {"step": step}, bound)
+        return EncodedTensor(payloads, {"step": step}, bound)
 
     @classmethod
     @np.errstate(all="ignore")

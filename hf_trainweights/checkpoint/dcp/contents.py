@@ -11,17 +11,19 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.description import metadata_of
+from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
-from hf_trainweights.checkpoint.dcp.reader import load_item, read_bytes
-from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.reader import read_bytes
 from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import file_sha256, open_regular_file
+
+_MODEL_KEY = "model"
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
@@ -168,9 +170,6 @@ def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
         raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)
 
 
-_MODEL_KEY = "model"
-
-
 def model_weights(contents: ShardedContents) -> dict[str, str]:
     """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
 
@@ -209,11 +208,10 @@ def unlisted_files(directory: Path) -> list[Path]:
     try:
         contents = ShardedContents(directory)
         contents.require_complete()
-        manifest = encoded_manifest(directory)
     except (CorruptFileError, OSError):
         return []
     listed = {place.file for place in contents.places.values()}
-    files = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
-    # Without a manifest only the items themselves know their anchors.
-    anchors = directory.glob(f"*{ANCHOR_SUFFIX}") if manifest is not None else ()
-    return sorted([*files, *(path for path in anchors if manifest is not None and path.name not in manifest.files)])
+    unlisted = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
+    if contents.manifest is not None:  # without it only the items themselves know their anchors
+        unlisted += [each for each in directory.glob(f"*{ANCHOR_SUFFIX}") if each.name not in contents.manifest.files]
+    return sorted(unlisted)

@@ -27,6 +27,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,9 +40,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.results import Place
-from hf_trainweights.checkpoint.dcp.shards import fill_whole, parse_range, parse_shard
+from hf_trainweights.checkpoint.dcp.shards import fill_whole, parse_range, parse_shard, shard_of
+from hf_trainweights.checkpoint.encoded.encoder import TensorReport
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest
 from hf_trainweights.errors import CorruptFileError
@@ -50,6 +53,76 @@ VERSION = 1
 
 _OBJECT = "object"
 _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A file of the checkpoint that one rank has written, and digests of the `anchors` that it refers to."""
+
+    name: str
+    size_bytes: int
+    sha256: str
+    is_anchor: bool = False
+    anchors: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an item lies: a file of the checkpoint, the first byte in it and the one after the last.
+
+    `crc32` is over these bytes; None in a plain checkpoint, because PyTorch keeps none.
+    """
+
+    file: str
+    start: int
+    stop: int
+    crc32: int | None = None
+
+
+@dataclass(frozen=True)
+class StoredItem(WriteResult):
+    """An item that one rank has written; `storage_data` is its `Place`.
+
+    The manifest has its `row` (see above). `delta_rms` is how far the shard has moved from its anchor, where this save
+    measured it. One that `is_repeated` has the bytes of another item and takes no space of its own.
+    """
+
+    row: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    file: StoredFile = field(default=StoredFile("", 0, ""), compare=False)
+    delta_rms: float | None = field(default=None, compare=False)
+    is_repeated: bool = field(default=False, compare=False)
+
+
+@dataclass(frozen=True)
+class Written:
+    """An item whose file is not complete yet; its `report` may have another path. The rest is as in `StoredItem`."""
+
+    item: WriteItem
+    start: int
+    size_bytes: int
+    crc32: int
+    report: TensorReport
+    anchor_sha256: str | None = None
+    delta_rms: float | None = None
+    is_repeated: bool = False
+
+    def stored(self, file: StoredFile) -> StoredItem:
+        """Return the result for DCP, once the file is complete."""
+        place = Place(file.name, self.start, self.start + self.size_bytes, self.crc32)
+        row = self._row(place)
+        return StoredItem(self.item.index, self.size_bytes, place, row, file, self.delta_rms, self.is_repeated)
+
+    def _row(self, place: Place) -> dict[str, Any]:
+        row: dict[str, Any] = {**vars(self.report), "path": self.item.index.fqn}
+        if self.is_repeated:
+            row |= {"bytes_in": 0, "bytes_out": 0}
+        row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
+        shard = shard_of(self.item)
+        if shard is not None:
+            row["shard"] = shard
+        if self.anchor_sha256 is not None:
+            row["anchor"] = self.anchor_sha256
+        return row
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,9 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.decoder import decode_file
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile
-from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
@@ -92,7 +90,7 @@ class Joiner:
     """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
 
     def __init__(self, file: Writable):
-        self._payload = FilePayload(file, decode_file)
+        self._payload = FilePayload(file)
         self._stop = 0
         self._starts: dict[str, int] = {}
         self._storages: list[dict[str, Any]] = []
@@ -146,7 +144,7 @@ def _file_of_one(storages: list[dict[str, Any]], number: int, pieces: Iterable[S
         "tensors": [{"storage": number}],
         "storages": storages,
     }
-    return EncodedFile(payload.finish(), seal_structure(content), (), None)
+    return EncodedFile(seal_structure(content), (), None, payload.finish())
 
 
 def _nest(item: Item) -> tuple[Tensor, list[dict[str, Any]]]:

@@ -25,10 +25,16 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.description import Place
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file
+
+METADATA_NAME = ".metadata"
+ITEM_SUFFIX = ".distcp"
+
+_StorageInfo = getattr(filesystem, "_StorageInfo", None)
+_DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 _MAX_METADATA_BYTES = 1 << 30  # a 70B model with AdamW on 64 ranks has 16 MB
 _MAX_SHOWN = 200
@@ -197,13 +203,6 @@ def _require(value: Any, kind: type, where: str) -> Any:
 def _corrupt(where: str | Path, expected: str, found: str) -> CorruptFileError:
     next_step = "Use another checkpoint, or restore this one from a copy; PyTorch's own reader would execute it."
     return CorruptFileError(str(where), expected, found[:_MAX_SHOWN], next_step)
-
-
-METADATA_NAME = ".metadata"
-ITEM_SUFFIX = ".distcp"
-
-_StorageInfo = getattr(filesystem, "_StorageInfo", None)
-_DCP_VERSION = getattr(filesystem, "CURRENT_DCP_VERSION", None)
 
 
 def stock_metadata(metadata: Metadata, places: dict[MetadataIndex, tuple[str, int, int]], save_id: str) -> Metadata:

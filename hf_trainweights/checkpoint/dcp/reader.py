@@ -18,13 +18,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from hf_trainweights.checkpoint.dcp.description import metadata_of
+from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
-from hf_trainweights.checkpoint.dcp.results import Place
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
+from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
-from hf_trainweights.errors import CorruptFileError, MissingAnchorError, TrainWeightsError
+from hf_trainweights.errors import CorruptFileError, TrainWeightsError
 from hf_trainweights.files.reading import open_regular_file
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
@@ -162,19 +162,6 @@ def read_sharded_manifest(directory: Path) -> Manifest:
             found = "no file" if size_bytes is None else f"{size_bytes} bytes"
             raise CorruptFileError(str(path), f"a file of {entry.size_bytes} bytes", found, _NEXT_STEP)
     return manifest
-
-
-def load_item(data: bytes, where: str) -> Any:
-    """Decode an item, a torch zip file, to a tensor or an object; errors say `where`."""
-    try:
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except (CorruptFileError, MissingAnchorError) as error:
-        raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
-    except MemoryError:
-        raise
-    except Exception as error:  # torch's reader raises anything on damaged files
-        found = f"{type(error).__name__}: {error}"[:300]
-        raise CorruptFileError(where, "a torch zip file of plain data", found, _NEXT_STEP) from error
 
 
 def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:

@@ -1,4 +1,4 @@
-"""The two layouts of a checkpoint on the disk behind one interface, and a checkpoint of either made small or plain.
+"""The two layouts of a checkpoint on the disk, which are used alike, and a checkpoint of either made small or plain.
 
 Here alone is asked which one it is.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from hf_trainweights.checkpoint.dcp.contents import dcp_directories
 from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
@@ -19,37 +19,8 @@ from hf_trainweights.checkpoint.run.verification import progress_problem
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 
-
-class Layout(Protocol):
-    """How a checkpoint lies on the disk: in whole files, or sharded."""
-
-    path: Path
-    directories: list[Path]
-    """Where its files and anchors lie: the checkpoint itself, then directories in it."""
-
-    def missing_problem(self) -> str | None:
-        """Say which part a resume would not find, or return None."""
-        ...
-
-    def problem(self) -> str | None:
-        """Say why its files cannot be loaded, as far as a look at them without digests shows, or return None."""
-        ...
-
-    def unlisted(self, directory: Path) -> list[Path]:
-        """List what interrupted saves have left in one of its directories, and anchors that nothing needs."""
-        ...
-
-    def rewriting_bytes(self) -> int:
-        """Return the free space on the disk that making it small takes."""
-        ...
-
-    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
-        """Make it small where it lies; after an error every file is whole, old or new."""
-        ...
-
-    def restore(self) -> Manifest:
-        """Make it plain where it lies; after an error every file is whole, small or plain."""
-        ...
+Layout = WholeLayout | ShardedLayout
+"""How a checkpoint lies on the disk. Both have the same functions, and `directories`: itself, then those in it."""
 
 
 def layout_of(path: Path) -> Layout:
@@ -122,12 +93,8 @@ def compress_directory(
     path = Path(path).absolute()
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
     job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base)
-    return compress(job, Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only))
-
-
-def compress(job: SaveJob, choices: Choices) -> Manifest:
-    """Make a checkpoint small where it lies, as `compress_directory` does; of several ranks the first calls it."""
-    return layout_of(job.path).compress(job, choices)
+    choices = Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only)
+    return layout_of(path).compress(job, choices)
 
 
 def restore_directory(path: str | Path) -> Manifest:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import file_sha256
 
@@ -30,6 +31,7 @@ MOST_ANCHORS = 8
 _SETTLED_SECONDS = 2.0
 
 _directories: dict[Path, None] = {}  # in the order of registration
+_kept: tuple[Anchor, list[os.stat_result]] | None = None
 _digests: dict[tuple[int, int, int, int], str] = {}
 
 
@@ -173,9 +175,6 @@ class Anchor:
         if self._next is None or "anchor" not in entry:
             return {}
         return {"anchor": self._next.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
-
-
-_kept: tuple[Anchor, list[os.stat_result]] | None = None
 
 
 def keep_open(path: Path, sha256: str) -> Anchor:

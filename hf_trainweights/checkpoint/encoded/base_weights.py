@@ -27,6 +27,8 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
+_STORABLE = frozenset(DTYPES.values())
+
 _directories: dict[Path, None] = {}  # in the order of registration
 
 
@@ -143,9 +145,6 @@ def _repository_of(directory: Path) -> tuple[str, str] | tuple[None, None]:
         if is_repository(repository, parts[2]):
             return repository, parts[2]
     return None, None
-
-
-_STORABLE = frozenset(DTYPES.values())
 
 
 class BaseWeights:

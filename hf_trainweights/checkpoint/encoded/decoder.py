@@ -20,10 +20,10 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, keep_
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import Undecoded, leave_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt, default_device_cpu
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import cut_payload, decode_storage, empty_storages, open_structure
 from hf_trainweights.checkpoint.encoded.tree import unflatten
-from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
 
 
 def decode_file(payload: Tensor, structure: str) -> Any:
@@ -63,13 +63,12 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
 
     def decode(index: int) -> Tensor:
         entry, references = entries[index], {}
-        with torch.no_grad(), default_device_cpu():
-            if anchor is not None and "anchor" in entry:
-                references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
-            if "exp_avg_sq" in entry:
-                # Of a lower index, so another thread has begun it and waits for none that comes later.
-                references["exp_avg_sq"] = done[entry["exp_avg_sq"]].result()
-            return decode_storage(structure, index, pieces[index], references)
+        if anchor is not None and "anchor" in entry:
+            references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
+        if "exp_avg_sq" in entry:
+            # Of a lower index, so another thread has begun it and waits for none that comes later.
+            references["exp_avg_sq"] = done[entry["exp_avg_sq"]].result()
+        return decode_storage(structure, index, pieces[index], references)
 
     def settle(index: int) -> Tensor:
         try:

@@ -1,29 +1,44 @@
-"""Writes encoded files (their layout: structure.py): each storage by the smallest codec that its plan allows."""
+"""Writes encoded files (their layout: structure.py): each storage by the smallest codec that its plan allows.
+
+A file begins with its payload, because the structure, which says how long it is, is known last.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import io
+import pickle
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch._utils import _rebuild_tensor_v2
 
 from hf_trainweights.checkpoint.codecs.base import Json
+from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
-from hf_trainweights.checkpoint.encoded.payload import FilePayload, Payload
 from hf_trainweights.checkpoint.encoded.plan import Plan
-from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks, plain_bytes
-from hf_trainweights.checkpoint.encoded.storages import default_device_cpu, path_text
-from hf_trainweights.checkpoint.encoded.structure import VERSION, anchor_file_name, seal_structure
+from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks
+from hf_trainweights.checkpoint.encoded.storages import path_text
+from hf_trainweights.checkpoint.encoded.structure import (
+    ALIGNMENT_BYTES,
+    VERSION,
+    anchor_file_name,
+    padded_length,
+    seal_structure,
+)
 from hf_trainweights.checkpoint.encoded.tree import flatten
-from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
-from hf_trainweights.errors import ConfigError
-from hf_trainweights.files.torch_zip_writer import Writable, join_crc32
+from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
+from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable, join_crc32
+
+_ZEROS = bytes(1 << 20)
 
 
 @dataclass(frozen=True)
@@ -61,7 +76,7 @@ class WrittenFile:
 
 
 @dataclass(frozen=True)
-class EncodedFile:
+class EncodedFile(WrittenFile):
     """An encoded file in memory; `torch.save` writes it, as one call of `decode_file`.
 
     Pass torch.save an open file, for it writes the name of a path into the file. Then equal trees and plans give equal
@@ -69,9 +84,6 @@ class EncodedFile:
     """
 
     payload: Tensor = field(repr=False)
-    structure: str = field(repr=False)
-    report: tuple[TensorReport, ...] = field(repr=False)
-    anchor_sha256: str | None
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Tensor, str]]:
         return decode_file, (self.payload, self.structure)
@@ -82,13 +94,13 @@ def encode_file(
     plan: Plan,
     *,
     anchor: Anchor | BaseWeights | None = None,
-    anchor_link: Path | None = None,
+    anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> EncodedFile:
     """Encode a tree in memory, for `torch.save`; arguments and errors are those of `write_file`."""
     payload = Payload()
-    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
-    return EncodedFile(payload.finish(), written.structure, written.report, written.anchor_sha256)
+    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
+    return EncodedFile(**vars(written), payload=payload.finish())
 
 
 def write_file(
@@ -97,19 +109,19 @@ def write_file(
     plan: Plan,
     *,
     anchor: Anchor | BaseWeights | None = None,
-    anchor_link: Path | None = None,
+    anchor_directory: Path | None = None,
     second_moments: Mapping[str, Tensor] | None = None,
 ) -> WrittenFile:
     """Encode a tree of tensors and plain values (see tree.py) into a file, which torch.load reads.
 
     Tensors are read one at a time, and what becomes of each is written at once, so memory beyond the tree is a few
     times the largest one. A tensor without a plan is stored exactly, and without an `anchor` without reference.
-    `anchor_link` is the path of the anchor to record (default: its present path); of a base, the directory that may
-    hold copies of its files. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
+    `anchor_directory` is where readers look first for the anchor (default: where it is now), or for copies of the files
+    of a base. `second_moments` have by the name in a weight's plan its `exp_avg_sq` in another file, a
     hint. UnstorableError names the key path.
     """
-    payload = FilePayload(file, decode_file)
-    written = _encode(payload, tree, plan, anchor, anchor_link, second_moments or {})
+    payload = FilePayload(file)
+    written = _encode(payload, tree, plan, anchor, anchor_directory, second_moments or {})
     payload.complete(written.structure)
     return written
 
@@ -119,15 +131,15 @@ def _encode(
     tree: Any,
     plan: Plan,
     anchor: Anchor | BaseWeights | None,
-    anchor_link: Path | None,
+    anchor_directory: Path | None,
     second_moments: Mapping[str, Tensor],
 ) -> WrittenFile:
     structure, storages = flatten(tree)
     header: dict[str, Json] = {"version": VERSION}
-    anchor_entry = _anchor_entry(anchor, anchor_link)
+    anchor_entry = _anchor_entry(anchor, anchor_directory)
     collector = _Collector(StorageTasks(storages, plan, anchor, second_moments), anchor, payload)
     with torch.no_grad(), default_device_cpu():
-        collector.work(worker_count(sum(map(plain_bytes, storages))))
+        collector.work(worker_count(sum(storage.size_bytes for storage in storages)))
     for view in structure["tensors"]:
         view["storage"] = collector.numbers[view["storage"]]
     if anchor_entry and any("anchor" in entry for entry in collector.entries):
@@ -136,18 +148,16 @@ def _encode(
     return WrittenFile(text, tuple(collector.report), anchor.sha256 if anchor and "anchor" in header else None)
 
 
-def _anchor_entry(anchor: Anchor | BaseWeights | None, link: Path | None) -> dict[str, Json] | None:
+def _anchor_entry(anchor: Anchor | BaseWeights | None, directory: Path | None) -> dict[str, Json] | None:
     if anchor is None:
         return None
     name = anchor_file_name(anchor.sha256)
     if isinstance(anchor, BaseWeights):
-        path = str(link.absolute()) if link else name
-        return {"sha256": anchor.sha256, "path": path, "base": anchor.base.to_dict()}
-    link = link or anchor.path
-    if link.name != name:
-        next_step = "Link the anchor under this name: it is looked up by digest."
-        raise ConfigError("anchor_link", name, link.name, next_step)
-    return {"sha256": anchor.sha256, "path": str(link.absolute())}
+        path, base = Path(name), {"base": anchor.base.to_dict()}
+    else:
+        path, base = anchor.path.with_name(name), {}
+    path = path if directory is None else (directory / name).absolute()
+    return {"sha256": anchor.sha256, "path": str(path), **base}
 
 
 class _Collector:
@@ -222,7 +232,98 @@ class _Collector:
                 codec=coded.codec.codec_id,
                 params=coded.params,
                 bound=coded.bound,
-                bytes_in=plain_bytes(storage),
+                bytes_in=storage.size_bytes,
                 bytes_out=sum(sizes),
             )
         )
+
+
+class Payload:
+    """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`; this one keeps them in memory."""
+
+    def __init__(self) -> None:
+        self._memory = ByteBuffer()
+        self.size_bytes = 0
+
+    def append(self, piece: Tensor, crc32: int | None = None, *, continues: bool = False) -> None:
+        """Append a 1-D uint8 CPU tensor, given its checksum if that is known; it may continue the piece before it."""
+        if not continues:
+            self._pad(-self.size_bytes % ALIGNMENT_BYTES)
+        self._put(piece.numpy().data, crc32)
+
+    def finish(self) -> Tensor:
+        """Return all pieces and the padding after the last one, 1-D uint8."""
+        self._pad(padded_length(self.size_bytes) - self.size_bytes)
+        return torch.from_numpy(self._memory.view())
+
+    def _pad(self, count: int) -> None:
+        while count:
+            count -= self._put(memoryview(_ZEROS)[:count], None)
+
+    def _put(self, data: memoryview, crc32: int | None) -> int:
+        self.size_bytes += len(data)
+        self._write(data, crc32)
+        return len(data)
+
+    def _write(self, data: memoryview, crc32: int | None) -> None:
+        self._memory.append(np.frombuffer(data, np.uint8))
+
+
+class FilePayload(Payload):
+    """A payload whose pieces go straight to a binary file at its beginning, which need not seek.
+
+    The file consists of one call of `decode_file`. Equal contents give equal bytes.
+    """
+
+    def __init__(self, file: Writable):
+        super().__init__()
+        self._archive = TorchZipWriter(file)
+        self._archive.begin("data/0")
+
+    def complete(self, structure: str) -> None:
+        """Write the rest of the file: the padding, the structure, and what torch.load wants to know."""
+        self.finish()
+        self._archive.end()
+        self._archive.add("data.pkl", _pickled(self.size_bytes, structure))
+        self._archive.add("byteorder", b"little")
+        self._archive.add("version", b"3\n")
+        self._archive.finish()
+
+    def _write(self, data: memoryview, crc32: int | None) -> None:
+        self._archive.write(data, crc32)
+
+
+class _Stored:
+    """Stands for the payload or its storage in a pickle, where torch.save would have their bytes at hand."""
+
+    def __init__(self, length: int):
+        self.length = length
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # What a tensor of one dimension consists of, as torch pickles it; an empty one of numpy's has a stride of 0.
+        stride = min(self.length, 1)
+        return _rebuild_tensor_v2, (_Storage(self.length), 0, (self.length,), (stride,), False, OrderedDict())
+
+
+class _Storage(_Stored):
+    pass
+
+
+class _Call:
+    def __init__(self, length: int, structure: str):
+        self._arguments = _Stored(length), structure
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return decode_file, self._arguments
+
+
+class _Pickler(pickle.Pickler):
+    def persistent_id(self, obj: Any) -> Any:
+        return ("storage", torch.ByteStorage, "0", "cpu", obj.length) if type(obj) is _Storage else None
+
+
+def _pickled(length: int, structure: str) -> bytes:
+    """Return the pickle that torch.save writes of an `EncodedFile` with so long a payload and a structure."""
+    pickled = io.BytesIO()
+    _Pickler(pickled, protocol=2).dump(_Call(length, structure))
+    return pickled.getvalue()

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import io
 import math
 import os
 import pickle
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,21 +46,34 @@ def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False)
     """
     with open_regular_file(path) as file:
         is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
-    try:
+    with _load_errors(str(path), is_zip):
         if not is_zip:
             # A file of PyTorch before 1.6 may claim a text of 4 GB: of bytes in memory no more is read than is there.
             return torch.load(io.BytesIO(Path(path).read_bytes()), map_location=map_location, weights_only=True)
         is_mapped = mmap or is_encoded(path)
         return torch.load(os.fspath(path), map_location=map_location, mmap=is_mapped, weights_only=True)
+
+
+def load_item(data: bytes, where: str) -> Any:
+    """Load the bytes of a plain or an encoded torch zip file to the CPU as `load_file` does; errors say `where`."""
+    with _load_errors(where, is_zip=True):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+@contextlib.contextmanager
+def _load_errors(where: str, is_zip: bool) -> Iterator[None]:
+    """Say where the errors of a block that calls torch.load arose, and turn its reader's into a CorruptFileError."""
+    try:
+        yield
     except (CorruptFileError, MissingAnchorError) as error:
-        raise type(error)(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
+        raise type(error)(f"{where}, {error.where}", error.expected, error.found, error.next_step) from error
     except MemoryError:
         raise
     except Exception as error:  # torch's reader raises anything on damaged files, EINVAL after seeking beyond them too
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         next_step = "Restore it from a copy, unless it was never a torch file."
-        raise CorruptFileError(str(path), "a file that torch.load reads", _found(error, is_zip), next_step) from error
+        raise CorruptFileError(where, "a file that torch.load reads", _found(error, is_zip), next_step) from error
 
 
 def _found(error: Exception, is_zip: bool) -> str:

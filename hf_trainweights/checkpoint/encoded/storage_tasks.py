@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs import get_codec
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.planes import Planes
+from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Storage, default_device_cpu, path_text
+from hf_trainweights.checkpoint.encoded.storages import Storage, path_text
 from hf_trainweights.checkpoint.encoded.structure import payload_crc32
 from hf_trainweights.errors import QuantizationError, UnsupportedError
 
@@ -98,7 +98,7 @@ class StorageTasks:
 
     def __iter__(self) -> Iterator[Task]:
         for unit in self._units():
-            size_bytes = sum(plain_bytes(self.storages[index]) for index in unit)
+            size_bytes = sum(self.storages[index].size_bytes for index in unit)
             large = self._large_storage(*unit) if self._is_large(unit, size_bytes) else None
             if large is None:
                 yield size_bytes, partial(self._encode, unit)
@@ -152,16 +152,15 @@ class StorageTasks:
         coded: list[Coded] = []
         decoded: dict[int, Tensor] = {}
         moments = {index: moment for index in unit if (moment := self.moments.get(index)) is not None}
-        with torch.no_grad(), default_device_cpu():
-            for index in unit:
-                tensor, references = self._read(index)
-                moment = moments.get(index)
-                if moment in decoded:
-                    references["exp_avg_sq"] = decoded.pop(moment)
-                codec, encoded = _encode_storage(tensor, self.storages[index], self.plans[index], references)
-                if index in moments.values():
-                    decoded[index] = _decoded_tensor(codec, encoded, tensor, references)
-                coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
+        for index in unit:
+            tensor, references = self._read(index)
+            moment = moments.get(index)
+            if moment in decoded:
+                references["exp_avg_sq"] = decoded.pop(moment)
+            codec, encoded = _encode_storage(tensor, self.storages[index], self.plans[index], references)
+            if index in moments.values():
+                decoded[index] = _decoded_tensor(codec, encoded, tensor, references)
+            coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
         return coded
 
 
@@ -212,9 +211,9 @@ def _candidates(
         for codec in plan.candidates
         if not missing.intersection(codec.references) and (storage.exclusive or codec.lossless)
     ]
-    exact = [get_codec("raw")()] if tensor.numel() < _RAW_ELEMENTS[1] else []
+    exact: list[Codec] = [Raw()] if tensor.numel() < _RAW_ELEMENTS[1] else []
     if tensor.numel() >= _RAW_ELEMENTS[0]:
-        exact.append(get_codec("planes")())
+        exact.append(Planes())
     return usable, exact, references
 
 
@@ -250,11 +249,6 @@ def _decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, refere
     return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
 
 
-def plain_bytes(storage: Storage) -> int:
-    """Return the size of a storage's elements in use."""
-    return math.prod(storage.shape) * storage.source.itemsize
-
-
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
     for path in storage.paths:
         if path in plan:
@@ -269,7 +263,6 @@ def _coded(index: int, codec: Codec, encoded: EncodedTensor, *, has_anchor: bool
 
 def _encode_part(storage: LargeStorage, start: int) -> Part:
     parts = storage.chunks.parts
-    with torch.no_grad(), default_device_cpu():
-        writer, flags = storage.chunks.encode(parts[start : start + _CHUNKS])
+    writer, flags = storage.chunks.encode(parts[start : start + _CHUNKS])
     blocks, sizes = writer.blocks()
     return Part(storage, blocks, payload_crc32([blocks]), sizes, flags, start + _CHUNKS >= len(parts))

@@ -12,7 +12,6 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +23,10 @@ from hf_trainweights.errors import CorruptFileError, UnstorableError
 
 Key = str | int | float | bool | None
 KeyPath = tuple[Key, ...]
+
+DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
+_MAX_DIMENSIONS = 64  # torch's own limit
+_MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
 
 # Names of parameters have about 100 characters. A file may claim a key of a megabyte, above many tensors.
 _SHOWN_CHARACTERS = 500
@@ -42,11 +45,6 @@ def corrupt(where: str, expected: str, found: object) -> CorruptFileError:
     return CorruptFileError(where, expected, text[:200], next_step)
 
 
-DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in ALL_DTYPES}
-_MAX_DIMENSIONS = 64  # torch's own limit
-_MAX_ELEMENTS = 1 << 62  # torch counts elements in int64
-
-
 @dataclass(frozen=True)
 class Storage:
     """Memory that one or more tensors of a tree share.
@@ -57,6 +55,7 @@ class Storage:
         shape: The shape a codec sees: the tensors' if `exclusive`, else the number of elements in use.
         paths: Key paths of its tensors, in the order of the tree.
         exclusive: Every tensor is the same contiguous view of all of it: one tensor, or tied ones.
+        size_bytes: Size of the elements in use.
     """
 
     source: Tensor
@@ -64,17 +63,12 @@ class Storage:
     shape: tuple[int, ...]
     paths: tuple[KeyPath, ...]
     exclusive: bool
+    size_bytes: int
 
     def read(self) -> Tensor:
         """Return the elements in use as a contiguous CPU tensor of `shape`, a view where possible."""
         pieces = [self.source.as_strided((stop - start,), (1,), start).cpu() for start, stop in self.spans]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).view(self.shape)
-
-
-def default_device_cpu() -> AbstractContextManager[object]:
-    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
-    # As a context, torch.device costs a few microseconds at every call into torch.
-    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
 
 
 def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> tuple[list[Json], list[Storage]]:
@@ -128,7 +122,8 @@ def _compact(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]]) -> S
     exclusive = len(layouts) == 1 and first.is_contiguous()
     shape = tuple(first.shape) if exclusive else (sum(stop - start for start, stop in spans),)
     in_tree_order = tuple(path for tensor_paths in paths for path in tensor_paths)
-    return Storage(first, tuple(spans or [(0, 0)]), shape, in_tree_order, exclusive)
+    size_bytes = math.prod(shape) * first.itemsize
+    return Storage(first, tuple(spans or [(0, 0)]), shape, in_tree_order, exclusive, size_bytes)
 
 
 def _span(tensor: Tensor) -> tuple[int, int]:

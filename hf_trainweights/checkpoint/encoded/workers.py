@@ -10,6 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
 import torch
@@ -37,6 +38,18 @@ def worker_count(size_bytes: int) -> int:
     return max(min(cores, size_bytes // _BYTES_PER_WORKER, _MOST_WORKERS), 1)
 
 
+def default_device_cpu() -> AbstractContextManager[object]:
+    """Return a context in which new tensors are on the CPU, whatever default device the caller has set."""
+    # As a context, torch.device costs a few microseconds at every call into torch.
+    return nullcontext() if torch.get_default_device().type == "cpu" else torch.device("cpu")
+
+
+def _alone(task: Callable[[], _T]) -> _T:
+    """Do a task without gradients and with new tensors on the CPU, which each thread has to ask for itself."""
+    with torch.no_grad(), default_device_cpu():
+        return task()
+
+
 def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Generator[_T]:
     """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
 
@@ -44,7 +57,7 @@ def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Gen
     its turn. Close the iterator: then no thread is left.
     """
     if workers < 2:
-        yield from (task() for _, task in tasks)
+        yield from (_alone(task) for _, task in tasks)
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
     waiting: deque[tuple[int, Future[_T]]] = deque()
@@ -55,7 +68,7 @@ def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Gen
                 oldest_bytes, oldest = waiting.popleft()
                 yield oldest.result()
                 room += oldest_bytes
-            waiting.append((size_bytes, pool.submit(task)))
+            waiting.append((size_bytes, pool.submit(_alone, task)))
             room -= size_bytes
         while waiting:
             yield waiting.popleft()[1].result()

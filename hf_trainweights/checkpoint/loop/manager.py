@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from numbers import Real
 from pathlib import Path
 from types import TracebackType
@@ -16,7 +17,6 @@ from torch import nn
 
 from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
-from hf_trainweights.checkpoint.loop.optimizer_state import optimizer_step_hook, scaler_update_hook
 from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes, state_of_rank
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
@@ -301,3 +301,38 @@ class CheckpointManager:
 
     def _on_sigterm(self, *_: Any) -> None:
         self._terminated = True
+
+
+@contextlib.contextmanager
+def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
+    """Call a hook after every `optimizer.step()` of a block; yield whether it, or what it wraps, takes hooks."""
+    register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
+    handle = register(hook) if register else None
+    try:
+        yield handle is not None
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def scaler_update_hook(scaler: Any, hook: Callable[[], None]) -> Iterator[None]:
+    """Call a hook after every `scaler.update()` of a block, if there is a scaler.
+
+    A GradScaler that finds an infinite gradient skips `optimizer.step()`, and `update` is all that tells of it. It
+    takes no hooks, so its method is replaced in this one object until the block ends.
+    """
+    update = getattr(scaler, "update", None)
+    if update is None:
+        yield
+        return
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        update(*args, **kwargs)
+        hook()
+
+    scaler.update = watched
+    try:
+        yield
+    finally:
+        scaler.update = update

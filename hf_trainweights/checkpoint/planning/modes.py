@@ -45,6 +45,10 @@ MODES = ("lossless", *LOSSY_MODES)
 # What editors complete; the values are checked where they arrive.
 ModeName = Literal["lossless", "near-lossless", "compact"] | str
 
+# The selector of a rule for a role alone.
+ANY_NAME = f"{EXPRESSION}.*"
+
+OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
 # Tensors of an optimizer's state that a mode treats by name; Adam keeps them for each parameter.
 MOMENTS = frozenset({"exp_avg", "exp_avg_sq"})
 
@@ -79,12 +83,6 @@ def state_codecs(choice: str | Codec, role: str, tensor: Tensor) -> tuple[Codec,
         return (PlanesRank1(),) if role == "exp_avg_sq" else ()
     mode = LOSSY_MODES[choice]
     return (mode.exp_avg if role == "exp_avg" else mode.exp_avg_sq,)
-
-
-OPTIMIZER_ROLES = ("exp_avg", "exp_avg_sq", "other")
-
-# The selector of a rule for a role alone.
-ANY_NAME = f"{EXPRESSION}.*"
 
 
 @dataclass(frozen=True)

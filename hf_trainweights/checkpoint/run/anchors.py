@@ -47,6 +47,8 @@ MOST_FILES = 5
 _REFRESH_BITS = 1.0
 # Of a base, see base.py.
 _BASE_REFRESH_BITS = 2.0
+# Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
+_MOST_STEPS = 100
 
 
 @dataclass(frozen=True)
@@ -119,9 +121,7 @@ class AnchorCandidate:
     def after_delta(self, bits_per_weight: float, measured_rms: Mapping[str, float], *, is_exact: bool) -> AnchorRecord:
         """Return the record once the next checkpoint is stored against the anchor, which may have measured drift."""
         record = replace(self.record, saves=self.record.saves + 1)
-        if (
-            is_exact and record.delta_rms
-        ):  # the best checkpoint of a rounded run: its bits say nothing of the next one's
+        if is_exact and record.delta_rms:  # the best one of a rounded run: its bits say nothing of the next one's
             return record
         if any(measured_rms.values()):  # the anchor itself, made small once more, says nothing about drift
             record = replace(record, delta_rms={**record.delta_rms, **measured_rms})
@@ -258,10 +258,6 @@ def _anchor_digests(path: Path) -> Collection[str]:
     if anchor is None:
         return ()
     return anchor["base"]["files"].values() if "base" in anchor else (anchor["sha256"],)
-
-
-# Where saves lie further apart, or nobody knows how far, the estimate is too small: steps get finer, never too coarse.
-_MOST_STEPS = 100
 
 
 def measure_delta_rms(weights: Mapping[str, Any], anchor: Anchor | BaseWeights) -> dict[str, float]:

@@ -41,6 +41,9 @@ from hf_trainweights.models.host.origin import model_origin
 
 # The choice that means what the model was loaded from.
 _OF_THE_MODEL = "base"
+# Two weights that have nothing to do with each other differ by 1.4 times the rms of one; a fine-tune moves by a
+# thousandth of it. A difference says nothing about drift where the base is not where a weight began.
+_LARGEST_DRIFT = 0.5
 
 
 class RunBase:
@@ -119,11 +122,6 @@ def _holds(snapshot: Path, weights: Mapping[str, Any]) -> bool:
         return False
     name = max(shared, key=lambda name: weights[name].numel())
     return torch.equal(base.tensor(name).to(weights[name].dtype), weights[name].cpu())
-
-
-# Two weights that have nothing to do with each other differ by 1.4 times the rms of one; a fine-tune moves by a
-# thousandth of it. A difference says nothing about drift where the base is not where a weight began.
-_LARGEST_DRIFT = 0.5
 
 
 def base_candidate(job: SaveJob) -> WeightsAnchor | None:

@@ -21,6 +21,10 @@ from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import safetensors_files
 
+# No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
+MARK_NAME = "_trainweights_run.json"
+_KEY = "converted_names"
+
 _CHECKPOINT_NAME = re.compile(r"checkpoint-(\d+)")
 
 
@@ -58,12 +62,6 @@ def steps_since_last_save(path: Path) -> int | None:
     # Later ones are of a run that was resumed from before them.
     newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
     return next((step - saved for saved in newest_first if saved < step), None)
-
-
-# No cleaner takes this name for a temporary one, and a Trainer pushes nothing that begins with an underscore.
-MARK_NAME = "_trainweights_run.json"
-
-_KEY = "converted_names"
 
 
 def mark_run(root: str | Path, name: str) -> None:

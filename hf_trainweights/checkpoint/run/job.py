@@ -9,10 +9,9 @@ import contextlib
 import json
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_report
 from hf_trainweights.checkpoint.manifest import (
@@ -26,15 +25,17 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, list_files, zip_problem
-from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
-from hf_trainweights.files.reading import is_torch_file, open_regular_file
+from hf_trainweights.files.reading import DigestedFile, is_torch_file, open_regular_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.temporary import lock_directory
 
 ANCHOR_EVERY_SAVES = 8
+
+# Keys in a manifest's metadata that say how the directory was rewritten.
+_CHOICES = ("policy", "keep_weights", "anchor")
 
 
 @dataclass(frozen=True)
@@ -65,9 +66,11 @@ class SaveJob:
         """Where its files are written, and large payloads wait."""
         return self.temporary or self.path
 
-    def open_file(self, name: str) -> AbstractContextManager[BinaryIO]:
+    @contextlib.contextmanager
+    def open_file(self, name: str) -> Iterator[DigestedFile]:
         """Open a file of the directory for writing."""
-        return (create_file if self.temporary else replace_file)(self.directory / name)
+        with (create_file if self.temporary else replace_file)(self.directory / name) as file:
+            yield DigestedFile(file)
 
 
 @dataclass(frozen=True)
@@ -83,19 +86,6 @@ class Choices:
     optimizer_names: Mapping[Any, str] = field(default_factory=dict)
     metrics: Mapping[str, Any] | None = None
     weights_only: bool = False
-
-
-@contextlib.contextmanager
-def file_named_in_errors(name: str) -> Iterator[None]:
-    """Put the name of a file before the key that an `UnstorableError` of the block names."""
-    try:
-        yield
-    except UnstorableError as error:
-        raise UnstorableError(f"{name}: {error.where}", error.expected, error.found, error.next_step) from error
-
-
-# Keys in a manifest's metadata that say how the directory was rewritten.
-_CHOICES = ("policy", "keep_weights", "anchor")
 
 
 @contextlib.contextmanager

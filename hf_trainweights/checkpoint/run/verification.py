@@ -32,6 +32,12 @@ RNG_PREFIX = "rng_state"
 # What a Trainer loads beside the weights, on one machine and under FSDP with FULL_STATE_DICT.
 RESUMED_FROM = ("optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin")
 
+# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
+_PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
+
+# Stands among the names of files for the weights outside the run that a checkpoint needs.
+BASE_PROBLEM = "its base"
+
 _READ_BYTES = 1 << 20
 
 
@@ -148,13 +154,6 @@ def _safetensors_problem(path: Path) -> str | None:
     except (CorruptFileError, OSError, SafetensorError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
-
-
-# Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
-_PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
-
-# Stands among the names of files for the weights outside the run that a checkpoint needs.
-BASE_PROBLEM = "its base"
 
 
 @dataclass(frozen=True)

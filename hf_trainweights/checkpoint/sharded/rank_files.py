@@ -13,17 +13,21 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
+from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.dcp.items import Item, Joiner, payload_start, split_moments
-from hf_trainweights.checkpoint.dcp.results import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import KeyPath
-from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, name_of
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
+
+# Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
+_REPEATED_BYTES = 4096
+# What stands as the codec of an object, which is kept as torch.save wrote it.
+_OBJECT_CODEC = "torch.save"
 
 
 def write_weights(rank: RankItems) -> list[StoredItem]:
@@ -60,7 +64,7 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
             encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
             joiner.add(name_of(item), each)
-            written.append(Written(item, 0, each.size_bytes, each.crc32, _named(encoded, item)))
+            written.append(Written(item, 0, each.size_bytes, each.crc32, encoded.report[0]))
         starts = joiner.finish()
     with path.open("rb") as whole:
         start = payload_start(whole)
@@ -94,13 +98,13 @@ def _write_differences(
             plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
             options: dict[str, Any] = {"second_moments": states.second_moment(item)} if _takes(plan) else {}
             if anchor is not None:
-                options |= {"anchor": anchor, "anchor_link": rank.directory / anchor_file_name(anchor.sha256)}
+                options |= {"anchor": anchor, "anchor_directory": rank.directory}
             encoded = encode_file(tensor, {(): plan}, **options)
             each = Item.of(encoded)
             start = digested.size_bytes
             digested.write(each.data.numpy().data)
-            crc32, report = each.crc32, _named(encoded, item)
-            written.append(Written(item, start, each.size_bytes, crc32, report, encoded.anchor_sha256, measured))
+            report, sha256 = encoded.report[0], encoded.anchor_sha256
+            written.append(Written(item, start, each.size_bytes, each.crc32, report, sha256, measured))
     digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=digests)
 
@@ -108,14 +112,6 @@ def _write_differences(
 def _takes(plan: TensorPlan) -> bool:
     """Return whether a second moment helps to encode a weight; a live one may have to come from a GPU first."""
     return any("exp_avg_sq" in codec.hints for codec in plan.candidates)
-
-
-def _named(encoded: EncodedFile, item: WriteItem) -> TensorReport:
-    return replace(encoded.report[0], path=item.index.fqn)
-
-
-# Steps, learning rates and the like are the same for most parameters; items up to this length are stored once.
-_REPEATED_BYTES = 4096
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:
@@ -174,7 +170,9 @@ def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> Written:
     if plan is None:
         data = rank.data(item)
         start, is_repeated = target.put(data)
-        return Written(item, start, len(data), zlib.crc32(data), is_repeated=is_repeated)
+        name, size_bytes = item.index.fqn, len(data)
+        report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, size_bytes, size_bytes)
+        return Written(item, start, size_bytes, zlib.crc32(data), report, is_repeated=is_repeated)
     encoded = encode_file(rank.tensor(item), {(): replace(plan, exp_avg_sq=None)})
     return _put(item, Item.of(encoded), encoded.report[0], target)
 
@@ -193,12 +191,10 @@ def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> 
         reports = encoded.report
         return [_put(second, square, reports[0], target), _put(first, mean, reports[1], target)]
     of_mean = _put(first, mean, encoded.report[1], target)
-    report = replace(encoded.report[0], path=second.index.fqn)
-    of_square = Written(second, of_mean.start + offset, square.size_bytes, square.crc32, report)
-    return [of_mean, of_square]
+    start = of_mean.start + offset
+    return [of_mean, Written(second, start, square.size_bytes, square.crc32, encoded.report[0])]
 
 
 def _put(item: WriteItem, encoded: Item, report: TensorReport, target: _Target) -> Written:
     start, is_repeated = target.put(encoded.data)
-    report = replace(report, path=item.index.fqn)
-    return Written(item, start, encoded.size_bytes, encoded.crc32, report=report, is_repeated=is_repeated)
+    return Written(item, start, encoded.size_bytes, encoded.crc32, report, is_repeated=is_repeated)

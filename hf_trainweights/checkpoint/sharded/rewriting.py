@@ -36,8 +36,8 @@ from hf_trainweights.checkpoint.dcp.contents import (
     read_place,
     unlisted_files,
 )
-from hf_trainweights.checkpoint.dcp.reader import load_item
-from hf_trainweights.checkpoint.dcp.results import Place
+from hf_trainweights.checkpoint.dcp.description import Place
+from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     PLAIN_MODE,

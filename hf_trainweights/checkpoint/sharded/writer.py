@@ -41,6 +41,8 @@ from hf_trainweights.files.save_errors import save_errors
 # Tells the policy that the group may be Adam's; whether a state is, it tells from the names of its tensors.
 _BETAS = (0.9, 0.999)
 
+_OUTCOME = "The checkpoint that was there before, if there was one, is whole."
+
 
 def plan_tensors(
     items: Iterable[WriteItem], paths: Paths, policy: Policy, buffers: Collection[str] | None, *, is_delta: bool
@@ -112,9 +114,6 @@ def _plan_states(
             if state.optimizer == optimizer:
                 planned[name] = plan["state", state.parameter, state.key]
     return planned
-
-
-_OUTCOME = "The checkpoint that was there before, if there was one, is whole."
 
 
 class TrainWeightsWriter(StorageWriter):

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
-from hf_trainweights.checkpoint.directory.layout import compress, layout_of
+from hf_trainweights.checkpoint.directory.layout import layout_of
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
@@ -52,7 +52,7 @@ class Compression:
         needed, free = layout.rewriting_bytes(), shutil.disk_usage(self.job.path).free
         if free < needed:
             return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
-        savings.add(plain_bytes, compress(self.job, self.choices), size_bytes(self.job.path))
+        savings.add(plain_bytes, layout.compress(self.job, self.choices), size_bytes(self.job.path))
         return None
 
 

@@ -8,10 +8,12 @@ the Trainer's files name weights otherwise than the modules do, other files repl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+from accelerate.state import AcceleratorState, is_initialized
 from accelerate.utils import extract_model_from_parallel
 from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -28,12 +30,23 @@ from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, c
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, drop_stale_manifest
-from hf_trainweights.checkpoint.trainer.sharding import Sharding, plain_buffer_names, plain_names, sharding_of
 from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
 
 _logger = logging.get_logger(__name__)
+
+# What wraps modules under FSDP, and does not stand in the names of a checkpoint.
+_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+
+
+class Sharding(Enum):
+    """What a Trainer writes into a checkpoint."""
+
+    NONE = "files of one rank"
+    FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
+    SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
+    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT)"
 
 
 class TrainWeightsCheckpointCallback(TrainerCallback):
@@ -108,7 +121,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._base.require_whole_files(sharding is Sharding.SHARDED)
         self._base.find(model)
         if model is not None:
-            self.policy.require_used(plain_names(extract_model_from_parallel(model)))
+            self.policy.require_used(_plain_names(extract_model_from_parallel(model)))
         # Under FSDP the Trainer resumes from files that have the modules' names.
         is_whole = model is not None and sharding is Sharding.NONE
         names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
@@ -205,7 +218,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         policy = Policy(self.policy.mode, self._rules(state, directory))
         job = SaveJob(directory, policy, self.anchor_every, self._base.choice, self._ranks)
-        buffers = plain_buffer_names(module) if module is not None else None
+        buffers = _plain_buffer_names(module) if module is not None else None
         choices = Choices(bool(args.push_to_hub), buffers, names, _newest_metrics(state))
         self._backlog.add(Compression(job, choices))
 
@@ -230,7 +243,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         return self.policy.rules_of_exact_weights if best else self.policy.rules
 
     def _sharding(self, args: TrainingArguments) -> Sharding:
-        sharding = sharding_of(args)
+        sharding = _sharding_of(args)
         if sharding is Sharding.OTHER:
             self._say_once("Checkpoints of DeepSpeed, and of FSDP other than DCP, are left as the Trainer wrote them.")
         return sharding
@@ -260,3 +273,38 @@ def _newest_metrics(state: Any) -> dict[str, float]:
     for entry in state.log_history:
         merged |= entry
     return {name: float(value) for name, value in merged.items() if isinstance(value, int | float)}
+
+
+def _sharding_of(args: Any) -> Sharding:
+    """Return what a Trainer with these `TrainingArguments` writes; its accelerator exists."""
+    if getattr(args, "deepspeed", None):
+        return Sharding.OTHER
+    state = AcceleratorState() if is_initialized() else None
+    plugin = getattr(state, "fsdp_plugin", None)
+    if plugin is None:
+        # `accelerate launch` can ask for either without the arguments.
+        is_deepspeed = getattr(getattr(state, "distributed_type", None), "name", "") == "DEEPSPEED"
+        return Sharding.OTHER if is_deepspeed or getattr(args, "fsdp", None) else Sharding.NONE
+    kinds = {"FULL_STATE_DICT": Sharding.FULL, "SHARDED_STATE_DICT": Sharding.SHARDED}
+    shown = str(plugin.state_dict_type)
+    return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)
+
+
+def _plain_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's weights and buffers as checkpoints have them, whatever wraps its modules."""
+    return [
+        *_unwrapped(name for name, _ in model.named_parameters(remove_duplicate=False)),
+        *_plain_buffer_names(model),
+    ]
+
+
+def _plain_buffer_names(model: nn.Module) -> list[str]:
+    """Return the names of a model's buffers, likewise."""
+    return list(_unwrapped(name for name, _ in model.named_buffers(remove_duplicate=False)))
+
+
+def _unwrapped(names: Iterable[str]) -> Iterator[str]:
+    for name in names:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        yield name

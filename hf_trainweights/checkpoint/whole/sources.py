@@ -25,6 +25,20 @@ from hf_trainweights.files.digests import digest_files
 from hf_trainweights.files.reading import is_torch_file, require_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
+OPTIMIZER_NAME = "optimizer.pt"
+# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
+FSDP_OPTIMIZER_NAME = "optimizer.bin"
+FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
+
+OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
+
+ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
+
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+
+_MODEL_CONFIGS = ("config.json", "adapter_config.json")
+_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
+
 
 def weight_files(path: Path) -> list[Path]:
     """List weight files of one family, the one that loaders open first at the head, indices before their shards.
@@ -82,12 +96,6 @@ def _load_mapped(path: Path) -> Any:
     return load_file(path, map_location="cpu", mmap=True)
 
 
-_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
-
-_MODEL_CONFIGS = ("config.json", "adapter_config.json")
-_PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)
-
-
 @dataclass(frozen=True)
 class Inventory:
     """The files of a checkpoint directory that hold training state.
@@ -136,26 +144,18 @@ def take_inventory(path: Path) -> Inventory:
     return Inventory(path, tuple(weights), tuple(file for file in torch_files if file not in weights))
 
 
-OPTIMIZER_NAME = "optimizer.pt"
-# What a Trainer writes under FSDP with FULL_STATE_DICT, and resumes from: the same state that other files hold.
-FSDP_OPTIMIZER_NAME = "optimizer.bin"
-FSDP_WEIGHTS_NAME = "pytorch_model_fsdp.bin"
-
-OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
-
-ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
-
-
 @dataclass(frozen=True)
 class OptimizerFile:
     """The optimizer's file, loaded and planned once, before anything changes: a rule that needs names fails here.
 
     Of two files it is the newer one. `name` is None if there is none, `tree` also if it holds more than plain data.
-    `names` are those of parameters by their index.
+    `state` is the tree as an optimizer's state dict, empty if it has another layout; `names` are those of parameters by
+    their index in it.
     """
 
     name: str | None
     tree: Any
+    state: Mapping[str, Any]
     plan: Plan
     names: Mapping[Any, str]
 
@@ -168,13 +168,9 @@ class OptimizerFile:
         files = [path / name for name in OPTIMIZER_NAMES if (path / name).exists()]
         file = newest(files, load_if_possible) if files else None
         tree = load_if_possible(file) if file else None
-        names = names or (recorded_names(tree) if is_optimizer_state(tree) else {})
-        return cls(file and file.name, tree, policy.plan_tree(tree, names), names)
-
-    @property
-    def state(self) -> dict[str, Any]:
-        """The optimizer's state dict; empty if the file holds another layout."""
-        return self.tree if is_optimizer_state(self.tree) else {}
+        state = tree if is_optimizer_state(tree) else {}
+        names = names or (recorded_names(state) if state else {})
+        return cls(file and file.name, tree, state, policy.plan_tree(tree, names), names)
 
 
 def weights_to_store(

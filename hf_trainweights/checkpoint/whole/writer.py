@@ -11,7 +11,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import contextlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.encoder import WrittenFile, write_file
 from hf_trainweights.checkpoint.encoded.plan import Plan, with_steps
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import (
@@ -37,14 +38,10 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
     unlink_anchor,
 )
-from hf_trainweights.checkpoint.run.base import (
-    base_candidate,
-    keep_files,
-    open_base,
-    with_measured_drift,
-)
+from hf_trainweights.checkpoint.run.base import base_candidate, keep_files, open_base, with_measured_drift
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
-from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob, file_named_in_errors
+from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
+from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files.atomic import create_directory
 from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.save_errors import save_errors
@@ -68,28 +65,27 @@ class Weights:
     file_name: str = WEIGHTS_NAME
 
     @property
-    def can_be_anchor(self) -> bool:
-        """Whether others can be stored against them: they are plain tensors only."""
-        return all(isinstance(value, Tensor) for value in self.state.values())
+    def as_anchor(self) -> AnchorRecord | None:
+        """The record, but for the digest, of their file as an anchor; None if they are not plain tensors only."""
+        return AnchorRecord("") if all(isinstance(value, Tensor) for value in self.state.values()) else None
 
 
 @dataclass(frozen=True)
-class EncodedWeights:
+class _EncodedWeights:
     """The weights of a checkpoint, encoded.
 
-    `links` are the files that reading this one takes, linked or kept in the job's directory. `anchor` is what the
-    manifest records about the anchor of the next checkpoint, where that is not this file alone; it may be this file all
-    the same, and then the record lacks its digest. `base` are the weights outside the run that the anchor is.
+    `anchor` is what the manifest records about the anchor of the next checkpoint; without a digest that is this file.
+    `links` are the files that reading this one takes, linked or kept in the job's directory. `base` are the weights
+    outside the run that the anchor is.
     """
 
     written: WrittenFile
+    anchor: AnchorRecord | None
     links: Sequence[Path] = ()
-    anchor: AnchorRecord | None = None
-    is_next_anchor: bool = False
     base: Base | None = None
 
 
-def encode_weights(job: SaveJob, weights: Weights, file: Writable) -> EncodedWeights:
+def _encode(job: SaveJob, weights: Weights, file: Writable) -> _EncodedWeights:
     """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
     if job.anchor_every is None:
         return _encode_full(job, weights, {}, file)
@@ -100,7 +96,7 @@ def encode_weights(job: SaveJob, weights: Weights, file: Writable) -> EncodedWei
     return encoded or _encode_full(job, weights, candidate.step_rms, file)
 
 
-def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> EncodedWeights | None:
+def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _EncodedWeights | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
     before = {*job.directory.glob(f"*{ANCHOR_SUFFIX}")}
     if candidate.base:
@@ -120,18 +116,18 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
             weights.state,
             with_steps(plan, candidate.step_rms),
             anchor=anchor,
-            anchor_link=job.path / anchor_file_name(anchor.sha256),
+            anchor_directory=job.path,
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
         )
-        encoded = EncodedWeights(written)
+        encoded = _EncodedWeights(written, weights.as_anchor)
         if written.anchor_sha256:
             bits = _bits_per_weight(written, weights.state)
             record = candidate.after_delta(bits, {}, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                encoded = EncodedWeights(written, _kept_files(job, candidate, anchor), record, base=anchor.base)
+                encoded = _EncodedWeights(written, record, _kept_files(job, candidate, anchor), anchor.base)
             else:
-                goes_on = not is_exact and weights.can_be_anchor and len(anchor.files) + 1 < MOST_FILES
-                encoded = EncodedWeights(written, anchor.files, record, goes_on)
+                goes_on = not is_exact and weights.as_anchor and len(anchor.files) + 1 < MOST_FILES
+                encoded = _EncodedWeights(written, replace(record, sha256="") if goes_on else record, anchor.files)
     if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
         # The file that is about to be replaced may need those that were there; they go after it.
         unlink_anchor(file for file in anchor.files if file not in before)
@@ -158,13 +154,13 @@ def _with_drift(
     return replace(candidate, record=record)
 
 
-def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> EncodedWeights:
+def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _EncodedWeights:
     """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
     plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return EncodedWeights(write_file(file, weights.state, with_steps(plan, drift_rms)))
+    return _EncodedWeights(write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor)
 
 
 def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
@@ -194,13 +190,12 @@ def save_new_directory(
         job = SaveJob(path, policy, anchor_every, base, temporary=temporary)
         files, anchor = save_weights(job, weights)
         for name, (tree, plan) in trees.items():
-            with file_named_in_errors(name):
+            with _named_in_errors(name):
                 files[name] = save_tree(job, name, tree, plan)
         for name, content in (as_they_are or {}).items():
             with job.open_file(name) as file:
-                digested = DigestedFile(file)
-                digested.write(content)
-            files[name] = FileEntry(digested.size_bytes, digested.sha256())
+                file.write(content)
+            files[name] = FileEntry(file.size_bytes, file.sha256())
         manifest = Manifest(files, policy.mode, **anchor, **manifest_fields)
         write_manifest(temporary, manifest)
     return manifest
@@ -212,27 +207,30 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
     Return the entries of these files, and what the manifest says of the anchor and the base that the next checkpoint
     may use. UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
     """
-    with job.open_file(weights.file_name) as file, file_named_in_errors(weights.file_name):
-        digested = DigestedFile(file)
-        encoded = encode_weights(job, weights, digested)
-    entry = _entry(digested, encoded.written)
+    with job.open_file(weights.file_name) as file, _named_in_errors(weights.file_name):
+        encoded = _encode(job, weights, file)
+    entry, anchor = _entry(file, encoded.written), encoded.anchor
     links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}  # verified when opened
-    record = encoded.anchor
-    if record is None:
-        record = AnchorRecord(entry.sha256) if weights.can_be_anchor else None
-    elif encoded.is_next_anchor:
-        record = replace(record, sha256=entry.sha256)
-    return {weights.file_name: entry, **links}, {"anchor": record and record.to_dict(), "base": encoded.base}
+    record = anchor and replace(anchor, sha256=anchor.sha256 or entry.sha256).to_dict()
+    return {weights.file_name: entry, **links}, {"anchor": record, "base": encoded.base}
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:
     """Save another file of a checkpoint, encoded; UnstorableError names the key, and what was there is still there."""
     with job.open_file(name) as file:
-        digested = DigestedFile(file)
-        written = write_file(digested, tree, plan)
-    return _entry(digested, written)
+        written = write_file(file, tree, plan)
+    return _entry(file, written)
 
 
-def _entry(digested: DigestedFile, written: WrittenFile) -> FileEntry:
+def _entry(file: DigestedFile, written: WrittenFile) -> FileEntry:
     report = {"anchor": written.anchor_sha256, "tensors": [dict(vars(tensor)) for tensor in written.report]}
-    return FileEntry(digested.size_bytes, digested.sha256(), report)
+    return FileEntry(file.size_bytes, file.sha256(), report)
+
+
+@contextlib.contextmanager
+def _named_in_errors(name: str) -> Iterator[None]:
+    """Put the name of a file before the key that an `UnstorableError` of the block names."""
+    try:
+        yield
+    except UnstorableError as error:
+        raise UnstorableError(f"{name}: {error.where}", error.expected, error.found, error.next_step) from error

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hf_trainweights.checkpoint import Codec, EncodedTensor, compress_directory, register_codec
-from hf_trainweights.checkpoint.codecs import CODECS, get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
@@ -56,11 +56,11 @@ def test_a_rule_may_name_a_registered_codec_and_files_come_back(tmp_path, regist
 
 
 def test_registering_twice_changes_nothing_and_no_codec_takes_the_id_of_another(registered):
-    assert register_codec(Flipped) is get_codec("tests.flipped") is Flipped
+    assert register_codec(Flipped) is CODECS["tests.flipped"] is Flipped
     thief = type("Thief", (Flipped,), {"codec_id": "raw"})
     with pytest.raises(ConfigError, match=r"'raw' is taken.*Raw"):
         register_codec(thief)
-    assert get_codec("raw").__name__ == "Raw"
+    assert CODECS["raw"].__name__ == "Raw"
 
 
 @pytest.mark.parametrize("wrong", [int, Codec, Flipped(), type("Nameless", (Flipped,), {"codec_id": ""})])

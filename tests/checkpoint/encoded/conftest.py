@@ -4,7 +4,7 @@ import pytest
 import torch
 from trees import trained, write_anchor, write_encoded
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
@@ -30,5 +30,5 @@ def delta(tmp_path):
     directory = tmp_path / "checkpoint-5"
     directory.mkdir()
     anchor = Anchor(write_anchor(directory, old))
-    plan = {(name,): TensorPlan("weight", name, (get_codec("planes-delta")(),), anchor=name) for name in new}
+    plan = {(name,): TensorPlan("weight", name, (CODECS["planes-delta"](),), anchor=name) for name in new}
     return write_encoded(directory / "pytorch_model.bin", new, plan, anchor=anchor), anchor.path, new

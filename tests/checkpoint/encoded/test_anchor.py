@@ -7,7 +7,7 @@ import pytest
 import torch
 from trees import write_anchor, write_encoded
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor, find_anchor, register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
@@ -41,7 +41,7 @@ def chain(directory, length):
     path = write_anchor(directory, weights)
     for _ in range(length - 1):
         weights = {"w": weights["w"] + 1e-3}
-        plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+        plan = {("w",): TensorPlan("weight", "w", (CODECS["planes-delta"](),), anchor="w")}
         path = as_anchor(write_encoded(directory / "w.bin", weights, plan, anchor=Anchor(path)))
     return path, weights
 
@@ -58,7 +58,7 @@ def test_anchor_may_be_a_difference_to_another_one_beside_it(tmp_path):
 def test_anchor_that_takes_too_many_files_is_refused(tmp_path):
     path, _ = chain(tmp_path, 8)
     assert len(Anchor(path).files) == 8
-    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    plan = {("w",): TensorPlan("weight", "w", (CODECS["planes-delta"](),), anchor="w")}
     ninth = as_anchor(write_encoded(tmp_path / "w.bin", {"w": torch.zeros(80, 64)}, plan, anchor=Anchor(path)))
     with pytest.raises(CorruptFileError, match="expected an anchor that takes at most 8 files"):
         Anchor(ninth)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from bases import COMMIT, REPOSITORY, put_into_cache, weights, write
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import base_weights
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import (
@@ -151,7 +151,7 @@ def stored_and_loaded(state: dict[str, torch.Tensor], base: BaseWeights) -> tupl
     """Return the codecs that store weights as an exact difference where they can, and what torch.load makes of it."""
     named = base.named_as(state)
     plan = {
-        (name,): TensorPlan("weight", name, (get_codec("planes-delta")(),), anchor=name if name in named else None)
+        (name,): TensorPlan("weight", name, (CODECS["planes-delta"](),), anchor=name if name in named else None)
         for name in state
     }
     encoded = encode_file(state, plan, anchor=named)

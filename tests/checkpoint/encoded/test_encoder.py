@@ -8,16 +8,16 @@ import pytest
 import torch
 from trees import encoded_bytes, fingerprint, stored, trained, write_anchor, written_bytes
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import encode_file, write_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.structure import open_structure
-from hf_trainweights.errors import ConfigError, UnstorableError
+from hf_trainweights.errors import UnstorableError
 
-RAW, PLANES, DELTA = (get_codec(name)() for name in ("raw", "planes", "planes-delta"))
-LOSSY = get_codec("delta-uniform").within(1e-2)
+RAW, PLANES, DELTA = (CODECS[name]() for name in ("raw", "planes", "planes-delta"))
+LOSSY = CODECS["delta-uniform"].within(1e-2)
 
 
 def planned(*candidates: Codec, **options):
@@ -122,7 +122,7 @@ def test_codec_that_refuses_the_dtype_is_passed_over():
 
 def test_codec_that_refuses_the_values_is_passed_over(weight):
     weight[3, 3] = torch.nan
-    tree, plan = {"w": weight}, {("w",): planned(get_codec("grouped")())}
+    tree, plan = {"w": weight}, {("w",): planned(CODECS["grouped"]())}
     assert only_codec(encode_file(tree, plan)) == "planes"
     assert fingerprint(stored(tree, plan)) == fingerprint(tree)
 
@@ -161,8 +161,8 @@ def adam_tree():
 
 
 ADAM_PLAN = {
-    ("state", 0, "exp_avg"): planned(get_codec("update-space")(), exp_avg_sq=("state", 0, "exp_avg_sq")),
-    ("state", 0, "exp_avg_sq"): planned(get_codec("log-rank1")()),
+    ("state", 0, "exp_avg"): planned(CODECS["update-space"](), exp_avg_sq=("state", 0, "exp_avg_sq")),
+    ("state", 0, "exp_avg_sq"): planned(CODECS["log-rank1"]()),
 }
 
 
@@ -170,7 +170,7 @@ def test_exp_avg_is_coded_in_units_of_the_decoded_exp_avg_sq():
     tree = adam_tree()
     back, state = stored(tree, ADAM_PLAN)["state"][0], tree["state"][0]
     assert not torch.equal(back["exp_avg_sq"], state["exp_avg_sq"])
-    codec = get_codec("update-space")
+    codec = CODECS["update-space"]
     encoded = codec().encode(state["exp_avg"], {"exp_avg_sq": back["exp_avg_sq"]})
     references = {"exp_avg_sq": back["exp_avg_sq"]}
     expected = codec.decode(encoded.payloads, encoded.params, [80, 64], torch.float32, references)
@@ -229,14 +229,12 @@ def test_file_that_gains_nothing_from_the_anchor_does_not_need_it(in_anchor, tmp
     assert fingerprint(torch.load(io.BytesIO(encoded_bytes(encoded)), weights_only=True)) == fingerprint({"w": weight})
 
 
-def test_recorded_link_must_carry_the_anchors_name(tmp_path, weight):
+def test_an_anchor_is_recorded_under_its_digest_where_it_will_lie(tmp_path, weight):
     anchor = Anchor(write_anchor(tmp_path, {"w": weight}))
     plan = {("w",): planned(DELTA, anchor="w")}
-    link = tmp_path / "checkpoint-5" / anchor.path.name
-    encoded = encode_file({"w": weight}, plan, anchor=anchor, anchor_link=link)
-    assert open_structure(encoded.structure)["anchor"]["path"] == str(link)
-    with pytest.raises(ConfigError, match=f"^anchor_link: expected {anchor.path.name}, found anchor.bin"):
-        encode_file({"w": weight}, plan, anchor=anchor, anchor_link=tmp_path / "anchor.bin")
+    for directory, options in ((tmp_path, {}), (tmp_path / "5", {"anchor_directory": tmp_path / "5"})):
+        encoded = encode_file({"w": weight}, plan, anchor=anchor, **options)
+        assert open_structure(encoded.structure)["anchor"]["path"] == str(directory / anchor.path.name)
 
 
 def test_weight_without_an_anchor_keeps_the_bound_it_states(weight):

@@ -12,7 +12,7 @@ import torch
 from covering import exhaustive
 from trees import fingerprint, small_tree, trained, write_anchor, written_bytes
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import write_file
@@ -60,7 +60,7 @@ def test_flipped_bits_of_the_pickle_are_errors_whatever_its_length(text_length):
     """A flipped bit of a length makes pickle look for its next instruction anywhere: it must not find an end."""
     tree = {"name": "1.5 layers.0." * (text_length // 13), "w": torch.zeros(46 + text_length, dtype=torch.uint8)}
     file = io.BytesIO()
-    structure = write_file(file, tree, {("w",): TensorPlan("weight", "w", (get_codec("raw")(),))}).structure.encode()
+    structure = write_file(file, tree, {("w",): TensorPlan("weight", "w", (CODECS["raw"](),))}).structure.encode()
     data = file.getvalue()
     start, stop = data.index(b"\x80\x02c"), data.index(structure) + 64
     end = stop + len(structure) - 64
@@ -77,7 +77,7 @@ def test_length_of_a_payload_has_no_byte_that_ends_a_pickle(length):
     assert b"." not in padded.to_bytes(8, "little")
     if length < 1 << 16:
         tree = {"w": torch.ones(length, dtype=torch.uint8)}
-        data = written_bytes(tree, {("w",): TensorPlan("weight", "w", (get_codec("raw")(),))})
+        data = written_bytes(tree, {("w",): TensorPlan("weight", "w", (CODECS["raw"](),))})
         assert zipfile.ZipFile(io.BytesIO(data)).getinfo("archive/data/0").file_size == padded
         assert fingerprint(load_bytes(data)) == fingerprint(tree)
 
@@ -100,7 +100,7 @@ def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_pat
     torch.manual_seed(0)
     weights = {"w": torch.randn(16, 8)}
     anchor = Anchor(write_anchor(tmp_path, weights))
-    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    plan = {("w",): TensorPlan("weight", "w", (CODECS["planes-delta"](),), anchor="w")}
     data = written_bytes(weights, plan, anchor=anchor)
     _, different = outcomes_of_flips(data, fingerprint(weights), range(0, len(data) * 8, step), load_bytes)
     assert different == []

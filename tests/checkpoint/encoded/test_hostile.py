@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from trees import encoded_bytes, fingerprint, small_tree, trained, write_anchor
 
-from hf_trainweights.checkpoint.codecs import CODECS, get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
@@ -224,7 +224,7 @@ def test_exp_avg_sq_of_another_shape_is_refused():
 def test_anchor_without_the_tensor_is_named(tmp_path):
     weights = {"w": torch.randn(80, 64)}
     anchor = Anchor(write_anchor(tmp_path, weights))
-    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    plan = {("w",): TensorPlan("weight", "w", (CODECS["planes-delta"](),), anchor="w")}
     encoded = encode_file(weights, plan, anchor=anchor)
     structure = read(encoded)
     structure["storages"][0]["anchor"] = "gone"
@@ -235,12 +235,12 @@ def test_anchor_without_the_tensor_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("codec", "references"),
     [
-        (get_codec("planes")(), {}),
-        (get_codec("log-rank1")(), {}),
-        (get_codec("delta-uniform").within(1e-3), {}),
-        (get_codec("update-space")(), {"exp_avg_sq": torch.ones(64, 64)}),
-        (get_codec("planes-delta")(), {}),
-        (get_codec("grouped")(), {}),
+        (CODECS["planes"](), {}),
+        (CODECS["log-rank1"](), {}),
+        (CODECS["delta-uniform"].within(1e-3), {}),
+        (CODECS["update-space"](), {"exp_avg_sq": torch.ones(64, 64)}),
+        (CODECS["planes-delta"](), {}),
+        (CODECS["grouped"](), {}),
     ],
     ids=lambda value: getattr(value, "codec_id", ""),
 )
@@ -302,7 +302,7 @@ def resident_bytes(field):
 @pytest.mark.parametrize("shape", [[1 << 36], [1, 1 << 36], [1 << 30, 1 << 6], [1 << 24], [1000]], ids=str)
 def test_bomb_is_refused_in_little_memory(shape, codec_id):
     """Zeros compress a thousandfold: the file says that they are more, or fewer, than they are."""
-    encoded = get_codec(codec_id)().encode(torch.zeros(1 << 22))
+    encoded = CODECS[codec_id]().encode(torch.zeros(1 << 22))
     assert encoded.payload_bytes < 1 << 14
     aligned = [torch.nn.functional.pad(piece, (0, -len(piece) % 16)) for piece in encoded.payloads]
     payload = torch.cat(aligned)[: sum(map(len, aligned[:-1])) + len(encoded.payloads[-1])]
@@ -342,6 +342,7 @@ def test_every_error_of_this_package_is_one_of_its_own():
     structure, payload = honest()
     structure["storages"][0]["shape"] = [HUGE]
     file = io.BytesIO()
-    torch.save(EncodedFile(*forged(structure, payload), (), None), file)
+    data, text = forged(structure, payload)
+    torch.save(EncodedFile(text, (), None, data), file)
     with pytest.raises(TrainWeightsError, match="shape: expected no more than 4 stored bytes can hold"):
         load_bytes(file.getvalue())

@@ -14,7 +14,7 @@ import pytest
 import torch
 from trees import fingerprint, trained, write_anchor, written_bytes
 
-from hf_trainweights.checkpoint.codecs import get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.raw import Raw
 from hf_trainweights.checkpoint.encoded import decoder, encoder, storage_tasks, workers
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
@@ -132,9 +132,9 @@ def test_a_tensor_in_parts_becomes_the_same_bytes(tmp_path, monkeypatch, use_wor
     before = {"w": (torch.randn(1100, 300) * 100).to(dtype)}
     anchor = Anchor(write_anchor(tmp_path, before))
     weights = {"w": before["w"] + 1, "tail": torch.ones(5)}
-    plan = {("w",): TensorPlan("weight", "w", (get_codec("planes-delta")(),), anchor="w")}
+    plan = {("w",): TensorPlan("weight", "w", (CODECS["planes-delta"](),), anchor="w")}
     moments = {"v": torch.rand(1100, 300).square()}
-    of_moments = {("v",): TensorPlan("exp_avg_sq", "v", (get_codec("planes-rank1")(),))}
+    of_moments = {("v",): TensorPlan("exp_avg_sq", "v", (CODECS["planes-rank1"](),))}
 
     def files():
         return [written_bytes(before), written_bytes(weights, plan, anchor=anchor), written_bytes(moments, of_moments)]
@@ -221,9 +221,9 @@ def test_a_second_moment_serves_the_first_that_refers_to_it_wherever_both_are(us
     torch.manual_seed(0)
     squares = torch.rand(80, 64) * 1e-6
     tree = {"m": squares.sqrt() * 0.1, "x": torch.ones(5), "v": squares, "n": squares.sqrt(), "o": torch.ones(3)}
-    codec = get_codec("update-space")()
+    codec = CODECS["update-space"]()
     plan = {(name,): TensorPlan("exp_avg", name, (codec,), exp_avg_sq=("v",)) for name in "mn"}
-    plan["v",] = TensorPlan("exp_avg_sq", "v", (get_codec("log-rank1")(),))
+    plan["v",] = TensorPlan("exp_avg_sq", "v", (CODECS["log-rank1"](),))
     found = [(entry.path, entry.codec) for entry in encoder.encode_file(tree, plan).report]
     expected = [("v", "log-rank1"), ("m", "update-space"), ("x", "raw"), ("n", "planes"), ("o", "raw")]
     assert found == expected

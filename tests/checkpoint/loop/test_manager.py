@@ -7,12 +7,13 @@ import signal
 import numpy as np
 import pytest
 import torch
+from checkpoint.loops import everything
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory.discovery import latest
-from hf_trainweights.checkpoint.loop.manager import CheckpointManager
+from hf_trainweights.checkpoint.loop.manager import CheckpointManager, scaler_update_hook
 from hf_trainweights.checkpoint.loop.progress import rng_state
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, load_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import read_manifest
@@ -468,3 +469,21 @@ def test_the_handler_of_sigterm_is_put_back(tmp_path):
     with pytest.raises(RuntimeError, match="stop"), CheckpointManager(tmp_path):
         raise RuntimeError("stop")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+def test_a_scaler_tells_of_updates_only_within_the_block():
+    calls = []
+    model, optimizer, _, scaler = everything(enabled=True)
+    with scaler_update_hook(scaler, lambda: calls.append(scaler.get_scale())):
+        for _ in range(2):
+            scaler.scale(torch.tensor(torch.inf) * model.unused.sum()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+    assert calls == [4.0, 2.0]  # both steps were skipped
+    assert optimizer.state_dict()["state"] == {}
+    scaler.scale(model.unused.sum()).backward()
+    optimizer.zero_grad()
+    scaler.scale(model.unused.sum()).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert len(calls) == 2

@@ -261,3 +261,42 @@ def test_a_state_without_names_of_buffers_does_not_stop_compression(state, tmp_p
     torch.save(state, tmp_path / "trainweights_state.pt")
     torch.save({"w": torch.ones(64, 64)}, tmp_path / "pytorch_model.bin")
     assert compress_directory(tmp_path).mode == "lossless"
+
+
+class Float32Moments(torch.optim.Optimizer):
+    """Keeps float32 moments for bfloat16 weights, and leaves loading to torch."""
+
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    def step(self):
+        for parameter in self.param_groups[0]["params"]:
+            state = self.state[parameter]
+            moment = state.setdefault("moment", torch.zeros_like(parameter, dtype=torch.float32))
+            moment.mul_(0.9).add_(parameter.grad.float())
+            parameter.data.sub_(1e-3 * moment)
+
+
+def test_float32_moments_of_bfloat16_weights_are_not_rounded(tmp_path):
+    def build():
+        model = nn.Linear(70, 70).bfloat16()
+        return model, Float32Moments(model.parameters())
+
+    model, optimizer = build()
+    for _ in range(3):
+        model(torch.randn(4, 70).bfloat16()).sum().backward()
+        optimizer.step()
+    save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a")
+    other, restored = build()
+    restore_checkpoint(load_checkpoint(tmp_path / "a"), other, restored)
+    assert restored.state[other.weight]["moment"].dtype == torch.float32
+    assert torch.equal(restored.state[other.weight]["moment"], optimizer.state[model.weight]["moment"])
+
+
+def test_a_model_of_another_dtype_gets_moments_of_its_own(tmp_path):
+    model, optimizer, *_ = source = everything()
+    train(*source, 1)
+    save_checkpoint(build_checkpoint(model, optimizer), tmp_path / "a")
+    half, restored, *_ = everything(dtype=torch.bfloat16)
+    restore_checkpoint(load_checkpoint(tmp_path / "a"), half, restored)
+    assert restored.state[half.conv.weight]["exp_avg"].dtype == torch.bfloat16

@@ -8,7 +8,7 @@ import pytest
 import torch
 from trees import encoded_bytes, trained, write_anchor
 
-from hf_trainweights.checkpoint.codecs import CODECS, get_codec
+from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
@@ -23,7 +23,7 @@ from hf_trainweights.checkpoint.run.anchors import measure_delta_rms
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats import FORMATS
 
-RAW, PLANES = get_codec("raw")(), get_codec("planes")()
+RAW, PLANES = CODECS["raw"](), CODECS["planes"]()
 W = torch.zeros(64, 64)
 
 

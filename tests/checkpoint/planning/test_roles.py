@@ -9,11 +9,17 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoint.loops import Net
 from torch import nn
 from trees import fingerprint
 
 from hf_trainweights.checkpoint.directory.layout import compress_directory
-from hf_trainweights.checkpoint.planning.roles import find_buffers, is_optimizer_state, recorded_names
+from hf_trainweights.checkpoint.planning.roles import (
+    find_buffers,
+    is_optimizer_state,
+    optimizer_parameter_names,
+    recorded_names,
+)
 
 MOMENT = torch.linspace(-1.0, 1.0, 6400).view(80, 80)
 ADAM = {"step": torch.tensor(3.0), "exp_avg": MOMENT, "exp_avg_sq": MOMENT.square()}
@@ -138,3 +144,10 @@ def test_a_frozen_weight_counts_as_a_buffer() -> None:
     sum(parameter.sum() for parameter in parameters).backward()
     optimizer.step()
     assert find_buffers(weights, optimizer.state_dict()) == {"frozen"}
+
+
+def test_parameter_names_follow_the_optimizers_own_indices() -> None:
+    model = Net()
+    groups = [{"params": [model.unused, model.conv.bias]}, {"params": [model.embed.weight, torch.ones(2)]}]
+    assert optimizer_parameter_names(model, torch.optim.SGD(groups)) == {0: "unused", 1: "conv.bias", 2: "embed.weight"}
+    assert optimizer_parameter_names(model, None) == {}

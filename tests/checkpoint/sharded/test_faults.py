@@ -278,7 +278,7 @@ def test_a_hostile_item_is_not_executed_though_all_digests_fit(checkpoint: Path,
     entry = manifest.files[file_name]
     files = {**manifest.files, file_name: FileEntry.of(checkpoint / file_name, entry.report)}
     write_manifest(checkpoint, replace(manifest, files=files))
-    with pytest.raises(CorruptFileError, match=f"{name}: expected a torch zip file of plain data"):
+    with pytest.raises(CorruptFileError, match=f"{name}: expected a file that torch.load reads"):
         raise error_of(checkpoint)
     assert not mark.exists()
 

@@ -19,11 +19,12 @@ from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import backlog as work
 from hf_trainweights.checkpoint.trainer import callback as callback_module
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
+from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import SaveError
 
 pytestmark = pytest.mark.slow  # each trains
 
-REAL = work.compress
+REAL = WholeLayout.compress
 
 
 def run(root: Path, *callbacks: Any, model: str = "llama", **options: Any) -> int:
@@ -38,13 +39,13 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: BaseException, *names: str,
     """Let the first calls for some checkpoints fail, and return the list of all calls that are made."""
     calls: list[str] = []
 
-    def compress(job: SaveJob, choices: Choices) -> Any:
+    def compress(layout: WholeLayout, job: SaveJob, choices: Choices) -> Any:
         calls.append(job.path.name)
         if job.path.name in names and calls.count(job.path.name) <= times:
             raise error
-        return REAL(job, choices)
+        return REAL(layout, job, choices)
 
-    monkeypatch.setattr(work, "compress", compress)
+    monkeypatch.setattr(WholeLayout, "compress", compress)
     return calls
 
 
@@ -164,10 +165,10 @@ def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_ov
 def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(job: SaveJob, _: Choices) -> Any:
+    def fail(_: WholeLayout, job: SaveJob, choices: Choices) -> Any:
         raise MemoryError("full") if job.path.name == "checkpoint-1" else TRANSIENT
 
-    monkeypatch.setattr(work, "compress", fail)
+    monkeypatch.setattr(WholeLayout, "compress", fail)
     backlog = Backlog("raise")
     for step in (1, 2, 3):
         save(tmp_path, step, manifest=False)

@@ -31,9 +31,9 @@ from hf_trainweights.checkpoint.directory.discovery import latest
 from hf_trainweights.checkpoint.directory.layout import compress_directory, restore_directory
 from hf_trainweights.checkpoint.encoded.reader import load_file
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 from hf_trainweights.checkpoint.trainer import backlog as work
+from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
 from hf_trainweights.errors import ConfigError, SaveError
 
 pytestmark = pytest.mark.slow  # most train a second or two
@@ -153,7 +153,7 @@ def test_models_whose_files_have_other_names_resume_exactly(
         first.train()
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
     else:
-        monkeypatch.setattr(work, "compress", fail)
+        monkeypatch.setattr(WholeLayout, "compress", fail)
         first.train()
         assert latest(tmp_path / "run") == str(tmp_path / "run" / "checkpoint-8")
         (tmp_path / "run" / "checkpoint-8").rename(tmp_path / "last")
@@ -169,8 +169,8 @@ def test_models_whose_files_have_other_names_resume_exactly(
     assert continued.by_step == {step: losses.by_step[step] for step in range(5, STEPS + 1)}
 
 
-def fail(path: Path, **_: Any) -> None:
-    raise SaveError(str(path), "a disk that takes the checkpoint", "a full one", "Free space.")
+def fail(layout: WholeLayout, *_: Any) -> None:
+    raise SaveError(str(layout.path), "a disk that takes the checkpoint", "a full one", "Free space.")
 
 
 def test_a_moved_run_resumes_from_any_of_its_checkpoints(
@@ -262,15 +262,15 @@ def test_only_a_background_thread_that_is_no_daemon_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     seen: list[tuple[str, bool, int]] = []
-    original = work.compress
+    original = WholeLayout.compress
 
-    def watched(job: SaveJob, choices: Choices) -> Any:
+    def watched(*args: Any) -> Any:
         thread = threading.current_thread()
         jobs = [other for other in threading.enumerate() if other.name == "trainweights-checkpoint"]
         seen.append((thread.name, thread.daemon, len(jobs)))
-        return original(job, choices)
+        return original(*args)
 
-    monkeypatch.setattr(work, "compress", watched)
+    monkeypatch.setattr(WholeLayout, "compress", watched)
     trainer_of(tmp_path, TrainWeightsCheckpointCallback(), model=build(name))[0].train()
     assert [thread for thread, _, _ in seen] == ["trainweights-checkpoint"] * 3 + ["MainThread"]
     assert all(not daemon for _, daemon, _ in seen)

@@ -130,6 +130,24 @@ def place_levels(
     return int(np.count_nonzero(~fits)), float(errors[fits].max(initial=0.0))
 
 
+def encode_tiles(
+    tensor: Tensor, encode: Callable[[Tile, Tensor, np.ndarray, np.ndarray], tuple[int, float]]
+) -> tuple[list[Tensor], float]:
+    """Return the payloads of a tensor's levels, and the largest error of an element that is not exact.
+
+    `encode` is called for each tile, with its elements [r, c] and what `LevelWriter.place` returned for it; it does as
+    `place_levels` says.
+    """
+    shape = matrix_shape(tensor.shape)
+    original, writer, bound = tensor.view(shape), LevelWriter(*shape), 0.0
+    for tile in tiles(*shape):
+        missed, worst = encode(tile, original[tile], *writer.place(tile))
+        if missed:
+            writer.keep_exact(tile, original[tile])
+        bound = max(bound, worst)
+    return writer.payloads(tensor.dtype), bound
+
+
 def decode_tiles(
     codec: type[Codec],
     payloads: Sequence[Tensor],
