@@ -10,6 +10,7 @@ from torch import Tensor
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.cutting import cut_rows
 from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels.arguments import check_allocated
 from hf_trainweights.kernels.cpu_features import product_dtype
 
 # Weights that are dequantized at a time, and the least rows of them: a block stays in a cache, where a whole float
@@ -39,6 +40,19 @@ def multiply_dequantized(
     if bias is not None:
         out.add_(bias)
     return out.to(x.dtype).contiguous().view(*x.shape[:-1], N)
+
+
+def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int]) -> Tensor:
+    """Return `x @ weight` of x `[M, N]` and the stored tensors of a weight `[N, K]`, as gradients of `x` want it."""
+    check_allocated(x, *tensors.values())
+    N, K = shape
+    dtype = product_dtype(x.dtype, len(x)) if x.device.type == "cpu" else x.dtype
+    given, out = x.to(dtype), x.new_zeros(len(x), K, dtype=dtype)
+    rows = _rows_of(tensors, form, shape, dtype)
+    # Sums over blocks would be rounded to 16 bits after each of them.
+    for part in _blocks(N, K) if dtype == torch.float32 else [slice(0, N)]:
+        out.addmm_(given[:, part], rows(part))
+    return out.to(x.dtype)
 
 
 def _blocks(N: int, K: int) -> list[slice]:

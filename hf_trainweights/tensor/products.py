@@ -13,7 +13,7 @@ from hf_trainweights import kernels
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
-from hf_trainweights.kernels.dequantized import multiply_dequantized
+from hf_trainweights.kernels.dequantized import multiply_dequantized, multiply_transpose
 from hf_trainweights.tensor.dispatch import compute_dequantized
 from hf_trainweights.tensor.handlers import implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
@@ -60,6 +60,18 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
     )
 
 
+def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
+    """Return whether x is a plain float matrix with N along its last dimension, and the weight a stored `[N, K]`."""
+    return (
+        is_plain(x)
+        and isinstance(weight, QuantizedTensor)
+        and x.dim() == weight.dim() == 2
+        and not weight.transposed
+        and x.dtype == weight.dtype
+        and x.shape[1] == weight.shape[0]
+    )
+
+
 def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
     """Return whether the weight is a quantized matrix, and x and the bias are of its sizes and dtype."""
     fits = weight.dim() == 2 and _fits(x, weight, transposed=False)
@@ -75,9 +87,11 @@ def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Te
 
 @implements(aten.matmul.default, aten.mm.default)
 def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
-    """Multiply with the transpose of a stored matrix, the form in which F.linear arrives below autograd."""
+    """Multiply with the transpose of a stored matrix, as F.linear arrives below autograd, or with it for a gradient."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
         return multiply(x, weight.held, weight.format, weight.stored_shape)
+    if _fits_gradient(x, weight):
+        return multiply_transpose(x, weight.held.tensors, weight.format, weight.stored_shape)
     return compute_dequantized(func, x, weight)
 
 

@@ -1,9 +1,10 @@
-"""Rows of a weight that the compiled functions dequantize are, bit for bit, those that the format gives."""
+"""Rows of a weight that the compiled functions dequantize are those of the format, and products with them are exact."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from helpers import assert_close_product
 from weights import random_weight, same_bytes
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
@@ -14,7 +15,7 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt2, UInt3, UInt4, UInt5, UInt6
-from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels import compiled, dequantized
 
 FORMATS = [
     *(Int8(size) for size in (None, 4, 8, 16, 32, 64, 128)),
@@ -56,3 +57,20 @@ def test_columns_that_fill_no_vector_are_written_and_nothing_behind_them(form: F
     behind = torch.as_strided(rows, (3 * K,), (1,), 2 * K)
     assert same_bytes(rows.clone(), form.dequantize(tensors, (5, K), torch.bfloat16)[:2])
     assert behind.eq(7).all()
+
+
+@pytest.mark.covering(2)
+@pytest.mark.usefixtures("cpu")
+@pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
+@pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(128), UInt4(16), Codebook4(), Float8E4M3()], ids=str)
+def test_products_with_the_weight_itself_are_as_exact_as_dequantizing(
+    form: Format, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    N, K = 300, 128
+    monkeypatch.setattr(dequantized, "_BLOCK_ELEMENTS", 1 << 10)  # so that a sum is made of two blocks
+    tensors = form.quantize(random_weight(N, K, dtype=dtype))
+    weight = form.dequantize(tensors, (N, K), torch.float32)
+    for M in (0, 1, 5, 130):
+        x = random_weight(M, N, dtype=dtype)
+        out = dequantized.multiply_transpose(x, tensors, form, (N, K))
+        assert_close_product(out, (x.float() @ weight).to(dtype), x.double() @ weight.double())

@@ -348,7 +348,37 @@ def test_tensors_that_are_exchanged_while_a_product_is_prepared_leave_nothing_st
     assert_same(F.linear(inputs(), weight), 2 * before)
 
 
+# Gradients
+
+
+@pytest.mark.parametrize("transposed", [False, True], ids=["as stored", "transposed"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gradient_of_x_makes_no_whole_float_weight(
+    form: str, dtype: torch.dtype, transposed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = random_weight(N, K, dtype=dtype)
+    weight = QuantizedTensor.quantize(values.t() if transposed else values, FORMS[form], transposed)
+    dense, gradient = weight.dequantize().double(), inputs(2, 3, N, dtype=dtype)
+    expected = gradient.double() @ (dense.t() if transposed else dense)
+    monkeypatch.setattr(products, "compute_dequantized", None)
+    x = inputs(2, 3, K, dtype=dtype).requires_grad_()
+    with torch.enable_grad():
+        out = x @ weight if transposed else F.linear(x, weight)
+        (found,) = torch.autograd.grad(out, x, gradient)
+    assert_same(found, expected.to(dtype))
+
+
 # Memory that was freed
+
+
+def test_a_gradient_by_a_weight_that_was_freed_is_an_error_and_no_crash() -> None:
+    weight, x = quantized(), inputs().requires_grad_()
+    with torch.enable_grad():
+        out = F.linear(x, weight).sum()
+    weight.tensors["qdata"].untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match=r"freed|not allocated|setStorage"):
+        out.backward()
 
 
 @pytest.mark.parametrize("form", ["int8", "int4", "uint4", "column_scale"])
