@@ -106,7 +106,7 @@ def test_a_compiler_without_openmp_makes_libraries_of_one_thread(
     refusing = 'case " $* " in *" -fopenmp "*) echo "error: unsupported option" >&2; exit 1 ;; esac\n'
     (tmp_path / "of two words").write_text(refusing + CLANG, encoding="utf-8")
     assert hatch_build._compile(sources) == [library.path for library in ARM]
-    assert "(neon.so: on one thread" in capsys.readouterr().err
+    assert "(neon.so, search.so: on one thread" in capsys.readouterr().err
     assert "-fopenmp" not in (sources / ARM[0].path).read_text()
 
 
@@ -127,7 +127,8 @@ def test_what_does_not_compile_is_left_out_alone_and_named(sources: Path, capsys
     assert hatch_build._compile(sources) == [each.path for each in X86 if each.path not in shared]
     assert not any((sources / path).exists() for path in shared)
     assert capsys.readouterr().err == (
-        f"hf_trainweights: compiled search.so, levels.so, planes.so ({PRODUCTS}: x.c:1: error: no C)\n"
+        f"hf_trainweights: compiled search.so, levels.so, planes.so ({PRODUCTS}: x.c:1: error: no C; search.so: on one "
+        "thread, because this compiler does not take its threads from PyTorch's OpenMP library)\n"
     )
 
 

@@ -99,6 +99,7 @@ def test_the_first_rank_makes_checkpoints_small_and_both_resume_exactly(
     assert len(whole[0][0]) == STEPS
 
 
+@pytest.mark.exhaustive
 @stock_trainer_resumes
 def test_with_dispatched_batches_a_resume_is_that_of_a_trainer_without_the_callback(tmp_path: Path) -> None:
     # A Trainer's own resume gives each rank other random numbers here than the whole run had.

@@ -128,6 +128,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return root / "saved", root / "onnx"
 
 
+@pytest.mark.exhaustive
 def test_a_loop_around_the_file_of_a_directory_generates_the_same_tokens(exported: tuple[Path, Path]) -> None:
     model = load_saved(exported[0]).to(torch.float32)  # type: ignore[arg-type]
     inputs = ARCHITECTURES["llama_tied"].make_inputs()

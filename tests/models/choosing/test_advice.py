@@ -130,8 +130,10 @@ def test_a_head_that_is_much_of_what_a_token_reads_is_told_when_a_model_is_quant
     times: int,
     config: TrainWeightsConfig,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
+    slow_formats(monkeypatch)  # none
     model = ARCHITECTURES[name].build().to(dtype)
     model.save_pretrained(tmp_path / "float")
     quantized = AutoModelForCausalLM.from_pretrained(tmp_path / "float", dtype="auto", quantization_config=config)
@@ -152,7 +154,10 @@ def test_a_head_that_is_much_of_what_a_token_reads_is_told_when_a_model_is_quant
     assert len(caplog.messages) == 1
 
 
-def test_nothing_is_said_of_a_head_that_is_quantized_or_not_there(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_said_of_a_head_that_is_quantized_or_not_there(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    slow_formats(monkeypatch)  # none
     quantize_(ARCHITECTURES["llama"].build(), TrainWeightsConfig("int8", include_embeddings=True))
     quantize_(ARCHITECTURES["vit"].build(), TrainWeightsConfig("int8"))
     assert caplog.messages == []
