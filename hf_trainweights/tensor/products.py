@@ -61,14 +61,14 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
 
 
 def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is a plain float matrix with N along its last dimension, and the weight a stored `[N, K]`."""
+    """Return whether x is a plain float tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
     return (
         is_plain(x)
         and isinstance(weight, QuantizedTensor)
-        and x.dim() == weight.dim() == 2
         and not weight.transposed
         and x.dtype == weight.dtype
-        and x.shape[1] == weight.shape[0]
+        and x.dim() > 1
+        and x.shape[-1] == weight.stored_shape[-2]
     )
 
 
@@ -90,7 +90,7 @@ def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
     """Multiply with the transpose of a stored matrix, as F.linear arrives below autograd, or with it for a gradient."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
         return multiply(x, weight.held, weight.format, weight.stored_shape)
-    if _fits_gradient(x, weight):
+    if x.dim() == weight.dim() == 2 and _fits_gradient(x, weight):
         return multiply_transpose(x, weight.held.tensors, weight.format, weight.stored_shape)
     return compute_dequantized(func, x, weight)
 
@@ -110,19 +110,23 @@ def _bmm(func: Any, first: Any, second: Any) -> Tensor:
         return torch.stack([_times(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
     if is_plain(second) and _fits(second.mT, first, transposed=False):
         return torch.stack([_times(x.t(), expert).t() for x, expert in zip(second, _experts(first), strict=True)])
+    if _fits_gradient(first, second):
+        return torch.stack([_times_transpose(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
     return compute_dequantized(func, first, second)
 
 
 @implements(aten._grouped_mm.default)
 def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, **others: Any) -> Tensor:
     """Multiply the rows of each expert with it; an expert without rows is not touched."""
-    fits = x.dim() == 2 and weight.dim() == 3 and _fits(x, weight, transposed=True)
-    if not fits or offs is None or others or not is_plain(x, offs):
+    fits = x.dim() == 2 and weight.dim() == 3
+    is_forward, is_gradient = fits and _fits(x, weight, transposed=True), fits and _fits_gradient(x, weight)
+    if not (is_forward or is_gradient) or offs is None or others or not is_plain(x, offs):
         return compute_dequantized(func, x, weight, offs, **others)
+    times = _times if is_forward else _times_transpose
     out, ends = x.new_zeros(x.shape[0], weight.shape[-1]), offs.tolist()
     for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:
-            out[start:end] = _times(x[start:end], _expert(weight, index))
+            out[start:end] = times(x[start:end], _expert(weight, index))
     return out
 
 
@@ -137,6 +141,11 @@ def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
 
 def _times(x: Tensor, expert: Expert) -> Tensor:
     return multiply(x, *expert)
+
+
+def _times_transpose(x: Tensor, expert: Expert) -> Tensor:
+    held, form, shape = expert
+    return multiply_transpose(x, held.tensors, form, shape)
 
 
 implements(aten.baddbmm.default)(compute_dequantized)

@@ -369,6 +369,25 @@ def test_a_gradient_of_x_makes_no_whole_float_weight(
     assert_same(found, expected.to(dtype))
 
 
+@pytest.mark.parametrize("way", ["bmm", "grouped_mm"])
+def test_a_gradient_through_experts_takes_one_after_the_other(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "grouped_mm" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"):
+        pytest.skip("this release of PyTorch has no _grouped_mm on a CPU")
+    values = random_weight(3 * N, K, dtype=torch.bfloat16).view(3, N, K)
+    weight = QuantizedTensor.quantize(values, Int8())
+    gradient, x = inputs(3, 4, N, dtype=torch.bfloat16), inputs(3, 4, K, dtype=torch.bfloat16).requires_grad_()
+    expected = (gradient.double() @ weight.dequantize().double()).bfloat16()
+    monkeypatch.setattr(products, "compute_dequantized", None)
+    with torch.enable_grad():
+        if way == "bmm":
+            out = torch.bmm(x, weight.mT)
+        else:
+            ends = torch.tensor([4, 8, 12], dtype=torch.int32)
+            out = torch._grouped_mm(x.view(12, K), weight.mT, offs=ends).view(3, 4, N)
+        (found,) = torch.autograd.grad(out, x, gradient)
+    assert_same(found, expected)
+
+
 # Memory that was freed
 
 
