@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from cpus import GENOA, HASWELL, use_cpu
 from torch import Tensor, nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.budget import sensitivity
 from hf_trainweights.models.budget.measure import sensitivities_of_tokens
 from hf_trainweights.models.budget.plan import weights_to_plan
 from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
@@ -68,6 +70,25 @@ def test_the_same_call_gives_the_same_numbers() -> None:
         first = sensitivities_of_tokens(model, weights)
     assert first == sensitivities_of_tokens(model, weights)
     assert first.keys() == {each.name for each in weights}
+
+
+def test_a_float_head_tells_the_same_where_its_gradient_is_multiplied_in_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = ARCHITECTURES["llama"].build().bfloat16()
+    weights = weights_to_plan(model, TrainWeightsConfig(bits=6), ())
+    measured, heads = [], []
+    backward = sensitivity._GradientInFloat32.backward
+    monkeypatch.setattr(sensitivity, "_WIDENED_ROWS", 50)  # so that the last block is not whole
+    for cpu in (GENOA, HASWELL):
+        use_cpu(cpu, monkeypatch)
+        calls: list[Any] = []
+        counted = lambda ctx, gradient, calls=calls: (calls.append(gradient.shape), backward(ctx, gradient))[1]  # noqa: E731
+        monkeypatch.setattr(sensitivity._GradientInFloat32, "backward", staticmethod(counted))
+        measured.append(sensitivities_of_tokens(model, weights))
+        heads.append(len(calls))
+    assert (heads[0], heads[1] > 0) == (0, True)
+    assert measured[0] == pytest.approx(measured[1], rel=0.1)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "qwen3_moe", "gpt_oss", "gpt2"])
