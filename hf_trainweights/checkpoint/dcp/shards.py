@@ -59,6 +59,11 @@ def shard_name(fqn: str, shard: str) -> str:
     return f"{fqn}[{shard}]"
 
 
+def name_of(item: WriteItem) -> str:
+    """Return the name of an item of a tensor in an anchor."""
+    return shard_name(item.index.fqn, shard_of(item) or "")
+
+
 def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> bool:
     """Return whether shards fill a tensor of that shape, no element twice; each of them is looked at once.
 

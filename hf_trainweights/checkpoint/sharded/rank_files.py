@@ -14,13 +14,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, Written
-from hf_trainweights.checkpoint.dcp.items import Item, Joiner, payload_start, split_moments
+from hf_trainweights.checkpoint.dcp.shards import name_of
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import KeyPath
 from hf_trainweights.checkpoint.run.anchors import delta_rms
-from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, name_of
+from hf_trainweights.checkpoint.sharded.items import Item, Joiner, payload_start, split_moments
+from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 
@@ -38,18 +39,17 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
     anchor = rank.orders.anchor
     # All of them at first: those that are gone decide whether this file is to be an anchor.
     found = anchor.open(map(name_of, items), rank.directory) if anchor else {}
-    twins = rank.twins(items)
-    firsts = [item for item in items if twins[name_of(item)] == name_of(item)]
+    firsts = rank.firsts(items)
+    own = [item for item, first in zip(items, firsts, strict=True) if item is first]
     if anchor and found:
-        written, file = _write_differences(rank, firsts, found, anchor.step_rms)
+        written, file = _write_differences(rank, own, found, anchor.step_rms)
     else:
-        written, file = _write_full(rank, firsts)
-    by_name = {name_of(each.item): each for each in written}
+        written, file = _write_full(rank, own)
+    by_index = {each.item.index: each for each in written}
     results = []
-    for item in items:
-        first = by_name[twins[name_of(item)]]
-        each = first if item is first.item else replace(first, item=item, is_repeated=True)
-        results.append(each.stored(file))
+    for item, first in zip(items, firsts, strict=True):
+        each = by_index[first.index]
+        results.append((each if item is first else replace(each, item=item, is_repeated=True)).stored(file))
     return results
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.dcp.shards import shard_name, shard_of
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
@@ -85,20 +84,17 @@ class RankItems:
             raise UnstorableError(item.index.fqn, "plain data", str(error)[:200], next_step) from error
         return data
 
-    def twins(self, items: Iterable[WriteItem]) -> dict[str, str]:
-        """Find tied weights, which DCP lists once for each name.
-
-        Returns the name of each shard to that of the first one that has the same elements.
-        """
-        names: dict[str, str] = {}
+    def firsts(self, items: Iterable[WriteItem]) -> list[WriteItem]:
+        """Return for each item the first one that has the same elements: DCP lists tied weights once for each name."""
+        found = []
         first: dict[Any, WriteItem] = {}  # and no tensors: `resolve` may make them
         for item in items:
             tensor = self._live(item)
             key = tensor.shape, tensor.dtype, item.index.offset, _sample(tensor)
             twin = first.setdefault(key, item)
             is_tied = twin is not item and _is_same(self._live(twin), tensor)
-            names[name_of(item)] = name_of(twin if is_tied else item)
-        return names
+            found.append(twin if is_tied else item)
+        return found
 
     def _live(self, item: WriteItem) -> Tensor:
         tensor = self.resolve(item).detach()
@@ -180,11 +176,6 @@ class AdamStates:
 def is_weight(plan: TensorPlan | None) -> bool:
     """Return whether a plan is of a weight or buffer, not of an optimizer's state or (None) an object."""
     return plan is not None and plan.role not in OPTIMIZER_ROLES
-
-
-def name_of(item: WriteItem) -> str:
-    """Return the name of an item in an anchor."""
-    return shard_name(item.index.fqn, shard_of(item) or "")
 
 
 def _sample(tensor: Tensor) -> bytes:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
+from hf_trainweights.checkpoint.dcp.shards import name_of
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import ModeName
@@ -33,7 +34,7 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
-from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, name_of
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.atomic import make_directories
 from hf_trainweights.files.save_errors import save_errors
