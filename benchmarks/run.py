@@ -42,7 +42,19 @@ from benchmarks.speed.plot import DRAWING, draw
 
 RESULTS = Path(__file__).parent / "results"
 # The first runs in forks of this process, while it holds no model.
-PARTS = ("loading", "linear", "casting", "errors", "quantization", "llama", "moe", "generate", "encoders", "startup")
+PARTS = (
+    "loading",
+    "linear",
+    "gradients",
+    "casting",
+    "errors",
+    "quantization",
+    "llama",
+    "moe",
+    "generate",
+    "encoders",
+    "startup",
+)
 # What reads the saved models.
 OF_MODELS = {"loading", "llama", "moe", "generate"}
 Row = dict[str, Any]
@@ -74,6 +86,7 @@ def measure(
     parts: dict[str, Callable[[], Iterable[Row]]] = {
         "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures),
         "linear": lambda: linear.speed(micro, rounds, seconds, failures),
+        "gradients": lambda: linear.gradients([*FLOATS, *alone], rounds, seconds, failures),
         "casting": lambda: linear.casting(rounds),
         "errors": lambda: linear.errors(alone, failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),

@@ -20,6 +20,7 @@ ROWS = [1, 4, 32, 256]
 # The Linears of the Llama, and the rows of its prompt.
 LAYER_SHAPES = [(896, 896), (4864, 896), (896, 4864)]
 PROMPT_ROWS = 256
+GRADIENT_ROWS = 128
 # One weight is used after the other, so that a product reads its weight from memory as a model does.
 _ROTATED_BYTES = 64_000_000
 
@@ -79,6 +80,42 @@ def _run(layers: list[nn.Module], x: Tensor, seconds: float) -> Run:
     @torch.no_grad()
     def call(index: int) -> Tensor:
         return layers[index % len(layers)](x)
+
+    return timed(call, repeats_for(call, seconds, at_most=2000))
+
+
+def gradients(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Time the gradient of x through a weight that stays as it is, as an adapter below it is trained.
+
+    Args:
+        methods: What is compared; those that allow no gradient are among the failures.
+        rounds: Interleaved rounds.
+        seconds: Roughly how long one method takes in one round.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per shape and method, of `GRADIENT_ROWS` rows of x.
+    """
+    rows: list[dict[str, Any]] = []
+    for N, K in LAYER_SHAPES:
+        runs: dict[str, Run] = {}
+        for method in methods:
+            run = guarded(failures, f"{method.name}, gradient", _gradient, method, N, K, seconds)
+            runs |= {method.name: run} if run else {}
+        for versus in ("bf16", "fp32"):
+            chosen = {method.name: runs[method.name] for method in methods if method.versus == versus}
+            rows += [{"N": N, "K": K, "M": GRADIENT_ROWS, **row} for row in interleave(chosen, rounds, versus)]
+    return rows
+
+
+def _gradient(method: Method, N: int, K: int, seconds: float) -> Run:
+    layer = _layer(method, _weight(N, K, method.dtype))
+    x = torch.randn(GRADIENT_ROWS, K, generator=torch.Generator().manual_seed(0)).to(method.dtype).requires_grad_()
+    out = layer(x)
+    given = torch.ones_like(out)
+
+    def call(_: int) -> Tensor:
+        return torch.autograd.grad(out, x, given, retain_graph=True)[0]
 
     return timed(call, repeats_for(call, seconds, at_most=2000))
 

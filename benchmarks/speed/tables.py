@@ -137,6 +137,13 @@ def linear_speed(report: Report) -> str:
     return table(header, _ratios(report["linear"], ("N", "K", "M"), cells))
 
 
+def gradient_speed(report: Report) -> str:
+    """Return the gradient of x through one Linear, by shape, and where that was measured."""
+    cells = list(dict.fromkeys((row["N"], row["K"]) for row in report["gradients"]))
+    lines = _ratios(report["gradients"], ("N", "K"), cells)
+    return f"{table(['method', *(f'{N}x{K}' for N, K in cells)], lines)}\n\n{machine(report)}"
+
+
 def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:
     found = {(row["name"], *(row[name] for name in key)): row for row in rows}
     lines = []
@@ -247,4 +254,5 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "speed-minilm": ("encoders", minilm_speed),
     "speed-encoders": ("encoders", encoder_speed),
     "speed-startup": ("startup", startup),
+    "speed-gradients": ("gradients", gradient_speed),
 }

@@ -73,8 +73,8 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
 class _GradientInFloat32(torch.autograd.Function):
     """An output of a Linear, whose gradient is multiplied in float32.
 
-    Where a CPU has no instructions for 16 bits, PyTorch's own way takes more than a hundred times as long: on AMD's
-    Zen 3 6 ns for each multiplication of a bfloat16 gradient with the head of a Llama.
+    Where a CPU has no instructions for 16 bits, PyTorch's own way takes 30 to 65 times as long: docs/performance.md,
+    "The gradient of x".
     """
 
     @staticmethod
