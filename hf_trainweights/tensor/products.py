@@ -64,6 +64,7 @@ def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
     """Return whether x is a plain float tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
     return (
         is_plain(x)
+        and not x.is_meta
         and isinstance(weight, QuantizedTensor)
         and not weight.transposed
         and x.dtype == weight.dtype

@@ -369,6 +369,13 @@ def test_a_gradient_of_x_makes_no_whole_float_weight(
     assert_same(found, expected.to(dtype))
 
 
+def test_a_gradient_on_the_meta_device_has_its_shape() -> None:
+    weight, x = quantized().to("meta"), inputs().to("meta").requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(F.linear(x, weight).sum(), x)
+    assert (found.shape, found.is_meta) == (x.shape, True)
+
+
 @pytest.mark.parametrize("way", ["bmm", "grouped_mm"])
 def test_a_gradient_through_experts_takes_one_after_the_other(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "grouped_mm" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"):
