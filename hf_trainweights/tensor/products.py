@@ -61,10 +61,11 @@ def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
 
 
 def _fits_gradient(x: Tensor, weight: Tensor) -> bool:
-    """Return whether x is a plain float tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
+    """Return whether x is a plain dense tensor with N along its last dimension, and the weight a stored `[*, N, K]`."""
     return (
         is_plain(x)
         and not x.is_meta
+        and x.layout == torch.strided
         and isinstance(weight, QuantizedTensor)
         and not weight.transposed
         and x.dtype == weight.dtype

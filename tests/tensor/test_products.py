@@ -376,6 +376,11 @@ def test_a_gradient_on_the_meta_device_has_its_shape() -> None:
     assert (found.shape, found.is_meta) == (x.shape, True)
 
 
+def test_a_sparse_matrix_is_multiplied_with_a_weight_as_with_a_float_one() -> None:
+    weight, x = quantized(), inputs(3, N)
+    assert_same(torch.mm(x.to_sparse(), weight), x @ weight.dequantize())
+
+
 @pytest.mark.parametrize("way", ["bmm", "grouped_mm"])
 def test_a_gradient_through_experts_takes_one_after_the_other(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "grouped_mm" and not torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"):
