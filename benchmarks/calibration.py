@@ -3,8 +3,8 @@
 Run `python -m benchmarks.calibration`; it needs no network and takes an hour on one core. All blocks of a Llama are
 alike, so a few of them tell what all cost; the rest is in proportion. Weights and tokens are random, which changes no
 cost. Memory is what the process holds beyond mapped files, above what it held before. The factor of second moments is
-taken in float32 and in float64. It writes `benchmarks/results/calibration.json`, where rows of other shapes stay if
-they were measured alike; with `--shapes` and no shape only the factors are measured.
+taken in float32 and in float64. It writes `benchmarks/results/calibration.json`, where rows of other shapes stay, each
+with the CPU that it was measured on; with `--shapes` and no shape only the factors are measured.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.machine import commit, cpu_name, versions
+from benchmarks.machine import commit, cpu_flags, cpu_name, versions
 from benchmarks.memory import Peak
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.models.calibration.moments import Moments
@@ -74,8 +74,8 @@ def measure(shape: str, blocks: int, tokens: int) -> dict[str, Any]:
 
 
 def _measured_with() -> dict[str, Any]:
-    """Return the commit and the versions at hand, which rows that stay do not share."""
-    return {"commit": commit(), "versions": versions()}
+    """Return the CPU, the commit and the versions at hand, which rows that stay do not share."""
+    return {"cpu": cpu_name(), "flags": cpu_flags(), "commit": commit(), "versions": versions()}
 
 
 def factors() -> dict[str, Any]:
@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=32_768)
     parser.add_argument("--shapes", nargs="*", default=list(SHAPES))
     arguments = parser.parse_args()
-    report: dict[str, Any] = {"cpu": cpu_name(), "threads": torch.get_num_threads(), "format": "int4, groups of 128"}
+    report: dict[str, Any] = {"threads": torch.get_num_threads(), "format": "int4, groups of 128"}
     earlier = json.loads(RESULTS.read_text(encoding="utf-8")) if RESULTS.is_file() else {}
     rows = earlier["rows"] if report.items() <= earlier.items() else []
     rows = [row for row in rows if row["shape"] not in arguments.shapes]

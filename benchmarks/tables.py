@@ -437,14 +437,15 @@ def calibration() -> str:
             f"{row['cpu_seconds'] / row['blocks'] / 60:.1f}",
             f"{row['cpu_seconds_of_all_blocks'] / 3600:.1f}",
             f"{row['peak_anonymous_bytes'] / 1e9:.1f} GB",
+            f"{row['cpu']} ({', '.join(row['flags'])})",
         ]
         for row in report["rows"]
     ]
     blocks = " and ".join(str(row["blocks"]) for row in report["rows"])
-    header = ["Llama of", "tokens", "minutes of one core, a block", "hours, all blocks", "memory"]
+    header = ["Llama of", "tokens", "minutes of one core, a block", "hours, all blocks", "memory", "CPU"]
     caption = (
-        f"{report['cpu']}, {report['format']}, bfloat16. Measured with {blocks} blocks, as all "
-        "are alike. Memory is what no file holds. The factors of second moments are taken in float32: in float64 they "
+        f"{report['format']}, bfloat16. Measured with {blocks} blocks, as all are alike. Memory is what no file holds. "
+        "The factors of second moments are taken in float32: in float64 they "
         f"take {factors['float64_over_float32']:.1f} times as long and differ by {factors['difference']:.0e} of their "
         f"norm, at {factors['K']:,} inputs."
     )

@@ -21,8 +21,12 @@ ROWS = [1, 4, 32, 256]
 LAYER_SHAPES = [(896, 896), (4864, 896), (896, 4864)]
 PROMPT_ROWS = 256
 GRADIENT_ROWS = 128
+# The Linears of a Llama of 1.2 billion weights: products of one token wait for memory there.
+LARGE_SHAPES = [(2048, 2048), (8192, 2048), (2048, 8192)]
 # One weight is used after the other, so that a product reads its weight from memory as a model does.
 _ROTATED_BYTES = 64_000_000
+# More than the caches of any CPU hold.
+_READ_BYTES = 256_000_000
 
 
 def speed(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
@@ -118,6 +122,44 @@ def _gradient(method: Method, N: int, K: int, seconds: float) -> Run:
         return torch.autograd.grad(out, x, given, retain_graph=True)[0]
 
     return timed(call, repeats_for(call, seconds, at_most=2000))
+
+
+@torch.no_grad()
+def bandwidth(methods: Sequence[Method], rounds: int, failures: dict[str, str]) -> list[dict[str, Any]]:
+    """Measure how fast products of one token read their weights, beside a sum, which does little but read.
+
+    Args:
+        methods: What is measured.
+        rounds: Interleaved rounds.
+        failures: Filled with what could not run, and why.
+
+    Returns:
+        One row per shape and method, and one called `read`: `share` is of the bytes that `read` has in a second, and
+        `ratio`, as everywhere, compares the seconds of one call.
+    """
+    rows: list[dict[str, Any]] = []
+    memory = torch.ones(_READ_BYTES // 4)
+    for N, K in LARGE_SHAPES:
+        runs: dict[str, Run] = {"read": timed(lambda _: memory.sum(), 1)}
+        sizes = {"read": memory.nbytes}
+        for method in methods:
+            layer = guarded(failures, f"{method.name}, bandwidth", _layer, method, _weight(N, K, method.dtype))
+            if layer is not None:
+                weight = layer.weight
+                sizes[method.name] = weight.stored_bytes if isinstance(weight, QuantizedTensor) else weight.nbytes
+                runs[method.name] = _one_token(layer, method.dtype, _READ_BYTES // sizes[method.name])
+        found = interleave(runs, rounds, "read")
+        rows += [
+            {"N": N, "K": K, **row, "share": significant(row["ratio"] * sizes[row["name"]] / memory.nbytes)}
+            for row in found
+        ]
+    return rows
+
+
+def _one_token(layer: nn.Module, dtype: torch.dtype, count: int) -> Run:
+    layers = [layer, *(copy.deepcopy(layer) for _ in range(count))]
+    x = torch.randn(1, layers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
+    return timed(lambda index: layers[index](x), len(layers))
 
 
 @torch.no_grad()

@@ -144,6 +144,14 @@ def gradient_speed(report: Report) -> str:
     return f"{table(['method', *(f'{N}x{K}' for N, K in cells)], lines)}\n\n{machine(report)}"
 
 
+def read_speed(report: Report) -> str:
+    """Return which share of the speed of reading memory products of one token reach, and where that was measured."""
+    cells = list(dict.fromkeys((row["N"], row["K"]) for row in report["bandwidth"]))
+    shares = [{**row, "ratio": row["share"]} for row in report["bandwidth"] if row["name"] != "read"]
+    lines = _ratios(shares, ("N", "K"), cells)
+    return f"{table(['method', *(f'{N}x{K}' for N, K in cells)], lines)}\n\n{machine(report)}"
+
+
 def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:
     found = {(row["name"], *(row[name] for name in key)): row for row in rows}
     lines = []
@@ -255,4 +263,5 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "speed-encoders": ("encoders", encoder_speed),
     "speed-startup": ("startup", startup),
     "speed-gradients": ("gradients", gradient_speed),
+    "speed-bandwidth": ("bandwidth", read_speed),
 }
