@@ -366,12 +366,19 @@ def soak() -> str:
 
 
 def exhaustive() -> str:
-    """Return what the last exhaustive run of the tests found."""
-    run = read("exhaustive")
-    found = f"{run['passed']:,} passed, {run['failed']:,} failed, {run['skipped']:,} skipped"
-    names = {"torch": "PyTorch", "transformers": "Transformers"}
-    on = ", ".join(f"{names[name]} {version}" for name, version in run["versions"].items())
-    return f"{found} in {run['minutes']:.0f} minutes on two processes, {run['date']}, {run['machine']}, {on}."
+    """Return what the last exhaustive run of the tests found on each kind of machine."""
+    header = ["CPU", "passed", "failed", "skipped", "minutes", "date", "PyTorch", "Transformers"]
+    rows = [
+        [
+            f"{run['machine']} ({', '.join(run['flags'])})",
+            *(f"{run[name]:,}" for name in ("passed", "failed", "skipped")),
+            f"{run['minutes']:.0f}",
+            run["date"],
+            *(run["versions"][name] for name in ("torch", "transformers")),
+        ]
+        for run in read("exhaustive")
+    ]
+    return table(header, rows)
 
 
 def mutants() -> str:
