@@ -33,7 +33,7 @@ _TYPES = {
 }
 
 
-def load_library(path: Path, functions: Mapping[str, str], abi: int | None = None) -> ctypes.CDLL | None:
+def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.CDLL | None:
     """Load a library and declare its functions; None where it is missing, or does not fit this machine or this code.
 
     An x86 CPU without AVX2 gets none: there a compiler's loops take longer than those of numpy.
@@ -43,7 +43,7 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int | None = Non
         functions: By name the types of result and arguments, a letter each: `a` for a contiguous array or None, `p` for
             an address, `l` for 64 bits, `i` for an int, `u` for 32 bits without sign, `f` for a float; first the
             result, `-` if there is none.
-        abi: What its function `abi()` has to return; None where it has no such function.
+        abi: What its function `abi()` has to return. Both numbers rise with each change of what a function is given.
     """
     if platform.machine() == "x86_64" and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "NO AVX"):
         return None
@@ -54,7 +54,7 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int | None = Non
         return None
     try:
         _declare(library, functions)
-        found = None if abi is None else library.abi()
+        found = library.abi()
         fault = "" if found == abi else f"abi() is {found} and not {abi}"
     except AttributeError as error:
         fault = str(error)

@@ -63,13 +63,6 @@ def test_a_library_of_other_sources_is_left_and_that_is_said(
     assert "pip install -e ." in message
 
 
-def test_a_library_without_a_function_is_left_where_no_abi_is_asked_for(
-    compiled: Compile, caplog: pytest.LogCaptureFixture
-) -> None:
-    assert load_library(compiled("void f(void) {}"), {"g": "-"}) is None
-    assert "undefined symbol: g" in caplog.text
-
-
 def test_a_missing_library_is_nothing_to_speak_of(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

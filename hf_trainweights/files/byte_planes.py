@@ -20,13 +20,14 @@ from hf_trainweights.native_library import load_library
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
+_ABI = 1
 _FUNCTIONS = {"split_2": "-alal", "split_4": "-alal", "split_8": "-alal", "join_2": "-pla", "join_4": "-pla"}
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Return the C functions of `native/`, several times as fast as numpy; None where they are not compiled."""
-    return load_library(_LIBRARY, _FUNCTIONS)
+    return load_library(_LIBRARY, _FUNCTIONS, _ABI)
 
 
 def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:

@@ -13,12 +13,13 @@ from torch import Tensor
 from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parent / "native" / "search.so"
+_ABI = 1
 _FUNCTIONS = {"search_uint": "-pllpppiffplpp", "search_codebook": "-plpppppp"}
 
 
 @functools.cache
 def _load() -> ctypes.CDLL | None:
-    return load_library(_LIBRARY, _FUNCTIONS)
+    return load_library(_LIBRARY, _FUNCTIONS, _ABI)
 
 
 def serves(groups: Tensor) -> bool:

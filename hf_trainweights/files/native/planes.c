@@ -1,6 +1,8 @@
 // Words <-> planes of their bytes of equal significance, lowest first; byte_planes.py says what for.
 #include "../../formats/native/clones.h"
 
+int abi(void) { return 1; }
+
 // Fill the planes, which lie `stride` bytes apart, with the bytes of the words.
 #define SPLIT(NAME, WORD)                                                                  \
     CLONES void NAME(const WORD *words, int64_t count, uint8_t *planes, int64_t stride) {  \

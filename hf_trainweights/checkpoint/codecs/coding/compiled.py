@@ -16,6 +16,7 @@ import torch
 from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
+_ABI = 1
 _FUNCTIONS = {
     "delta_levels": "laaaalfffillaap",
     "delta_decode": "-aaalflla",
@@ -36,4 +37,4 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """Return the functions; None where they are not compiled."""
-    return load_library(_LIBRARY, _FUNCTIONS)
+    return load_library(_LIBRARY, _FUNCTIONS, _ABI)
