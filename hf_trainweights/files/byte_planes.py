@@ -21,7 +21,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
 _ABI = 1
-_FUNCTIONS = {"split_2": "-alal", "split_4": "-alal", "split_8": "-alal", "join_2": "-pla", "join_4": "-pla"}
+_FUNCTIONS = {"split_2": "-alal", "split_4": "-alal", "split_8": "-alal", "join_2": "-plia", "join_4": "-plia"}
 
 
 @functools.cache
@@ -51,15 +51,6 @@ def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return folded
 
 
-def unfold_(words: np.ndarray, dtype: torch.dtype) -> None:
-    """Undo `fold`, in place."""
-    if _is_rotated(words, dtype):
-        unsigned = words.view(f"u{words.itemsize}")
-        sign = unsigned << (8 * words.itemsize - 1)
-        np.right_shift(unsigned, 1, out=unsigned)
-        np.bitwise_or(unsigned, sign, out=unsigned)
-
-
 def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
     """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous unsigned words."""
     library = compiled()
@@ -69,15 +60,23 @@ def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
         planes[:] = words.view(np.uint8).reshape(-1, words.itemsize).T
 
 
-def join_planes(planes: Sequence[np.ndarray], words: np.ndarray) -> None:
-    """Fill contiguous words, 1-D, with their bytes of each significance, lowest first."""
-    library = compiled()
+def join_planes(planes: Sequence[np.ndarray], words: np.ndarray, folded: torch.dtype | None = None) -> None:
+    """Fill contiguous words, 1-D, with their bytes of each significance, lowest first.
+
+    With a dtype the bytes are those of words that `fold` returned, and what it was given comes back.
+    """
+    library, is_rotated = compiled(), folded is not None and _is_rotated(words, folded)
     if library and words.itemsize in (2, 4):
         pointers = (ctypes.c_void_p * len(planes))(*(plane.ctypes.data for plane in planes))
-        getattr(library, f"join_{words.itemsize}")(ctypes.addressof(pointers), len(words), words)
-    else:
-        for place, plane in enumerate(planes):
-            words.view(np.uint8)[place :: words.itemsize] = plane
+        getattr(library, f"join_{words.itemsize}")(ctypes.addressof(pointers), len(words), is_rotated, words)
+        return
+    for place, plane in enumerate(planes):
+        words.view(np.uint8)[place :: words.itemsize] = plane
+    if is_rotated:
+        unsigned = words.view(f"u{words.itemsize}")
+        sign = unsigned << (8 * words.itemsize - 1)
+        np.right_shift(unsigned, 1, out=unsigned)
+        np.bitwise_or(unsigned, sign, out=unsigned)
 
 
 def _is_rotated(words: np.ndarray, dtype: torch.dtype) -> bool:

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, unfold_, words_of
+from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, words_of
 from hf_trainweights.files.huffman import decode_block, encode_block
 
 _MAGIC = b"TWC1"
@@ -181,8 +181,7 @@ class CodedTensors:
         if spec.planes == 1:
             words[:] = planes[0]
             return
-        join_planes(planes, words)
-        unfold_(words, spec.dtype)
+        join_planes(planes, words, spec.dtype)
 
     def _block(self, index: int, size: int) -> np.ndarray:
         start = self._edges[index]

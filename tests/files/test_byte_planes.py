@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, unfold_, words_of
+from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, words_of
 
 DTYPES = [torch.float8_e4m3fn, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.int16, torch.uint8]
 
@@ -19,8 +19,7 @@ def test_every_bit_comes_back_from_planes(dtype: torch.dtype) -> None:
     planes = np.empty((words.itemsize, len(words)), np.uint8)
     split_planes(folded.view(f"u{words.itemsize}"), planes)
     joined = np.empty_like(words)
-    join_planes(list(planes), joined)
-    unfold_(joined, dtype)
+    join_planes(list(planes), joined, dtype)
     np.testing.assert_array_equal(joined, words)
 
 

@@ -42,7 +42,18 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, chunk_ranges, matrix_shape, rounded_to, to_float32
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    Placed,
+    Rows,
+    Tile,
+    chunk_ranges,
+    dense,
+    fill,
+    matrix_shape,
+    rounded_to,
+    rows_of,
+    to_float32,
+)
 from hf_trainweights.checkpoint.codecs.coding.levels import SAME, decode_tiles, encode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
@@ -106,8 +117,10 @@ class DeltaUniform(Codec):
         shift = _shift(tensor)
 
         def encode(tile: Tile, elements: Tensor, *place: np.ndarray) -> tuple[int, float]:
-            anchor, moment = (_tile_of(near.get(name), tile, name) for name in ("anchor", "exp_avg_sq"))
-            return _encode_tile(elements, anchor, moment, _dither_start(tile, shape[1], shift), step, limit, *place)
+            anchor, moment = (
+                to_float32(near[name][tile], name) if name in near else None for name in ("anchor", "exp_avg_sq")
+            )
+            return _encode_tile(elements, anchor, moment, _dither_starts(*tile, shape[1], shift), step, limit, *place)
 
         payloads, bound = encode_tiles(tensor, encode)
         params: dict[str, Json] = {"step": step, "anchor": "anchor" in near, "shift": shift}
@@ -134,8 +147,9 @@ class DeltaUniform(Codec):
         anchor = cls.needed(references, "anchor").view(matrix) if has_anchor else None
         cls.check_count(payloads, 2)
 
-        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
-            _decode_tile(levels, _tile_of(anchor, tile, "anchor"), _dither_start(tile, matrix[1], shift), step, out)
+        def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
+            near = _rows_of(anchor, rows, columns, "anchor")
+            _decode_tile(levels, near, _dither_starts(rows, columns, matrix[1], shift), step, out)
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
@@ -156,29 +170,29 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
     return math.sqrt(total / len(flat)) if total else 0.0
 
 
-def _tile_of(tensor: Tensor | None, tile: Tile, use: str) -> np.ndarray | None:
-    return None if tensor is None else to_float32(tensor[tile], use)
+def _rows_of(matrix: Tensor | None, rows: Rows, columns: slice, use: str) -> Placed | None:
+    return None if matrix is None else rows_of(matrix, rows, columns, use)
 
 
 def _encode_tile(
     elements: Tensor,
     anchor: np.ndarray | None,
     moment: np.ndarray | None,
-    start: int,
+    starts: np.ndarray,
     step: float,
     limit: float,
     levels: np.ndarray,
     row_sizes: np.ndarray,
 ) -> tuple[int, float]:
-    """Do as `place_levels` says; without an anchor it is zero, and `start` is where the tile's dither begins."""
+    """Do as `place_levels` says; without an anchor it is zero, and `starts` are where the dither of its rows begins."""
     x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
     if library := compiled.library():
         worst, dtype = ctypes.c_float(), compiled.DTYPES[elements.dtype]
-        inputs = x, anchor, moment, _dither_table(), start
+        inputs = x, anchor, moment, _dither_table(), starts
         results = levels, row_sizes, ctypes.addressof(worst)
         return library.delta_levels(*inputs, step, inverse, limit, dtype, *x.shape, *results), worst.value
     near = np.zeros_like(x) if anchor is None else anchor
-    change, dither = x - near, _dither(start, x.shape)
+    change, dither = x - near, _dither(starts, x.shape[1])
     if moment is not None:
         change[(moment == 0) & (np.abs(change) <= step / 2)] = 0
     same, numbers = change == 0, to_levels(change * np.float32(inverse) + dither)
@@ -186,14 +200,15 @@ def _encode_tile(
     return place_levels(numbers, same, np.abs(decoded - x), limit, levels, row_sizes)
 
 
-def _decode_tile(levels: np.ndarray, anchor: np.ndarray | None, start: int, step: float, out: np.ndarray) -> None:
+def _decode_tile(levels: np.ndarray, anchor: Placed | None, starts: np.ndarray, step: float, out: Placed) -> None:
     """Fill a tile; the arithmetic and its order are part of the format."""
     if library := compiled.library():
-        library.delta_decode(levels, anchor, _dither_table(), start, step, *out.shape, out)
+        near = anchor or (None, None)
+        library.delta_decode(levels, *near, _dither_table(), starts, step, *levels.shape, *out)
         return
     moved = np.float32(1) * (levels != SAME)
-    change = (levels * moved - _dither(start, levels.shape)) * np.float32(step) * moved
-    out[:] = change + (np.float32(0) if anchor is None else anchor)
+    change = (levels * moved - _dither(starts, levels.shape[1])) * np.float32(step) * moved
+    fill(out, change + (np.float32(0) if anchor is None else dense(anchor)))
 
 
 def _shift(tensor: Tensor) -> int:
@@ -202,15 +217,15 @@ def _shift(tensor: Tensor) -> int:
     return int(bits.numpy().sum(dtype=np.int64)) % _PRIME
 
 
-def _dither_start(tile: Tile, C: int, shift: int) -> int:
-    """Return where in the table the dither of a tile begins, given the columns of its matrix."""
-    rows, columns = tile
-    return (rows.start * C + columns.start + shift) % _PRIME
+def _dither_starts(rows: Rows, columns: slice, C: int, shift: int) -> np.ndarray:
+    """Return where in the table the dither of each row of a tile begins, int64 [r], given the columns of its matrix."""
+    numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    return (numbers * C + (columns.start + shift)) % _PRIME
 
 
-def _dither(start: int, shape: tuple[int, ...]) -> np.ndarray:
-    """Return the dither of a tile of that shape."""
-    return np.resize(_dither_table()[start : start + _PRIME], shape)
+def _dither(starts: np.ndarray, C: int) -> np.ndarray:
+    """Return the dither of rows of so many columns."""
+    return _dither_table()[(starts[:, None] + np.arange(C)) % _PRIME]
 
 
 @cache

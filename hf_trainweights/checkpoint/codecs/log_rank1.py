@@ -41,8 +41,10 @@ from torch import Tensor
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
-    Tile,
+    Placed,
+    Rows,
     empty,
+    fill,
     matrix_shape,
     put,
     rounded_to,
@@ -133,12 +135,12 @@ class LogRank1(Codec):
         cls.check_count(payloads, 3)
 
         @cache
-        def factors() -> Vectors:  # first asked for when the levels are known to fit the shape
+        def factors() -> Vectors:  # first asked for when the payload is known to have levels for the shape
             return _factors(*decode_means(cls, payloads[2], *matrix_shape(shape)))
 
-        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
-            rows, columns = factors()
-            _decode_tile(levels, (rows[tile[0]], columns[tile[1]]), step, out)
+        def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
+            row_factors, column_factors = factors()
+            _decode_tile(levels, (row_factors[rows], column_factors[columns]), step, out)
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
@@ -173,12 +175,12 @@ def _encode_tile(
     return values / positive
 
 
-def _decode_tile(levels: np.ndarray, factors: Vectors, step: int, out: np.ndarray) -> None:
+def _decode_tile(levels: np.ndarray, factors: Vectors, step: int, out: Placed) -> None:
     """Fill a tile."""
     if library := compiled.library():
-        library.log_decode(levels, *factors, step << 23, *out.shape, out)
+        library.log_decode(levels, *factors, step << 23, *levels.shape, *out)
     else:
-        out[:] = _values(levels, factors, step) * (levels != SAME)
+        fill(out, _values(levels, factors, step) * (levels != SAME))
 
 
 def _values(levels: np.ndarray, factors: Vectors, step: int) -> np.ndarray:

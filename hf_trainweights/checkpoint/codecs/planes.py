@@ -36,7 +36,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     empty,
     scratch,
 )
-from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, unfold_, word_layout, words_of
+from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, word_layout, words_of
 
 CACHED = 1 << 16
 """Words that are worked on at once: they and all intermediate results stay in the processor's cache."""
@@ -147,12 +147,11 @@ def _joined(
     decoded = empty([count], WORDS[itemsize])
     for index, chunk in enumerate(chunk_ranges(count)):
         out = decoded.numpy()[chunk]
-        for part in read_planes(reader, index * itemsize, out):
-            if near is not None and is_delta[index]:
+        is_difference = near is not None and is_delta[index]
+        for part in read_planes(reader, index * itemsize, out, None if is_difference else dtype):
+            if near is not None and is_difference:
                 words = unzigzag_(out[part])
                 np.add(words, near[chunk][part], out=words)
-            else:
-                unfold_(out[part], dtype)
     return decoded.view(dtype).view(shape)
 
 
@@ -217,12 +216,15 @@ def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable
         writer.write(plane)
 
 
-def read_planes(reader: BlockReader, first_block: int, out: np.ndarray, size: int = CACHED) -> Iterator[slice]:
+def read_planes(
+    reader: BlockReader, first_block: int, out: np.ndarray, folded: torch.dtype | None, size: int = CACHED
+) -> Iterator[slice]:
     """Fill `out` with the words whose planes start at block `first_block`, and yield each slice as it is filled.
 
-    What else is done to them should be done at once. CorruptFileError: a block is damaged.
+    `folded` is the dtype of words that `write_plain` wrote. What else is done to them should be done at once.
+    CorruptFileError: a block is damaged.
     """
     planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
     for part in chunk_ranges(len(out), size):
-        join_planes([plane[part] for plane in planes], out[part])
+        join_planes([plane[part] for plane in planes], out[part], folded)
         yield part

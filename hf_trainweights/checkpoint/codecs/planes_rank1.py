@@ -48,7 +48,7 @@ from hf_trainweights.checkpoint.codecs.planes import (
     write_planes,
     zigzag_,
 )
-from hf_trainweights.files.byte_planes import WORDS, fold, unfold_, words_of
+from hf_trainweights.files.byte_planes import WORDS, fold, words_of
 
 # Mantissa bits and bias of the exponent.
 _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}
@@ -111,12 +111,11 @@ class PlanesRank1(ChunkedCodec):
             out = decoded.numpy()[rows, columns]
             row_bits, column_bits = predicted[0][rows], predicted[1][columns]
             width = out.shape[1]
-            for part in read_planes(reader, index * dtype.itemsize, out.reshape(-1), _cached_rows(width) * width):
+            folded, size = None if is_difference[index] else dtype, _cached_rows(width) * width
+            for part in read_planes(reader, index * dtype.itemsize, out.reshape(-1), folded, size):
                 if is_difference[index]:
                     part_rows = slice(part.start // width, part.stop // width)
                     _undo_codes_(out[part_rows], row_bits[part_rows], column_bits)
-                else:
-                    unfold_(out.reshape(-1)[part], dtype)
         return decoded.view(dtype).view(shape)
 
 

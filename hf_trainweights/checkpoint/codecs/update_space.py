@@ -31,7 +31,17 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
-from hf_trainweights.checkpoint.codecs.coding.blocks import Tile, matrix_shape, rounded_to, to_float32
+from hf_trainweights.checkpoint.codecs.coding.blocks import (
+    Placed,
+    Rows,
+    Tile,
+    dense,
+    fill,
+    matrix_shape,
+    rounded_to,
+    rows_of,
+    to_float32,
+)
 from hf_trainweights.checkpoint.codecs.coding.levels import decode_tiles, encode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
@@ -103,8 +113,8 @@ class UpdateSpace(Codec):
         squares = cls.needed(references, "exp_avg_sq").view(matrix_shape(shape))
         cls.check_count(payloads, 2)
 
-        def decode(tile: Tile, levels: np.ndarray, out: np.ndarray) -> None:
-            _decode_tile(levels, squares[tile], step, out)
+        def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
+            _decode_tile(levels, rows_of(squares, rows, columns, "squares"), step, out)
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
@@ -127,13 +137,12 @@ def _encode_tile(
     return place_levels(numbers, np.zeros(m.shape, bool), errors, _LIMIT, levels, row_sizes)
 
 
-def _decode_tile(levels: np.ndarray, squares: Tensor, step: float, out: np.ndarray) -> None:
+def _decode_tile(levels: np.ndarray, squares: Placed, step: float, out: Placed) -> None:
     """Fill a tile; the arithmetic and its order are part of the format."""
-    v = to_float32(squares, "squares")
     if library := compiled.library():
-        library.update_decode(levels, v, step, *out.shape, out)
+        library.update_decode(levels, *squares, step, *levels.shape, *out)
     else:
-        out[:] = levels * _unit(v, step)
+        fill(out, levels * _unit(dense(squares), step))
 
 
 def _unit(squares: np.ndarray, step: float) -> np.ndarray:

@@ -16,13 +16,27 @@ SPLIT(split_2, uint16_t)
 SPLIT(split_4, uint32_t)
 SPLIT(split_8, uint64_t)
 
-CLONES void join_2(const uint8_t *const *planes, int64_t count, uint16_t *restrict words) {
-    const uint8_t *a = planes[0], *b = planes[1];
-    for (int64_t i = 0; i < count; i++) words[i] = (uint16_t)(a[i] | b[i] << 8);
+static inline uint16_t word_2(const uint8_t *const *planes, int64_t i) {
+    return (uint16_t)(planes[0][i] | planes[1][i] << 8);
 }
 
-CLONES void join_4(const uint8_t *const *planes, int64_t count, uint32_t *restrict words) {
-    const uint8_t *a = planes[0], *b = planes[1], *c = planes[2], *d = planes[3];
-    for (int64_t i = 0; i < count; i++)
-        words[i] = a[i] | (uint32_t)b[i] << 8 | (uint32_t)c[i] << 16 | (uint32_t)d[i] << 24;
+static inline uint32_t word_4(const uint8_t *const *planes, int64_t i) {
+    return planes[0][i] | (uint32_t)planes[1][i] << 8 | (uint32_t)planes[2][i] << 16 | (uint32_t)planes[3][i] << 24;
 }
+
+// Undo it; if the words were rotated left by one bit, undo that as well.
+#define JOIN(BYTES, WORD)                                                                                        \
+    CLONES void join_##BYTES(const uint8_t *const *planes, int64_t count, int is_rotated, WORD *restrict words) { \
+        const uint8_t *local[BYTES];                                                                             \
+        for (int byte = 0; byte < BYTES; byte++) local[byte] = planes[byte];                                     \
+        if (is_rotated)                                                                                          \
+            for (int64_t i = 0; i < count; i++) {                                                                \
+                WORD word = word_##BYTES(local, i);                                                              \
+                words[i] = (WORD)(word >> 1 | word << (8 * BYTES - 1));                                          \
+            }                                                                                                    \
+        else                                                                                                     \
+            for (int64_t i = 0; i < count; i++) words[i] = word_##BYTES(local, i);                               \
+    }
+
+JOIN(2, uint16_t)
+JOIN(4, uint32_t)

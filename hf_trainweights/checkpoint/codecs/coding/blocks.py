@@ -34,10 +34,17 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
+from hf_trainweights.files.byte_planes import WORDS
 from hf_trainweights.files.huffman import decode_block, encode_block
 
 Tile = tuple[slice, slice]
 """Rows and columns of a matrix that are contiguous in memory."""
+
+Rows = slice | np.ndarray
+"""Rows of a matrix, in whole or a part of one; or the numbers of whole ones, int64 [r]."""
+
+Placed = tuple[np.ndarray, np.ndarray | None]
+"""Rows of float32, [r, c] and None; or the matrix [R, c] that they are in, and their numbers, int64 [r]."""
 
 TILE = 1 << 20
 """Most elements of a tile for arithmetic; files do not depend on it."""
@@ -65,6 +72,16 @@ def tile_count(R: int, C: int, size: int) -> int:
     return -(-R // max(size // C, 1)) * -(-C // size)
 
 
+def rows_of(matrix: Tensor, rows: Rows, columns: slice, use: str) -> Placed:
+    """Return elements of a matrix as float32: where they are, or in scratch if they have another dtype."""
+    if isinstance(rows, slice):
+        return to_float32(matrix[rows, columns], use), None
+    if matrix.dtype == torch.float32:
+        return matrix.numpy(), rows
+    words = matrix.view(WORDS[matrix.itemsize])[torch.from_numpy(rows)]
+    return to_float32(words.view(matrix.dtype), use), None
+
+
 def work_in(out: Tensor, use: str) -> np.ndarray:
     """Return float32 memory in which the tile `out` [r, c] is computed: its own, or scratch if it has another dtype."""
     return out.numpy() if out.dtype == torch.float32 else scratch(use, out.shape)
@@ -87,6 +104,18 @@ def put(decoded: np.ndarray, out: Tensor) -> None:
     """Complete the contiguous tile `out` [r, c], which was decoded in the memory that `work_in(out)` returned."""
     if out.dtype != torch.float32:
         out.copy_(torch.from_numpy(decoded))
+
+
+def dense(placed: Placed) -> np.ndarray:
+    """Return rows of float32 [r, c] one after the other."""
+    numbers, rows = placed
+    return numbers if rows is None else numbers[rows]
+
+
+def fill(placed: Placed, values: np.ndarray) -> None:
+    """Write rows of float32 [r, c] to their place."""
+    numbers, rows = placed
+    numbers[slice(None) if rows is None else rows] = values
 
 
 def empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:

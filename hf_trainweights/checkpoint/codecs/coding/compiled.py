@@ -18,12 +18,12 @@ from hf_trainweights.native_library import load_library
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
 _ABI = 1
 _FUNCTIONS = {
-    "delta_levels": "laaaalfffillaap",
-    "delta_decode": "-aaalflla",
+    "delta_levels": "laaaaafffillaap",
+    "delta_decode": "-aaaaafllaa",
     "update_levels": "laaffillaap",
-    "update_decode": "-aaflla",
+    "update_decode": "-aaafllaa",
     "log_levels": "-aaaaaafuillaaaa",
-    "log_decode": "-aaaulla",
+    "log_decode": "-aaaullaa",
     "find_exact": "lala",
     "pack_tiles": "-aallllaaaaa",
     "unpack_levels": "laalia",

@@ -45,16 +45,17 @@ from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     BlockReader,
     BlockWriter,
+    Placed,
+    Rows,
     Tile,
     bytes_to_int16,
     empty,
     int16_to_bytes,
     matrix_shape,
-    put,
+    rows_of,
     scratch,
     tile_count,
     tiles,
-    work_in,
 )
 
 SAME, EXACT = -(2**15), 2**15 - 1
@@ -153,28 +154,35 @@ def decode_tiles(
     payloads: Sequence[Tensor],
     shape: torch.Size,
     dtype: torch.dtype,
-    decode: Callable[[Tile, np.ndarray, np.ndarray], None],
+    decode: Callable[[Rows, slice, np.ndarray, Placed], None],
 ) -> Tensor:
     """Return the tensor whose levels a `LevelWriter` collected.
 
-    `decode` is called for each tile, with its levels, int16 [r, c], and float32 [r, c] to fill with elements; what it
-    makes of `EXACT` does not matter. CorruptFileError: the payloads do not fit the shape.
+    `decode` is called for some rows and columns, with their levels, int16 [r, c], and the place of the elements to
+    fill; what it makes of `EXACT` does not matter. CorruptFileError: the payloads do not fit the shape.
     """
-    levels, exact_count = _decode_levels(codec, payloads[0], *matrix_shape(shape))
+    R, C = matrix_shape(shape)
     if payloads[1].numel() % dtype.itemsize:
         raise codec.corrupt("payload 1", f"elements of {dtype.itemsize} bytes", f"{payloads[1].numel()} bytes")
     exact = payloads[1].clone().view(dtype)
+    exact_count, positions = 0, [np.empty(0, np.int64)]
+    decoded_levels = _decode_levels(codec, payloads[0], R, C)
+    out = empty((R, C), dtype)
+    for rows, columns, levels, count in decoded_levels:
+        if dtype == torch.float32:
+            decode(rows, columns, levels, rows_of(out, rows, columns, "decoded"))
+        else:
+            decoded = scratch("decoded", levels.shape)
+            decode(rows, columns, levels, (decoded, None))
+            out[rows, columns] = torch.from_numpy(decoded).to(dtype)
+        exact_count += count
+        if count and exact_count <= len(exact):
+            row, column = np.divmod(_exact_positions(levels).numpy(), levels.shape[1])
+            numbers = row + rows.start if isinstance(rows, slice) else rows[row]
+            positions.append(numbers * C + (column + columns.start))
     if exact_count != len(exact):
         raise codec.corrupt("payload 1", f"{exact_count} elements", f"{len(exact)}")
-    out = empty(levels.shape, dtype)
-    for tile in tiles(*levels.shape):
-        decoded = work_in(out[tile], "decoded")
-        decode(tile, levels[tile], decoded)
-        put(decoded, out[tile])
-        if len(exact):
-            positions = _exact_positions(levels[tile])
-            out[tile].view(-1)[positions] = exact[: len(positions)]
-            exact = exact[len(positions) :]
+    out.view(-1)[torch.from_numpy(np.sort(np.concatenate(positions)))] = exact
     return out.view(shape)
 
 
@@ -205,8 +213,10 @@ def _encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
     return blocks.payload()
 
 
-def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[np.ndarray, int]:
-    """Undo `_encode_levels`: return the levels, int16 [R, C], and how many elements are exact.
+def _decode_levels(
+    codec: type[Codec], payload: Tensor, R: int, C: int
+) -> Iterator[tuple[Rows, slice, np.ndarray, int]]:
+    """Undo `_encode_levels`: yield rows and columns, their levels, int16 [r, c], maybe scratch, and how many are exact.
 
     CorruptFileError: the payload is damaged or does not fit the shape.
     """
@@ -217,19 +227,37 @@ def _decode_levels(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple
         raise codec.corrupt("widths of symbols", ", ".join(map(str, _WIDTHS)), str(sorted(set(widths)))[:80])
     classes = blocks.read(3 * count + 1, R if _has_classes(R, C) else 0)
     order = classes.argsort(kind="stable") if len(classes) else None
-    levels = np.empty((R, C), np.int16)
-    exact_count = 0
-    for number, (rows, columns) in enumerate(tiles(R, C, _CODED_TILE)):
-        width, shape = widths[number], (rows.stop - rows.start, columns.stop - columns.start)
-        elements = shape[0] * shape[1]
-        high = blocks.read(3 * number, _packed_bytes(elements, width))
-        low = blocks.read(3 * number + 1, elements if width > 8 else 0)
-        tile, escape_count = _unpack(high, low, width, elements)
-        escapes = blocks.read(3 * number + 2, 2 * escape_count)
-        if escape_count:
-            exact_count += _put_escapes(escapes, width, tile)
-        levels[rows if order is None else order[rows], columns] = tile.reshape(shape)
-    return levels, exact_count
+    return _decoded_levels(blocks, widths, order, R, C)
+
+
+def _decoded_levels(
+    blocks: BlockReader, widths: Sequence[int], order: np.ndarray | None, R: int, C: int
+) -> Iterator[tuple[Rows, slice, np.ndarray, int]]:
+    coded = [*tiles(R, C, _CODED_TILE)]
+    step = _PACKED_TILES if C <= _CODED_TILE else 1
+    for first in range(0, len(coded), step):
+        start, columns = coded[first][0].start, coded[first][1]
+        rows = slice(start, coded[min(first + step, len(coded)) - 1][0].stop)
+        levels = scratch("unpacked", (rows.stop - start, columns.stop - columns.start), np.int16)
+        exact_count = 0
+        for number, (part, _) in enumerate(coded[first : first + step], first):
+            tile = levels[part.start - start : part.stop - start].reshape(-1)
+            exact_count += _read_tile(blocks, number, widths[number], tile)
+        yield rows if order is None else _rows(order[rows]), columns, levels, exact_count
+
+
+def _rows(numbers: np.ndarray) -> Rows:
+    """Return the numbers of rows; a slice for a single one, of which a tile may be a part."""
+    return slice(numbers[0], numbers[0] + 1) if len(numbers) == 1 else numbers
+
+
+def _read_tile(blocks: BlockReader, number: int, width: int, levels: np.ndarray) -> int:
+    """Fill the levels of a tile, int16 [count], and return how many of them are exact."""
+    high = blocks.read(3 * number, _packed_bytes(len(levels), width))
+    low = blocks.read(3 * number + 1, len(levels) if width > 8 else 0)
+    escape_count = _unpack(high, low, width, levels)
+    escapes = blocks.read(3 * number + 2, 2 * escape_count)
+    return _put_escapes(escapes, width, levels) if escape_count else 0
 
 
 def _has_classes(R: int, C: int) -> bool:
@@ -302,21 +330,20 @@ def _offset(width: int) -> int:
     return 1 if width == 2 else 1 << (width - 1)
 
 
-def _unpack(high: np.ndarray, low: np.ndarray, width: int, count: int) -> tuple[np.ndarray, int]:
-    """Return the levels of a tile, int16 [count], maybe scratch, and how many of them are escapes.
+def _unpack(high: np.ndarray, low: np.ndarray, width: int, levels: np.ndarray) -> int:
+    """Fill the levels of a tile, int16 [count], and return how many of them are escapes.
 
     These have the level after the highest one that has a symbol.
     """
     if library := compiled.library():
-        levels = scratch("unpacked", [count], np.int16)
-        return levels, library.unpack_levels(high, low, count, width, levels)
+        return library.unpack_levels(high, low, len(levels), width, levels)
     if width > 8:
         symbols = (high.astype(np.int32) << (width - 8)) | low
     else:
         parts = high.astype(np.int32) >> np.arange(0, 8, width)[:, None]
-        symbols = (parts & ((1 << width) - 1)).reshape(-1)[:count]
-    levels = np.where((symbols == 0) & (width > 2), SAME, symbols - _offset(width)).astype(np.int16)
-    return levels, int(np.count_nonzero(symbols == (1 << width) - 1))
+        symbols = (parts & ((1 << width) - 1)).reshape(-1)[: len(levels)]
+    levels[:] = np.where((symbols == 0) & (width > 2), SAME, symbols - _offset(width))
+    return int(np.count_nonzero(symbols == (1 << width) - 1))
 
 
 def _put_escapes(escapes: np.ndarray, width: int, levels: np.ndarray) -> int:

@@ -12,8 +12,11 @@ enum { FLOAT32 = 0, BFLOAT16 = 1, FLOAT16 = 2 };
 // DITHER repeats after so many elements.
 #define PERIOD 4093
 
-// Part of a row: its first element, and their number.
+// Part of a row: its first element, and their number. `start` is where that is among the levels.
 typedef struct { int64_t row, column, start, count; } Piece;
+// Rows of a matrix [.][C], one of these numbers for each row of levels; where they are NULL in their own order.
+typedef struct { const float *numbers; const int64_t *rows; int64_t C; } Source;
+typedef struct { float *numbers; const int64_t *rows; int64_t C; } Target;
 // What was found in it: elements that must be stored as they are; of the others the largest error, not negative and as
 // bits, and the sum of their levels' sizes.
 typedef struct { int64_t exact; uint32_t largest, size; } Found;
@@ -22,6 +25,10 @@ typedef Found Work(const void *job, Piece piece);
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
 static inline float float_of(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
 static inline uint32_t most(uint32_t a, uint32_t b) { return a > b ? a : b; }
+
+static inline int64_t place(const int64_t *rows, int64_t C, Piece piece) {
+    return (rows ? rows[piece.row] : piece.row) * C + piece.column;
+}
 
 // Return x rounded to what a dtype can hold; a NaN need not stay one.
 static inline float round_to(float x, int dtype) {
@@ -58,16 +65,17 @@ static Found for_pieces(Work *work, const void *job, int64_t R, int64_t C, doubl
     return all;
 }
 
+// The dither of a row begins at its place in `starts`.
 typedef struct {
     const float *x, *anchor, *moment, *dither;  // anchor and moment may be NULL
     float step, inverse, limit;
     int dtype;
-    int64_t shift;
+    const int64_t *starts;
     int16_t *levels;
 } Delta;
 
 static inline Found delta(const Delta *job, const float *anchor, const float *moment, int dtype, Piece piece) {
-    const float *x = job->x + piece.start, *dither = job->dither + (piece.start + job->shift) % PERIOD;
+    const float *x = job->x + piece.start, *dither = job->dither + (job->starts[piece.row] + piece.column) % PERIOD;
     float step = job->step, inverse = job->inverse, limit = job->limit;
     int16_t *restrict levels = job->levels + piece.start;
     uint32_t largest = 0, size = 0, exact = 0;
@@ -105,10 +113,10 @@ CLONES Found delta_piece(const void *data, Piece piece) {
 }
 
 // Fill the levels. `worst` becomes the largest error of those that keep the limit. Returns how many do not.
-int64_t delta_levels(const float *x, const float *anchor, const float *moment, const float *dither, int64_t shift,
+int64_t delta_levels(const float *x, const float *anchor, const float *moment, const float *dither, const int64_t *starts,
                      float step, float inverse, float limit, int dtype, int64_t R, int64_t C,
                      int16_t *levels, double *sizes, float *worst) {
-    Delta job = {x, anchor, moment, dither, step, inverse, limit, dtype, shift, levels};
+    Delta job = {x, anchor, moment, dither, step, inverse, limit, dtype, starts, levels};
     Found found = for_pieces(delta_piece, &job, R, C, sizes);
     *worst = float_of(found.largest);
     return found.exact;
@@ -116,29 +124,39 @@ int64_t delta_levels(const float *x, const float *anchor, const float *moment, c
 
 typedef struct {
     const int16_t *levels;
-    const float *anchor, *dither;
+    Source anchor;  // its numbers may be NULL
+    const float *dither;
+    const int64_t *starts;
     float step;
-    int64_t shift;
-    float *out;
+    Target out;
 } DeltaDecode;
 
-CLONES Found delta_decode_piece(const void *data, Piece piece) {
-    const DeltaDecode *job = data;
-    const int16_t *levels = job->levels + piece.start;
-    const float *anchor = job->anchor ? job->anchor + piece.start : NULL;
-    const float *dither = job->dither + (piece.start + job->shift) % PERIOD;
-    float *restrict out = job->out + piece.start, step = job->step;
-    for (int64_t i = 0; i < piece.count; i++) {
+static inline void decode_delta(const int16_t *levels, const float *anchor, const float *dither, float step,
+                                int64_t count, float *restrict out) {
+    for (int64_t i = 0; i < count; i++) {
         float moved = levels[i] == SAME ? 0.0f : 1.0f;
         float change = ((float)levels[i] * moved - dither[i]) * step * moved;
         out[i] = change + (anchor ? anchor[i] : 0);
     }
+}
+
+CLONES Found delta_decode_piece(const void *data, Piece piece) {
+    const DeltaDecode *job = data;
+    const int16_t *levels = job->levels + piece.start;
+    Source near = job->anchor;
+    const float *dither = job->dither + (job->starts[piece.row] + piece.column) % PERIOD;
+    float *out = job->out.numbers + place(job->out.rows, job->out.C, piece), step = job->step;
+    // The loop is compiled for each case, without questions inside.
+    if (near.numbers)
+        decode_delta(levels, near.numbers + place(near.rows, near.C, piece), dither, step, piece.count, out);
+    else
+        decode_delta(levels, NULL, dither, step, piece.count, out);
     return (Found){0};
 }
 
-void delta_decode(const int16_t *levels, const float *anchor, const float *dither, int64_t shift, float step, int64_t R,
-                  int64_t C, float *out) {
-    DeltaDecode job = {levels, anchor, dither, step, shift, out};
+void delta_decode(const int16_t *levels, const float *anchor, const int64_t *anchor_rows, const float *dither,
+                  const int64_t *starts, float step, int64_t R, int64_t C, float *out, const int64_t *out_rows) {
+    DeltaDecode job = {levels, {anchor, anchor_rows, C}, dither, starts, step, {out, out_rows, C}};
     for_pieces(delta_decode_piece, &job, R, C, NULL);
 }
 
@@ -189,22 +207,24 @@ int64_t update_levels(const float *m, const float *squares, float step, float li
 
 typedef struct {
     const int16_t *levels;
-    const float *squares;
-    float step, *out;
+    Source squares;
+    float step;
+    Target out;
 } UpdateDecode;
 
 CLONES Found update_decode_piece(const void *data, Piece piece) {
     const UpdateDecode *job = data;
     const int16_t *levels = job->levels + piece.start;
-    const float *squares = job->squares + piece.start, step = job->step;
-    float *restrict out = job->out + piece.start;
+    const float *squares = job->squares.numbers + place(job->squares.rows, job->squares.C, piece);
+    float *restrict out = job->out.numbers + place(job->out.rows, job->out.C, piece), step = job->step;
     for (int64_t i = 0; i < piece.count; i++)
         out[i] = (float)levels[i] * unit_of(squares[i], step);
     return (Found){0};
 }
 
-void update_decode(const int16_t *levels, const float *squares, float step, int64_t R, int64_t C, float *out) {
-    UpdateDecode job = {levels, squares, step, out};
+void update_decode(const int16_t *levels, const float *squares, const int64_t *square_rows, float step, int64_t R,
+                   int64_t C, float *out, const int64_t *out_rows) {
+    UpdateDecode job = {levels, {squares, square_rows, C}, step, {out, out_rows, C}};
     for_pieces(update_decode_piece, &job, R, C, NULL);
 }
 
@@ -262,7 +282,7 @@ typedef struct {
     const int16_t *levels;
     const float *rows, *columns;
     uint32_t unit;
-    float *out;
+    Target out;
 } LogDecode;
 
 CLONES Found log_decode_piece(const void *data, Piece piece) {
@@ -270,15 +290,15 @@ CLONES Found log_decode_piece(const void *data, Piece piece) {
     const int16_t *levels = job->levels + piece.start;
     const float *columns = job->columns + piece.column, row = job->rows[piece.row];
     uint32_t unit = job->unit;
-    float *restrict out = job->out + piece.start;
+    float *restrict out = job->out.numbers + place(job->out.rows, job->out.C, piece);
     for (int64_t i = 0; i < piece.count; i++)
         out[i] = power(levels[i], unit, row, columns[i]) * (levels[i] == SAME ? 0.0f : 1.0f);
     return (Found){0};
 }
 
 void log_decode(const int16_t *levels, const float *rows, const float *columns, uint32_t unit, int64_t R, int64_t C,
-                float *out) {
-    LogDecode job = {levels, rows, columns, unit, out};
+                float *out, const int64_t *out_rows) {
+    LogDecode job = {levels, rows, columns, unit, {out, out_rows, C}};
     for_pieces(log_decode_piece, &job, R, C, NULL);
 }
 

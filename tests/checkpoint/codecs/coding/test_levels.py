@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_trainweights.checkpoint.codecs.coding.blocks import tiles
+from hf_trainweights.checkpoint.codecs.coding.blocks import fill, tiles
 from hf_trainweights.checkpoint.codecs.coding.levels import (
     SAME,
     LevelWriter,
@@ -37,9 +37,9 @@ def check(levels, **shares):
     payloads, elements, exact, same = written(levels, **shares)
     same[exact] = False
 
-    def decode(tile, found, out):
-        assert torch.equal(same[tile], torch.from_numpy(found == SAME))
-        out[:] = np.where(found == SAME, 0, found)
+    def decode(rows, columns, found, place):
+        assert torch.equal(same[rows, columns], torch.from_numpy(found == SAME))
+        fill(place, np.where(found == SAME, 0, found))
 
     back = decode_tiles(DeltaUniform, payloads, levels.shape, torch.float32, decode)
     assert torch.equal(back, torch.where(exact, elements, levels.masked_fill(same, 0)))
