@@ -125,7 +125,8 @@ def test_what_calibration_does_not_choose_lies_in_files_too(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 128}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**DECODER, **sizes}))
+        shape: dict[str, Any] = {**DECODER, **sizes}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
     batches = [{"input_ids": torch.arange(16).view(1, 16)}]
     config = TrainWeightsConfig(**arguments, overrides={"down_proj": "int8"})
     quantize_module(model, config, batches, tmp_path / "blocks")
