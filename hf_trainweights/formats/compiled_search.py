@@ -1,4 +1,4 @@
-"""The searches of uint and codebook4 in C: to the last bit what PyTorch's ops find, in a fifth of the time."""
+"""The searches of uint and codebook4 in C, and the codes of uint: to the last bit what PyTorch's ops give."""
 
 from __future__ import annotations
 
@@ -14,7 +14,12 @@ from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parent / "native" / "search.so"
 _ABI = 1
-_FUNCTIONS = {"search_uint": "-pllpppiffplpp", "search_codebook": "-plpppppp"}
+_FUNCTIONS = {
+    "lay_side_by_side": "-pllpp",
+    "search_uint": "-pllpppiffplpp",
+    "encode_uint": "-pllppiffp",
+    "search_codebook": "-plpppppp",
+}
 
 
 @functools.cache
@@ -22,9 +27,20 @@ def _load() -> ctypes.CDLL | None:
     return load_library(_LIBRARY, _FUNCTIONS, _ABI)
 
 
-def serves(groups: Tensor) -> bool:
-    """Return whether there is a compiled search of these groups; none of tensors without memory of their own."""
-    return type(groups) is Tensor and groups.device.type == "cpu" and _load() is not None
+def serves(values: Tensor) -> bool:
+    """Return whether the functions here take these values; none takes tensors without memory of their own."""
+    return type(values) is Tensor and values.device.type == "cpu" and _load() is not None
+
+
+def lay_side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return groups as `[group_size, n]` and their ends, see `uint_search.side_by_side`."""
+    library = _load()
+    assert library
+    values = values.contiguous()
+    n = values.numel() // group_size
+    groups, ends = values.new_empty(group_size, n), values.new_empty(2, n)
+    library.lay_side_by_side(_at(values), *groups.shape, _at(groups), _at(ends))
+    return groups, ends
 
 
 def search_uint(
@@ -48,6 +64,16 @@ def search_uint(
         _at(groups), *groups.shape, *given, *units, _at(fractions), len(fractions), _at(scale), _at(zero)
     )
     return scale, zero
+
+
+def encode_uint(groups: Tensor, scale: Tensor, zero: Tensor, units: tuple[int, int, int]) -> Tensor:
+    """Return the packed codes of groups `[group_size, n]`, int32 `[n * group_size // 32, bits]`."""
+    library = _load()
+    assert library
+    groups, scale, zero = (tensor.contiguous() for tensor in (groups, scale, zero))
+    qdata = groups.new_empty(groups.numel() // 32, units[0], dtype=torch.int32)
+    library.encode_uint(_at(groups), *groups.shape, _at(scale), _at(zero), *units, _at(qdata))
+    return qdata
 
 
 def search_codebook(

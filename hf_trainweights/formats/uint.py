@@ -26,7 +26,16 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.planes import COLUMNS, codes_of_planes, pack_planes, unpack_planes
-from hf_trainweights.formats.uint_search import PARAMETERS, Grid, encode, row_scale, search
+from hf_trainweights.formats.uint_search import (
+    PARAMETERS,
+    Grid,
+    encode,
+    encode_packed,
+    ends_of,
+    row_scale,
+    search,
+    side_by_side,
+)
 from hf_trainweights.formats.unpacked import Unpacked, nibbles_of, octets_of
 
 GROUP_SIZES = (16, 32)
@@ -90,15 +99,12 @@ class UInt(Format):
         """Fill codes for the group scales and zero points that `uint_search` finds."""
         del amax
         for block, values in float32_blocks(rows):
-            # Groups side by side: what is computed of each is then one operation on whole vectors.
-            groups = values.view(-1, self.group_size).t().contiguous()
-            ends = _ends(groups)
+            groups, ends = side_by_side(values, self.group_size)
             scale = out["scale"][block].copy_(row_scale(self.grid, ends.view(2, len(values), -1), rows.dtype))
             inverse = reciprocal(scale).expand(-1, groups.shape[1] // len(values)).flatten()
             steps, zeros = search(self.grid, groups.mul_(inverse), ends.mul_(inverse))
             limit = torch.finfo(rows.dtype).max * inverse
-            codes = encode(self.grid, groups, steps, zeros, limit).to(torch.uint8).t().contiguous()
-            out["qdata"][block].copy_(pack_planes(codes.view(len(values), -1), self.grid.bits))
+            out["qdata"][block].copy_(encode_packed(self.grid, groups, steps, zeros, limit).view(len(values), -1))
             out["group_scale"][block].copy_(_pack_pairs(steps.sub_(1).view(len(values), -1)))
             out["zero_point"][block].copy_(_pack_pairs(zeros.view(len(values), -1)))
 
@@ -172,7 +178,7 @@ class _Columns(ColumnCodes):
         self.group_size = self._size = form.group_size
         self._grid, self._importance = form.grid, importance
         groups = weight.float().view(-1, form.group_size).t()
-        self._scale = row_scale(form.grid, _ends(groups).view(2, N, -1), weight.dtype)
+        self._scale = row_scale(form.grid, ends_of(groups).view(2, N, -1), weight.dtype)
         self._inverse, self._factor = reciprocal(self._scale).flatten(), self._scale.float().flatten()
         self._limit = torch.finfo(weight.dtype).max * self._inverse
         self._steps = importance.new_empty((K // form.group_size, N))
@@ -183,7 +189,7 @@ class _Columns(ColumnCodes):
         """Choose the group scale and the zero point of the smallest squared error."""
         groups, first = values * self._inverse, group * len(values)
         importance = self._importance[first : first + len(values)]
-        self._steps[group], self._zeros[group] = search(self._grid, groups, _ends(groups), importance)
+        self._steps[group], self._zeros[group] = search(self._grid, groups, ends_of(groups), importance)
 
     def encode(self, column: int, values: Tensor) -> Tensor:
         """Choose the nearest codes."""
@@ -201,11 +207,6 @@ class _Columns(ColumnCodes):
             "group_scale": _pack_pairs(self._steps.t().contiguous() - 1),
             "zero_point": _pack_pairs(self._zeros.t().contiguous()),
         }
-
-
-def _ends(groups: Tensor) -> Tensor:
-    """Return the least value of each group or 0, and the largest or 0: `[2, n]` of `[group_size, n]`."""
-    return torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
 
 
 def _pack_pairs(values: Tensor) -> Tensor:

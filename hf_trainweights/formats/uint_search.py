@@ -1,4 +1,4 @@
-"""The group scales and zero points of `uint`: which of 16 each give the smallest squared error.
+"""The group scales and zero points of `uint`, those of 16 each with the smallest squared error, and the codes for them.
 
 Tensors are `[group_size, n]`: the weights of one group lie below each other, n groups side by side.
 """
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import add_by_halves, smallest_scale
-from hf_trainweights.formats.compiled_search import search_uint, serves
+from hf_trainweights.formats.compiled_search import encode_uint, lay_side_by_side, search_uint, serves
+from hf_trainweights.formats.planes import COLUMNS, pack_planes
 
 PARAMETERS = 16
 """How many group scales there are, and how many zero points."""
@@ -37,6 +38,25 @@ class Grid(NamedTuple):
         """The largest code."""
         return (1 << self.bits) - 1
 
+    @property
+    def units(self) -> tuple[int, int, int]:
+        """What the functions in C get of a grid."""
+        return self.bits, self.code_units, self.zero_units
+
+
+def side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
+    """Return float32 values as groups `[group_size, n]`, in new memory, and `ends` of each: `[2, n]`."""
+    if serves(values):
+        return lay_side_by_side(values, group_size)
+    # What is computed of each group is then one operation on whole vectors.
+    groups = values.view(-1, group_size).t().contiguous()
+    return groups, ends_of(groups)
+
+
+def ends_of(groups: Tensor) -> Tensor:
+    """Return the least value of each group or 0, and the largest or 0: `[2, n]`."""
+    return torch.stack((groups.amin(dim=0).clamp_max_(0), groups.amax(dim=0).clamp_min_(0)))
+
 
 def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scale `[rows, 1]` of each row: the largest group scale, 16 times as large, covers every group.
@@ -61,8 +81,7 @@ def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None =
     low, high = ends
     covering, middle = (high - low) / (grid.largest_code * grid.code_units), (high + low) / 2
     if serves(groups):
-        units = grid.bits, grid.code_units, grid.zero_units
-        scale, zero = search_uint(groups, covering, middle, importance, units, grid.clippings)
+        scale, zero = search_uint(groups, covering, middle, importance, grid.units, grid.clippings)
         return scale, zero.masked_fill_(covering == 0, 0)
     best = _Best(grid, groups, importance)
     for clipping in grid.clippings:
@@ -104,20 +123,32 @@ class _Best:
         self.scale, self.zero = torch.where(better, scale, self.scale), torch.where(better, zero, self.zero)
 
 
+def encode_packed(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tensor) -> Tensor:
+    """Return the codes that `encode` gives, packed: int32 `[n * group_size // 32, bits]`."""
+    if serves(groups) and not _may_overflow(grid, scale, limit):
+        return encode_uint(groups, scale, zero, grid.units)
+    codes = encode(grid, groups, scale, zero, limit).to(torch.uint8).t().contiguous()
+    return pack_planes(codes.view(-1, COLUMNS), grid.bits)
+
+
 def encode(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, limit: Tensor) -> Tensor:
     """Return the codes of the nearest values within the range of the weight's dtype, which ends at `limit`.
 
     `groups` and `limit` `[n]` are in units of the row's scale.
     """
     codes = _steps(grid, groups, scale, zero, torch.empty_like(groups)).round_()
-    farthest = grid.largest_code * grid.code_units * scale
-    if not bool(((limit < farthest) & (limit > 0)).any()):
+    if not _may_overflow(grid, scale, limit):
         return codes.clamp_(0, grid.largest_code)
     # Near the end of the dtype's range, codes beyond it would come back as infinities.
     reach, start = (limit / scale).floor_(), zero * grid.zero_units
     lowest = ((start - reach) / grid.code_units).ceil_().clamp_min_(0)
     highest = ((start + reach) / grid.code_units).floor_().clamp_max_(grid.largest_code)
     return torch.where(limit > 0, codes.clamp(lowest, highest), 0)
+
+
+def _may_overflow(grid: Grid, scale: Tensor, limit: Tensor) -> bool:
+    """Return whether the farthest code of a group lies beyond the range of the weight's dtype."""
+    return bool(((limit < grid.largest_code * grid.code_units * scale) & (limit > 0)).any())
 
 
 def _steps(grid: Grid, groups: Tensor, scale: Tensor, zero: Tensor, out: Tensor) -> Tensor:

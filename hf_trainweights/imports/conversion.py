@@ -11,6 +11,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.layouts.base import Layout
 from hf_trainweights.imports.skeleton import Skeleton
@@ -19,7 +20,7 @@ from hf_trainweights.imports.weights import AGAIN, FROM_FLOAT
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import flatten_weight
 
-# Bytes that are in memory before they are written.
+# Bytes that wait, in files without names, until they are written together: a loader opens each shard.
 _SHARD_BYTES = 1 << 29
 
 
@@ -31,7 +32,7 @@ def convert(source: Source, layout: Layout, skeleton: Skeleton, target: Path) ->
     formats: Counter[Format] = Counter()
     shards, waiting, waiting_bytes = 0, {}, 0
     weight_map: dict[str, str] = {}
-    for tensors in _converted(source, layout, skeleton, formats):
+    for tensors in _converted(source, layout, skeleton, formats, Spill(target)):
         waiting |= tensors
         waiting_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if waiting_bytes >= _SHARD_BYTES:
@@ -60,7 +61,7 @@ def _write_shard(target: Path, number: int, tensors: dict[str, Tensor]) -> dict[
 
 
 def _converted(
-    source: Source, layout: Layout, skeleton: Skeleton, formats: Counter[Format]
+    source: Source, layout: Layout, skeleton: Skeleton, formats: Counter[Format], spill: Spill
 ) -> Iterator[dict[str, Tensor]]:
     """Yield the tensors of each module, then those of merged experts, and count the formats."""
     modules, transposed = source.modules(), skeleton.transposed_modules()
@@ -72,16 +73,18 @@ def _converted(
             if module in transposed:
                 weight = QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype, True)
             formats[weight.format] += 1
-            yield flatten_weight(f"{module}.weight", weight, default=None)
+            yield flatten_weight(f"{module}.weight", weight.map(spill.keep), default=None)
             leaves = {leaf: name for leaf, name in leaves.items() if leaf not in layout.leaves and leaf != "weight"}
         if module not in of_experts:
             yield {name: source.tensor(name) for name in leaves.values()}
     for name, (shape, matrices) in experts.items():
-        parts = {module: _read(source, layout, module, modules.get(module, {})) for module in matrices}
+        read = (_read(source, layout, module, modules.get(module, {})) for module in matrices)
+        kept = (None if part is None else part.map(spill.keep) for part in read)
+        parts = dict(zip(matrices, kept, strict=True))
         if all(part is None for part in parts.values()):
             yield {saved: source.tensor(saved) for module in matrices for saved in modules.get(module, {}).values()}
             continue
-        merged = _merge(name, shape, parts, matrices)
+        merged = _merge(name, shape, parts, matrices, spill)
         formats[merged.format] += 1
         yield flatten_weight(name, merged, default=None)
 
@@ -92,11 +95,16 @@ def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -
 
 
 def _merge(
-    name: str, shape: tuple[int, ...], parts: dict[str, QuantizedTensor | None], matrices: dict[str, slice]
+    name: str,
+    shape: tuple[int, ...],
+    parts: dict[str, QuantizedTensor | None],
+    matrices: dict[str, slice],
+    spill: Spill,
 ) -> QuantizedTensor:
     """Return the weight `[E, N, K]` of all experts, from its matrices by their modules and the rows of each."""
     first = next(part for part in parts.values() if part is not None)
-    merged = first.format.empty(shape, first.scale_dtype, "cpu")
+    specs = first.format.tensor_specs(shape, first.scale_dtype)
+    merged = {key: spill.empty(*spec) for key, spec in specs.items()}
     for module, part in parts.items():
         if part is None:
             raise CorruptFileError(module, "a quantized weight, as of the other experts", "none", AGAIN)

@@ -32,6 +32,7 @@ from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfi
 from hf_trainweights.models.choosing.selection import check_choice, choose
 from hf_trainweights.models.choosing.summary import Choice, Summary
 from hf_trainweights.models.host.models import modules_kept_in_float
+from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -82,7 +83,8 @@ def quantize_module(
 ) -> Summary:
     """Quantize the weights of a module as `quantize_` does, which says what is raised.
 
-    `directory` keeps the blocks that calibration has finished, for a call after an interruption; None keeps none.
+    `directory` keeps the blocks that calibration has finished, for a call after an interruption, and beside it lie the
+    tensors of other weights; with None nothing is kept, and these are in memory.
     """
     if not isinstance(module, nn.Module):
         next_step = "Load it first, for example with from_pretrained."
@@ -95,8 +97,9 @@ def quantize_module(
     sha256 = None if batches is None else digest_of(batches)
     config = config.calibrated(sha256)
     skip = modules_kept_in_float(module, config.include_embeddings)
+    spill = None if directory is None else Spill(directory)
     if config.needs_plan:
-        config = plan(module, config, skip, measure_in_memory(module, config, skip, batches))
+        config = plan(module, config, skip, measure_in_memory(module, config, skip, batches, spill))
     summary = choose(module, config, skip)
     check_choice(module, summary, config)
     todo = _checked(summary)
@@ -104,9 +107,9 @@ def quantize_module(
         require_gain(todo)
     found = None
     if batches is not None and sha256 is not None:
-        spill = Spill(directory or Path(tempfile.gettempdir()))
-        found = calibrate(module, todo, batches, spill, FinishedBlocks(directory, sha256))
-    _put(module, todo, {} if found is None else found.weights)
+        inputs = spill or Spill(Path(tempfile.gettempdir()))
+        found = calibrate(module, todo, batches, inputs, FinishedBlocks(directory, sha256))
+    _put(module, todo, {} if found is None else found.weights, spill)
     say_if_slow(module, config)
     say_if_head_is_large(summary)
     return _told(_adopted(module, config, found) or summary, found)
@@ -157,7 +160,7 @@ def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
 
 def quantize_chosen(module: nn.Module, summary: Summary) -> None:
     """Quantize the chosen weights in place, all or none; those that are quantized already stay as they are."""
-    _put(module, _checked(summary), {})
+    _put(module, _checked(summary), {}, None)
 
 
 def _checked(summary: Summary) -> list[Choice]:
@@ -171,7 +174,7 @@ def _checked(summary: Summary) -> list[Choice]:
     return todo
 
 
-def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, QuantizedTensor]) -> None:
+def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, QuantizedTensor], spill: Spill | None) -> None:
     """Replace weights by those that are known already, else by their quantized values."""
     places = parameter_places(module)
     for choice in todo:
@@ -179,7 +182,7 @@ def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, Quantize
         weight = weight_of(choice)
         tensor = known.get(choice.name)
         if tensor is None:
-            tensor = QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name)
+            tensor = keep_in(spill, QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name))
         put_parameter(places[id(weight)], as_parameter(tensor))
 
 

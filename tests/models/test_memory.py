@@ -148,7 +148,7 @@ def main(root: Path) -> None:
     from architectures import ARCHITECTURES
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-    from hf_trainweights import TrainWeightsConfig, dequantize_directory, quantize_directory
+    from hf_trainweights import TrainWeightsConfig, dequantize_directory, import_directory, quantize_directory
 
     torch.set_num_threads(1)
     ARCHITECTURES["qwen3_moe"].build().save_pretrained(root / "tiny")
@@ -165,6 +165,7 @@ def main(root: Path) -> None:
     results["dense_bfloat16"] = measure(root / "dense", dtype=torch.bfloat16, **int8)[0]
     results["sparse"], model = measure(root / "sparse", **int8)
     model.save_pretrained(root / "quantized_sparse")
+    export(model, root / "exported_sparse")
     del model
     for name, config in DIRECTORIES.items():
         source, written = root / name.partition("_")[0], root / f"directory_{name}"
@@ -182,6 +183,9 @@ def main(root: Path) -> None:
                 function(model, root / "warm" / save)  # imports what is imported late
                 results[f"save_{save}"] = measure_save(model, function, root / "saved" / save)
         del model
+    imports = partial(measure_directory, import_directory)
+    results["imported"] = imports(root / "saved" / "compressed_tensors", root / "imported")
+    results["imported_sparse"] = imports(root / "exported_sparse", root / "imported_sparse")
     results["quantized"] = measure(root / "quantized", device_map={"": "disk"})[0]
     results["quantized_int4"] = measure(root / "quantized_int4")[0]
     results["quantized_bin"] = measure(root / "quantized_bin", device_map={"": "disk"})[0]
@@ -253,6 +257,13 @@ def test_a_float_model_is_written_weight_by_weight(
 def test_a_directory_is_quantized_in_the_memory_of_a_weight(name: str, measured: dict[str, dict[str, int]]) -> None:
     found = measured[f"directory_{name}"]
     assert found["written"] > 12_000_000
+    assert found["grown"] < ALLOWED_DIRECTORY_BYTES
+
+
+@pytest.mark.parametrize("name", ["imported", "imported_sparse"])
+def test_a_directory_is_imported_in_the_memory_of_a_weight(name: str, measured: dict[str, dict[str, int]]) -> None:
+    found = measured[name]
+    assert found["written"] > 20_000_000
     assert found["grown"] < ALLOWED_DIRECTORY_BYTES
 
 

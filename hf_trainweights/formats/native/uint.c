@@ -91,3 +91,69 @@ void search_uint(const float *groups, int64_t size, int64_t n, const float *cove
   FOR_EACH_BLOCK(n, search_uint_block(&g, groups, size, n, start, width, covering, middle, clippings, count, scale,
                                       zero))
 }
+
+// Writes the codes of groups, 0 to 2**bits - 1, as planes.py packs them, and those of 16 columns as if 16 zeros followed.
+INLINE void pack(const int32_t (*codes)[WIDTH], int64_t size, int bits, int32_t (*words)[WIDTH]) {
+  int first = 0;
+  memset(words, 0, bits * sizeof *words);
+  for (int plane = 4; plane; plane /= 2) {
+    if (!(bits & plane)) continue;
+    for (int k = 0; k < size; k++) {
+      const int word = first + k / 4 % plane, shift = k % 4 * 8 + k / 4 / plane * plane;
+      for (int i = 0; i < WIDTH; i++)
+        words[word][i] |= (int32_t)((uint32_t)(codes[k][i] >> first & ((1 << plane) - 1)) << shift);
+    }
+    first += plane;
+  }
+}
+
+static CLONES void encode_uint_block(const grid *g, const float *groups, int64_t size, int64_t n, int64_t start,
+                                     int64_t width, const float *scale, const float *zero, int bits, int32_t *qdata) {
+  float block[MOST][WIDTH], scales[1][WIDTH], zeros[1][WIDTH], inverse[WIDTH], first[WIDTH];
+  int32_t codes[MOST][WIDTH], words[8][WIDTH];
+  take(block, groups, size, n, start, width);
+  take(scales, scale, 1, n, start, width);
+  take(zeros, zero, 1, n, start, width);
+  for (int i = 0; i < WIDTH; i++) {
+    inverse[i] = i < width ? 1 / (scales[0][i] * g->code_units) : 0;
+    first[i] = zeros[0][i] * g->codes_of_zero;
+  }
+  for (int64_t k = 0; k < size; k++)
+    for (int i = 0; i < WIDTH; i++)
+      codes[k][i] = (int32_t)clamp(rintf(block[k][i] * inverse[i] + first[i]), 0, g->largest_code);
+  pack(codes, size, bits, words);
+  // A second group of 16 has the upper halves of the bytes.
+  const int64_t together = 32 / size;
+  for (int64_t i = 0; i < width; i += together)
+    for (int word = 0; word < bits; word++)
+      qdata[(start + i) / together * bits + word] =
+          words[word][i] | (together == 2 ? (int32_t)((uint32_t)words[word][i + 1] << 4) : 0);
+}
+
+// groups [size, n], size 16 or 32, n even; scale and zero [n]; qdata [n * size / 32, bits].
+void encode_uint(const float *groups, int64_t size, int64_t n, const float *scale, const float *zero, int bits,
+                 float code_units, float zero_units, int32_t *qdata) {
+  const grid g = {(float)((1 << bits) - 1), code_units, zero_units / code_units, code_units / zero_units, NULL};
+  FOR_EACH_BLOCK(n, encode_uint_block(&g, groups, size, n, start, width, scale, zero, bits, qdata))
+}
+
+static CLONES void lay_side_by_side_block(const float *values, int64_t size, int64_t n, int64_t start, int64_t width,
+                                          float *groups, float *ends) {
+  float block[MOST][WIDTH], low[WIDTH] = {0}, high[WIDTH] = {0};
+  for (int64_t i = 0; i < width; i++)
+    for (int64_t k = 0; k < size; k++) block[k][i] = values[(start + i) * size + k];
+  for (int64_t k = 0; k < size; k++) {
+    for (int i = 0; i < width; i++) {
+      low[i] = block[k][i] < low[i] ? block[k][i] : low[i];
+      high[i] = block[k][i] > high[i] ? block[k][i] : high[i];
+    }
+    memcpy(groups + k * n + start, block[k], 4 * width);
+  }
+  memcpy(ends + start, low, 4 * width);
+  memcpy(ends + n + start, high, 4 * width);
+}
+
+// values [n, size], groups [size, n]; ends [2, n]: the least value of each group or 0, and the largest or 0.
+void lay_side_by_side(const float *values, int64_t size, int64_t n, float *groups, float *ends) {
+  FOR_EACH_BLOCK(n, lay_side_by_side_block(values, size, n, start, width, groups, ends))
+}

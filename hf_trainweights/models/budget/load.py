@@ -1,7 +1,7 @@
 """What is to be known of the weights of a checkpoint before it is loaded, with one float weight in memory at a time.
 
 The checkpoint is read by Transformers itself, as it will be when it is loaded: the same files, conversions and dtypes.
-Each weight is measured, and kept in four bits: a model of these tells which weights matter most, and is dropped then.
+Each weight is measured, and kept in int8: a model of these tells which weights matter most, and is dropped then.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from hf_trainweights.models.budget.measure import FEW_BITS, in_few_bits, sensitivities_of_tokens
+from hf_trainweights.models.budget.measure import MEASURED_IN, as_measured, sensitivities_of_tokens
 from hf_trainweights.models.budget.options import relative_errors, rows_of
 from hf_trainweights.models.budget.plan import Losses, Measurements, weight_of, weights_to_plan
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
@@ -49,7 +49,7 @@ def measure_checkpoint(
 
 
 class _Measuring(HfQuantizer):
-    """A quantizer that measures the weights it is given, and keeps them in few bits."""
+    """A quantizer that measures the weights it is given, and keeps them in int8."""
 
     def __init__(self, config: TrainWeightsConfig, operation: _Measure):
         super().__init__(config, pre_quantized=False)
@@ -74,7 +74,7 @@ class _Measuring(HfQuantizer):
 
 
 class _Measure(TrainWeightsQuantize):
-    """Measures weights as they are loaded, and returns them in few bits: enough to see how much each one matters.
+    """Measures weights as they are loaded, and returns them in int8: enough to see how much each one matters.
 
     `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
     """
@@ -85,13 +85,13 @@ class _Measure(TrainWeightsQuantize):
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
-        """Measure a weight, and return it in few bits; as it is where its format is not to be chosen."""
+        """Measure a weight, and return it in int8; as it is where its format is not to be chosen."""
         choice, skeleton = self.chosen.get(name), model.get_parameter_or_buffer(name)
         if choice is None or weight.shape != skeleton.shape:
             return weight
         stored = weight.transpose(-1, -2) if choice.transposed else weight
         self._measure(name, stored.shape, rows_of(stored))
-        return self.state.parameter_or_stand_in(skeleton, lambda: self.state.kept(in_few_bits(choice, weight)))
+        return self.state.parameter_or_stand_in(skeleton, lambda: self.state.kept(as_measured(choice, weight)))
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
@@ -100,8 +100,7 @@ class _Measure(TrainWeightsQuantize):
             return None
         skeleton = model.get_parameter_or_buffer(name)
         self._measure(name, skeleton.shape, lambda numbers: rows_of_experts(name, skeleton.shape, parts, numbers))
-        form = FEW_BITS.fallback(skeleton.shape)
-        make = partial(quantize_experts, name, skeleton.shape, form, parts, spill=self.state.spill)
+        make = partial(quantize_experts, name, skeleton.shape, MEASURED_IN, parts, spill=self.state.spill)
         return self.state.parameter_or_stand_in(skeleton, make)
 
     def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:

@@ -2,7 +2,7 @@
 
 Rounding changes a weight W by noise of the relative size t. To second order the outputs then change by t² |W|² / n
 times the squared norm of their derivative by W: the trace of its Fisher information, if they are logits. A forward pass
-on random tokens and a few backward passes in random directions measure that norm for all weights at once.
+on random tokens and a backward pass in a random direction measure that norm for all weights at once.
 `benchmarks.sensitivity` compares it with what noise in one weight after another really changes.
 """
 
@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from hf_trainweights.kernels.cpu_features import product_dtype
@@ -26,10 +27,12 @@ Batch = Mapping[str, Tensor] | Tensor
 
 _SEED = 0
 # Twice as many tokens would gain MiniLM .02 dB and a small Llama .06 dB at twice the time and memory. Sequences apart
-# add no noise to each other, so two directions do.
-_SEQUENCES, _TOKENS, _DIRECTIONS = 2, 32, 2
+# add no noise to each other, so one direction does: a second one would gain .01 dB.
+_SEQUENCES, _TOKENS = 2, 32
 # Rows of a float weight that are widened at a time.
 _WIDENED_ROWS = 4096
+# Rows that tell the mean square of a weight: if one row's is 30 % off, theirs is 2 %, a fiftieth of a bit.
+_SQUARED_ROWS = 256
 
 
 def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
@@ -55,6 +58,7 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
     generator = torch.Generator().manual_seed(_SEED)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_frozen(model))
+        stack.enter_context(_Float32Linears())
         for choice in weights:
             if not isinstance(choice.module, nn.Embedding):
                 handle = choice.module.register_forward_hook(_Recorder(choice, measured))
@@ -65,39 +69,52 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
             inputs = {name: _to_differentiate(value, device) for name, value in inputs.items()}
             with torch.enable_grad():
                 output = model(inputs[""]) if "" in inputs else model(**inputs)
-                for number in reversed(range(_DIRECTIONS)):
-                    _random_derivative(output, generator).backward(retain_graph=number > 0)
+                _random_derivative(output, generator).backward()
     return {name: float(f"{value:.1e}") for name, value in measured.items() if value}
 
 
-class _GradientInFloat32(torch.autograd.Function):
-    """An output of a Linear, whose gradient is multiplied in float32.
+class _Float32Linear(torch.autograd.Function):
+    """`F.linear` by products in float32 of a weight of 16 bits, some rows of which are widened at a time.
 
-    Where a CPU has no instructions for 16 bits, PyTorch's own way takes 30 to 65 times as long: docs/performance.md,
-    "The gradient of x".
+    Where a CPU has no instructions for 16 bits, PyTorch's own way takes 4 to 9 times as long, and 30 to 65 times for a
+    gradient: docs/performance.md, "The gradient of x".
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, output: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Return the output."""
         ctx.weight, ctx.shape = weight, x.shape
-        return output.view_as(output)
+        rows = _rows(x)
+        output = torch.cat([rows @ weight[part].float().t() for part in _parts(weight)], dim=-1)
+        output = output if bias is None else output.add_(bias)
+        return output.to(x.dtype).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of x."""
         rows = gradient.reshape(-1, len(ctx.weight))
         total = torch.zeros(len(rows), ctx.weight.shape[1])
-        for start in range(0, len(ctx.weight), _WIDENED_ROWS):
-            part = slice(start, start + _WIDENED_ROWS)
+        for part in _parts(ctx.weight):
             total.addmm_(rows[:, part].float(), ctx.weight[part].float())
         return total.view(ctx.shape).to(gradient.dtype), None, None
 
 
-def _multiplies_slowly(module: nn.Module) -> bool:
-    """Return whether a module has a float weight in a dtype of 16 bits for which its CPU has no instructions."""
-    weight = module.weight if isinstance(module, nn.Linear) else None
-    if not isinstance(weight, Tensor) or isinstance(weight, QuantizedTensor) or weight.device.type != "cpu":
+def _parts(weight: Tensor) -> list[slice]:
+    return [slice(start, start + _WIDENED_ROWS) for start in range(0, len(weight), _WIDENED_ROWS)]
+
+
+class _Float32Linears(TorchFunctionMode):
+    """Within it, float weights are multiplied in float32 where that takes less time."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if func is F.linear and not kwargs and _multiplies_slowly(args[1]):
+            return _Float32Linear.apply(*args, *[None] * (3 - len(args)))
+        return func(*args, **kwargs or {})
+
+
+def _multiplies_slowly(weight: Tensor) -> bool:
+    """Return whether a weight is of floats of 16 bits for which its CPU has no instructions."""
+    if isinstance(weight, QuantizedTensor) or weight.device.type != "cpu":
         return False
     return product_dtype(weight.dtype, _SEQUENCES * _TOKENS) != weight.dtype
 
@@ -169,11 +186,7 @@ def _frozen(model: nn.Module) -> Iterator[None]:
         if not output.requires_grad:
             output.requires_grad_()
 
-    def in_float32(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-        return _GradientInFloat32.apply(inputs[0], output.detach(), module.weight)  # type: ignore[return-value]
-
     handles = [each.register_forward_hook(let_through) for each in model.modules() if isinstance(each, nn.Embedding)]
-    handles += [each.register_forward_hook(in_float32) for each in model.modules() if _multiplies_slowly(each)]
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
@@ -196,6 +209,10 @@ def _to_differentiate(value: Any, device: torch.device) -> Any:
 
 
 def _mean_square(weight: Tensor) -> float:
+    """Return the mean square of a matrix, told from some of its rows, evenly spaced."""
     values = weight.detach()
+    transposed = isinstance(values, QuantizedTensor) and values.transposed
+    values = values.t() if transposed else values
+    values = values[:: -(-len(values) // _SQUARED_ROWS)]
     values = values.dequantize() if isinstance(values, QuantizedTensor) else values
     return values.float().square().mean().item()

@@ -24,6 +24,7 @@ from hf_trainweights.tensor.modules import as_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 Made = TypeVar("Made")
+Weight = TypeVar("Weight", bound=Tensor)
 
 _spill: ContextVar[Spill | None] = ContextVar("spill", default=None)
 
@@ -56,11 +57,7 @@ class LoadState:
 
     def kept(self, weight: Tensor) -> Tensor:
         """Return a weight that was made, its tensors in a file if that is where this load puts them."""
-        if self.spill is None:
-            return weight
-        # What was freed for the last weight is in pieces that the next one does not fit into.
-        return_freed_memory()
-        return weight.map(self.spill.keep) if isinstance(weight, QuantizedTensor) else self.spill.keep(weight)
+        return keep_in(self.spill, weight)
 
     def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
@@ -114,6 +111,15 @@ class LoadState:
             return str(self.stored[name].file)
         files = sorted({weight.file for weight in self.stored.values()})
         return str(files[0] if len(files) == 1 else files[0].parent) if files else "state_dict"
+
+
+def keep_in(spill: Spill | None, weight: Weight) -> Weight:
+    """Return a weight that was made, its tensors in files if there is a spill."""
+    if spill is None:
+        return weight
+    # What was freed for the last weight is in pieces that the next one does not fit into.
+    return_freed_memory()
+    return weight.map(spill.keep) if isinstance(weight, QuantizedTensor) else spill.keep(weight)  # type: ignore[return-value]
 
 
 def return_freed_memory() -> None:

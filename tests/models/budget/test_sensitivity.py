@@ -72,23 +72,37 @@ def test_the_same_call_gives_the_same_numbers() -> None:
     assert first.keys() == {each.name for each in weights}
 
 
-def test_a_float_head_tells_the_same_where_its_gradient_is_multiplied_in_float32(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_float_head_tells_the_same_where_it_is_multiplied_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     model = ARCHITECTURES["llama"].build().bfloat16()
     weights = weights_to_plan(model, TrainWeightsConfig(bits=6), ())
     measured, heads = [], []
-    backward = sensitivity._GradientInFloat32.backward
+    forward = sensitivity._Float32Linear.forward
     monkeypatch.setattr(sensitivity, "_WIDENED_ROWS", 50)  # so that the last block is not whole
     for cpu in (GENOA, HASWELL):
         use_cpu(cpu, monkeypatch)
         calls: list[Any] = []
-        counted = lambda ctx, gradient, calls=calls: (calls.append(gradient.shape), backward(ctx, gradient))[1]  # noqa: E731
-        monkeypatch.setattr(sensitivity._GradientInFloat32, "backward", staticmethod(counted))
+        counted = lambda ctx, x, *others, calls=calls: (calls.append(x.shape), forward(ctx, x, *others))[1]  # noqa: E731
+        monkeypatch.setattr(sensitivity._Float32Linear, "forward", staticmethod(counted))
         measured.append(sensitivities_of_tokens(model, weights))
         heads.append(len(calls))
     assert (heads[0], heads[1] > 0) == (0, True)
     assert measured[0] == pytest.approx(measured[1], rel=0.1)
+
+
+@pytest.mark.parametrize("bias", [None, torch.arange(70.0).bfloat16()], ids=["plain", "bias"])
+def test_a_product_in_float32_has_the_gradient_of_a_linear(
+    bias: Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sensitivity, "_WIDENED_ROWS", 32)
+    generator = torch.Generator().manual_seed(0)
+    weight, x = (torch.randn(size, 16, generator=generator).bfloat16() for size in (70, 6))
+    x = x.view(2, 3, 16).requires_grad_()
+    found = sensitivity._Float32Linear.apply(x, weight, bias)
+    wanted = nn.functional.linear(x.float(), weight.float(), None if bias is None else bias.float())
+    torch.testing.assert_close(found, wanted.bfloat16(), rtol=0.01, atol=0.01)
+    gradient = torch.randn(found.shape, generator=generator).bfloat16()
+    (got,), (expected,) = torch.autograd.grad(found, x, gradient), torch.autograd.grad(wanted, x, gradient.float())
+    torch.testing.assert_close(got, expected, rtol=0.01, atol=0.05)
 
 
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "qwen3_moe", "gpt_oss", "gpt2"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,11 +12,13 @@ from architectures import DECODER
 from torch import Tensor
 
 from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats import get_format
 from hf_trainweights.models import directory as directories
 from hf_trainweights.models.calibration import walk
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.directory import quantize_directory
+from hf_trainweights.models.quantize_in_place import quantize_module
 
 MODEL = {**DECODER, "num_hidden_layers": 3}
 CONFIG = TrainWeightsConfig("int4", group_size=32)
@@ -110,3 +113,25 @@ def test_a_file_that_is_cut_off_is_written_anew(tmp_path: Path, lost_bytes: int 
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[: -lost_bytes if lost_bytes else 0])
     assert FinishedBlocks(tmp_path, "same").read([("a", FORM, WEIGHT)])[1] is None
+
+
+@pytest.mark.parametrize("arguments", [{"format": "int4", "group_size": 32}, {"bits": 6.0}], ids=["int4", "bits"])
+def test_what_calibration_does_not_choose_lies_in_files_too(
+    arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Tensor] = []
+    keep = Spill.keep
+    monkeypatch.setattr(Spill, "keep", lambda spill, tensor: (kept.append(keep(spill, tensor)), kept[-1])[1])
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "head_dim": 128}
+        shape: dict[str, Any] = {**DECODER, **sizes}
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
+    batches = [{"input_ids": torch.arange(16).view(1, 16)}]
+    config = TrainWeightsConfig(**arguments, overrides={"down_proj": "int8"})
+    quantize_module(model, config, batches, tmp_path / "blocks")
+    weight: Any = model.model.layers[0].mlp.down_proj.weight
+    assert any(weight.tensors["qdata"] is tensor for tensor in kept)
+    # With a budget the copy that is measured lies there too: four matrices of this size or more.
+    codes = [each for each in kept if each.dtype == torch.int8 and each.numel() >= 1 << 16]
+    assert (len(codes) > 4) == ("bits" in arguments)
