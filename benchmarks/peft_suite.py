@@ -13,13 +13,8 @@ the cases that pass in float. It adds `peft_suite` to results/ecosystem.json.
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
-import xml.etree.ElementTree as ElementTree
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +22,7 @@ import torch
 from transformers import OPTConfig, OPTForCausalLM
 
 from benchmarks.ecosystem import RESULTS
+from benchmarks.peer_suites import counts, passing, replace, run
 
 FORMATS = ("int8", "int4", "float8_e4m3")
 _TESTS = "test_quantization.py"
@@ -70,40 +66,6 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def run(sdist: Path, file: str, old: str, new: str, selection: str = "") -> dict[str, list[str]]:
-    """Run a test file of PEFT with one text in it exchanged; return what each case reported, nothing if it passed.
-
-    Args:
-        sdist: PEFT's unpacked source distribution.
-        file: The test file.
-        old: The text.
-        new: What stands for it.
-        selection: A plugin of pytest that selects cases; all if there is none.
-    """
-    with tempfile.TemporaryDirectory() as directory:
-        root = Path(directory)
-        tests = shutil.copytree(sdist / "tests", root / "tests")
-        (tests / "__init__.py").touch()
-        (root / "conftest.py").write_text(selection)
-        source = (tests / file).read_text()
-        assert old in source
-        (tests / file).write_text(source.replace(old, new, 1))
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={root / 'report.xml'}"]
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        subprocess.run([*command, f"tests/{file}"], cwd=root, check=False, env=environment)
-        cases = ElementTree.parse(root / "report.xml").getroot().iter("testcase")
-        return {case.attrib["name"]: [child.tag for child in case] for case in cases}
-
-
-def counts(outcomes: dict[str, list[str]]) -> dict[str, Any]:
-    """Return how many cases passed, failed and skipped, and of which tests those are that failed."""
-    failed = sorted(case for case, tags in outcomes.items() if {"failure", "error"} & set(tags))
-    skipped = sum("skipped" in tags for tags in outcomes.values())
-    by_test = Counter(case.partition("[")[0] for case in failed)
-    passed = len(outcomes) - len(failed) - skipped
-    return {"passed": passed, "failed": len(failed), "skipped": skipped, "tests_with_failures": dict(by_test)}
-
-
 def quantization_tests(sdist: Path) -> dict[str, Any]:
     """Return the counts of `test_quantization.py` in each format."""
     with tempfile.TemporaryDirectory() as directory:
@@ -112,18 +74,17 @@ def quantization_tests(sdist: Path) -> dict[str, Any]:
         config = OPTConfig(vocab_size=256, word_embed_proj_dim=64, max_position_embeddings=64, **sizes)
         OPTForCausalLM(config).save_pretrained(Path(directory) / "opt")
         loaders = _LOADERS.format(model=str(Path(directory) / "opt"), formats=FORMATS)
-        outcomes = run(sdist, _TESTS, _LIST, loaders + _LIST)
+        outcomes = run(sdist, [_TESTS], replace((_LIST, loaders + _LIST)))
     return {
-        name: counts({case: tags for case, tags in outcomes.items() if f"-{name}]" in case or f"[{name}-" in case})
+        name: counts({case: report for case, report in outcomes.items() if f"-{name}]" in case or f"[{name}-" in case})
         for name in FORMATS
     }
 
 
 def custom_model_tests(sdist: Path) -> dict[str, Any]:
     """Return the counts of `test_custom_models.py` in int8, over the cases that pass in float."""
-    in_float = run(sdist, _CUSTOM, _MADE, _MADE, _SELECTION)
-    quantized = run(sdist, _CUSTOM, _MADE, _QUANTIZED, _SELECTION)
-    return counts({case: tags for case, tags in quantized.items() if in_float.get(case) == []})
+    in_float = run(sdist, [_CUSTOM], replace(), _SELECTION)
+    return counts(passing(in_float, run(sdist, [_CUSTOM], replace((_MADE, _QUANTIZED)), _SELECTION)))
 
 
 def main() -> None:

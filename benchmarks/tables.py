@@ -161,6 +161,20 @@ def abilities_by_format() -> str:
     return f"{table(['format', *columns], rows)}\n\n{caption}"
 
 
+def peer_suites() -> str:
+    """Return how many tests of other packages pass with a quantized model."""
+    rows = [
+        [
+            f"{name} {row['version']}",
+            row["tests"],
+            str(row["passed"] + row["failed"] + row["skipped"]),
+            str(row["passed"]),
+        ]
+        for name, row in read("ecosystem")["peer_suites"].items()
+    ]
+    return table(["package", "source of the tests", "pass in float", "of them in int8"], rows)
+
+
 def export_formats() -> str:
     """Return which formats each export holds and which it refuses."""
     formats = read("abilities_by_format")["formats"]
@@ -546,6 +560,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "ops": ops,
     "exports": exports,
     "programs": programs,
+    "peer-suites": peer_suites,
     "llama_cpp": llama_cpp,
     **{name: partial(of_checkpoints, make) for name, make in CHECKPOINT_TABLES.items()},
     **{name: partial(speed, make, part) for name, (part, make) in speed_tables.TABLES.items()},

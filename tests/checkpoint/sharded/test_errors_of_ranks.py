@@ -122,7 +122,7 @@ WORKS: dict[str, tuple[Callable[[Ranks], Any], str]] = {
     "on the first rank": (lambda ranks: ranks.share([partial(fail, "first"), rank_of_thread]), "CorruptFileError: fir"),
     "on another": (lambda ranks: ranks.share([rank_of_thread, partial(fail, "second")]), "CorruptFileError: second"),
     "on both": (lambda ranks: ranks.share([partial(fail, "a"), partial(fail, "b")]), "CorruptFileError: a: "),
-    "a part that is not pickled": (lambda ranks: ranks.share([rank_of_thread, lambda: None]), "pickle"),
+    "a part that is not pickled": (lambda ranks: ranks.share([rank_of_thread, lambda: None]), "local object"),
     "a part that is not read": (lambda ranks: ranks.share([rank_of_thread, Unreadable()]), "CorruptFileError: read"),
     "an error that is not read": (lambda ranks: ranks.share([rank_of_thread, fail_strangely]), "TwoPartError: a b"),
 }
