@@ -130,7 +130,7 @@ def test_what_calibration_does_not_choose_lies_in_files_too(
     batches = [{"input_ids": torch.arange(16).view(1, 16)}]
     config = TrainWeightsConfig(**arguments, overrides={"down_proj": "int8"})
     quantize_module(model, config, batches, tmp_path / "blocks")
-    weight: Any = model.model.layers[0].mlp.down_proj.weight
+    weight: Any = model.get_parameter("model.layers.0.mlp.down_proj.weight")
     assert any(weight.tensors["qdata"] is tensor for tensor in kept)
     # With a budget the copy that is measured lies there too: four matrices of this size or more.
     codes = [each for each in kept if each.dtype == torch.int8 and each.numel() >= 1 << 16]
