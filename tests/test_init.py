@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import inspect
-import subprocess
-import sys
 
 import pytest
+from fresh_process import run_fresh
 from torch.nn.modules.module import _global_parameter_registration_hooks
 from torch.serialization import get_safe_globals
 from transformers.quantizers.auto import (
@@ -55,7 +54,8 @@ def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for() -> None:
         "assert hf_trainweights.export_torchscript.__module__ == 'hf_trainweights.exports.torchscript'\n"
         "assert hf_trainweights.checkpoint.Policy.__module__ == 'hf_trainweights.checkpoint.planning.policy'\n"
     )
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    done = run_fresh(code)
+    assert done.returncode == 0, done.stderr
 
 
 CHANGES = """
@@ -93,8 +93,7 @@ print(*sorted(hook.__name__ for each in hooks for hook in each.values()))
 
 @pytest.mark.slow
 def test_the_package_puts_functions_where_its_registration_says_and_nowhere_else() -> None:
-    command = [sys.executable, "-W", "ignore", "-c", CHANGES]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = run_fresh(CHANGES)
     assert done.returncode == 0, done.stderr
     by_import, by_use, hooks = done.stdout.splitlines()[-3:]
     assert by_import == "transformers.modeling_utils.PreTrainedModel._from_config"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from fresh_process import run_fresh
 from torch import Tensor
 
 READ = """
@@ -24,5 +23,5 @@ def read_elsewhere(path: Path, inputs: list[Tensor] | dict[str, Tensor]) -> Any:
     """Return what a file of TorchScript or torch.export computes in a process that knows only PyTorch."""
     given, result = path.with_suffix(".inputs"), path.with_suffix(".outputs")
     torch.save(inputs, given)
-    subprocess.run([sys.executable, "-W", "ignore", "-c", READ, path, given, result], check=True, cwd=path.parent)
+    run_fresh(READ, path, given, result, cwd=path.parent).check_returncode()
     return torch.load(result, weights_only=True)

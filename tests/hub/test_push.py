@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import copy
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from fresh_process import run_fresh
 from hub.server import TOKEN, Failure, LocalHub
 from huggingface_hub import HfApi, ModelCard, snapshot_download
 from huggingface_hub.errors import (
@@ -219,15 +217,8 @@ def test_the_cards_own_snippet_loads_the_model_in_a_fresh_process(
     torch.save((LLAMA.make_inputs()["input_ids"], outputs(model, LLAMA.make_inputs())[0]), tmp_path / "expected.pt")
     check = "import torch\nids, expected = torch.load('expected.pt')\nassert torch.equal(model(ids).logits, expected)\n"
     variables = {"HF_ENDPOINT": local_hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", f"{code}\n{check}print('equal')"],
-        cwd=tmp_path,
-        env={**os.environ, **variables, "HF_HUB_DISABLE_TELEMETRY": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = f"{code}\n{check}print('equal')"
+    done = run_fresh(program, cwd=tmp_path, environment={**variables, "HF_HUB_DISABLE_TELEMETRY": "1"})
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr
 
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from fresh_process import run_fresh
 from hub.server import LocalHub
 from huggingface_hub import snapshot_download
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -118,13 +116,5 @@ def test_small_checkpoints_that_are_pushed_load_without_this_package(local_hub: 
 
     torch.save((LLAMA.make_inputs()["input_ids"], logits(trainer.model)), tmp_path / "expected.pt")
     variables = {"HF_ENDPOINT": local_hub.url, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_US],
-        cwd=tmp_path,
-        env={**os.environ, **variables, "HF_HUB_DISABLE_TELEMETRY": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    done = run_fresh(WITHOUT_US, cwd=tmp_path, environment={**variables, "HF_HUB_DISABLE_TELEMETRY": "1"})
     assert (done.returncode, done.stdout) == (0, "equal\n"), done.stderr

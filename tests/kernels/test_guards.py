@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from fresh_process import run_fresh
 from torch import Tensor
 from weights import random_weight
 
@@ -120,9 +118,8 @@ for name, call in calls.items():
 
 @pytest.mark.slow
 def test_every_op_that_reads_addresses_is_guarded() -> None:
-    environment = os.environ | {"TRAINWEIGHTS_DEBUG": "1"}
-    command = [sys.executable, "-c", MISREAD]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True, env=environment)
+    done = run_fresh(MISREAD, environment={"TRAINWEIGHTS_DEBUG": "1"})
+    assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3
     assert all(line.endswith(" True") for line in lines), done.stdout

@@ -9,14 +9,13 @@ import os
 import re
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from fresh_process import run_command
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 
@@ -266,11 +265,8 @@ def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_p
     (repository / "refs" / "main").write_text("0" * 40)
     (repository / "snapshots").mkdir()
     llama.rename(repository / "snapshots" / ("0" * 40))
-    command = [sys.executable, "-m", "hf_trainweights", "quantize", "me/tiny", "out", "--format", "int8"]
-    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=300, check=False
-    )
+    environment = {"HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    done = run_command("quantize", "me/tiny", "out", "--format", "int8", cwd=tmp_path, environment=environment)
     assert (done.returncode, done.stderr) == (0, "")
     names = {file.name for file in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names

@@ -8,11 +8,8 @@ import io
 import itertools
 import logging
 import operator
-import os
 import pickle
 import pickletools
-import subprocess
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_module_tensor_to_device
+from fresh_process import run_fresh
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -584,14 +582,8 @@ def test_a_fresh_process_needs_our_import_and_reads_its_environment(tmp_path: Pa
     layer.weight = parameter("int4")
     torch.export.save(torch.export.export(layer, (torch.ones(2, 128),)), tmp_path / "layer.pt2")
     torch.save(layer.state_dict(), tmp_path / "layer.pt")
-    result = subprocess.run(
-        [sys.executable, "-c", FRESH_PROCESS, tmp_path / "layer.pt2", tmp_path / "layer.pt"],
-        env=os.environ | {"TRAINWEIGHTS_LOG_FALLBACK": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
+    files = tmp_path / "layer.pt2", tmp_path / "layer.pt"
+    result = run_fresh(FRESH_PROCESS, *files, environment={"TRAINWEIGHTS_LOG_FALLBACK": "1"})
     assert result.stdout.splitlines() == [
         "weights: UnpicklingError True",
         "imported by the program: True",

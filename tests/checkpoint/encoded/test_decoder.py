@@ -2,12 +2,11 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
-import sys
 import zipfile
 
 import pytest
 import torch
+from fresh_process import run_fresh
 from trees import fingerprint, write_encoded, written_bytes
 
 from hf_trainweights.checkpoint.encoded import anchor as anchors
@@ -102,7 +101,7 @@ def test_without_our_import_loading_fails_and_names_the_package(weights_only, tm
         "import sys; sys.modules['hf_trainweights'] = None; import torch\n"
         f"torch.load({str(path)!r}, weights_only={weights_only})"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    done = run_fresh(script)
     assert done.returncode != 0
     assert "hf_trainweights" in done.stderr
 
@@ -115,8 +114,7 @@ def test_another_process_reads_the_file_with_our_import_alone_and_writes_the_sam
         "state = torch.load(sys.argv[1], weights_only=True)\n"
         "with open(sys.argv[2], 'wb') as file: write_file(file, state, {})"
     )
-    environment = {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, "-c", script, path, again], check=True, env=environment, timeout=120)
+    run_fresh(script, path, again).check_returncode()
     assert again.read_bytes() == path.read_bytes()
 
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 import runpy
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from fresh_process import run_command
 from typer.testing import CliRunner
 
 from hf_trainweights.errors import ConfigError
@@ -62,13 +61,7 @@ def test_demo_prints_only_json_on_stdout_and_touches_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.setblocking(False)
         hub_environment = {"HF_HUB_OFFLINE": "0", "HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}"}
-        process = subprocess.run(
-            [sys.executable, "-m", "hf_trainweights", "demo", "--json", "--steps", "2", "--format", "int8"],
-            capture_output=True,
-            text=True,
-            check=True,
-            env=os.environ | hub_environment | {"OMP_NUM_THREADS": "1"},
-        )
+        process = run_command("demo", "--json", "--steps", "2", "--format", "int8", environment=hub_environment)
         with pytest.raises(BlockingIOError, match="temporarily unavailable"):
             hub.accept()
     result = json.loads(process.stdout)
