@@ -135,6 +135,13 @@ class Directory:
             else:
                 (path / name).write_bytes(getattr(node, content))
 
+    def frozen(self, *, names, content):
+        """All names and contents, as a value that is equal to that of a directory with the same ones."""
+        return frozenset(
+            (name, node.frozen(names=names, content=content) if isinstance(node, Directory) else getattr(node, content))
+            for name, node in getattr(self, names).items()
+        )
+
 
 # Which names and which content survive.
 OUTCOMES = {
@@ -146,15 +153,23 @@ OUTCOMES = {
 
 
 def replay(root, action, monkeypatch):
-    """Runs `action` on `root` and yields what `root` is after every prefix of its calls, in every outcome."""
+    """Runs `action` on `root` and yields what `root` is after every prefix of its calls, in every outcome.
+
+    What it has been before is left out, except after the last call, after which every outcome counts.
+    """
     recording = RecordingDisk()
     state = Directory.of(root)
     with monkeypatch.context() as patch:
         patch.setattr(disk, "file_system", recording)
         action()
     shutil.rmtree(root)  # so that no path recorded in a file leads anywhere
+    shown = set()
     for index in range(len(recording.calls) + 1):
         for outcome in OUTCOMES:
+            content = state.frozen(**OUTCOMES[outcome])
+            if content in shown and index < len(recording.calls):
+                continue
+            shown.add(content)
             state.write_to(root, **OUTCOMES[outcome])
             yield f"after {index} calls, {outcome}: {recording.calls[index - 1 : index]}"[:300]
             shutil.rmtree(root)
