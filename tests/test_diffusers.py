@@ -47,7 +47,7 @@ def output(model: nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("config", [TrainWeightsConfig("int8"), INT4, TrainWeightsConfig("coded", compress=True)])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"safe_serialization": False}])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -29,6 +29,11 @@ FORMS |= {
     for name in ("int8", "int4_g32", "codebook4")
 }
 
+# One of each kind: by what tensors it has, whether these are coded in files, and whether they have groups.
+KINDS = list(
+    {(form.tensor_names, form.is_coded_in_files, form.column_step > 1): name for name, form in FORMS.items()}.values()
+)
+
 
 def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Return the same normally distributed float weight at every call."""

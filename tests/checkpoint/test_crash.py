@@ -10,6 +10,7 @@ import time
 
 import pytest
 import torch
+from covering import by_default
 from safetensors.torch import load_file as load_safetensors
 from safetensors.torch import save_file
 from simulated_disk import OUTCOMES, FailingDisk, replay
@@ -249,6 +250,7 @@ def listing(root):
 
 
 @pytest.mark.filterwarnings("ignore:.*stored without reference")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for good"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk full", "input/output error"])
 def test_a_failing_disk_costs_nothing_but_the_save(run, monkeypatch, number, for_good):
@@ -282,6 +284,7 @@ def adopt_and_compress(path):
 
 
 @pytest.mark.filterwarnings("ignore:.*stored without reference")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk full", "input/output error"])
 @pytest.mark.parametrize("action", [compress, adopt_and_compress])
 def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypatch, number, action):
@@ -318,7 +321,7 @@ def is_nearly_whole(path, step):
 
 
 @pytest.mark.filterwarnings("ignore:.*stored without reference")
-@pytest.mark.parametrize("rewrite", REWRITES)
+@pytest.mark.parametrize("rewrite", by_default(("int8 weights", "restore"), REWRITES))
 def test_a_failing_disk_leaves_a_small_checkpoint_loadable(tmp_path, monkeypatch, rewrite):
     root, source = tmp_path / "run", tmp_path / "source"
     for step in (1, 2):

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import by_default, exhaustive
 from torch import nn
 from trees import fingerprint
 
@@ -94,7 +95,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", READERS)
+@pytest.mark.parametrize("name", by_default(("load_file", "read_structure"), READERS))
 def test_a_flipped_bit_in_a_zip_header_is_an_error_that_names_the_file_or_harmless(newest: Path, name: str) -> None:
     read, file = READERS[name], newest / WEIGHTS
     expected = read(file)
@@ -111,20 +112,24 @@ def test_a_flipped_bit_in_a_zip_header_is_an_error_that_names_the_file_or_harmle
     assert len(messages) > 100 or name == "is_encoded"
 
 
-def test_a_flipped_bit_in_a_zip_header_costs_no_anchor_even_without_a_manifest(newest: Path) -> None:
+@pytest.mark.parametrize("stride", [31, *exhaustive(7)])
+def test_a_flipped_bit_in_a_zip_header_costs_no_anchor_even_without_a_manifest(newest: Path, stride: int) -> None:
     (newest / MANIFEST_NAME).unlink()
     needed = anchors(newest)
     lost = []
-    for position in flips(newest / WEIGHTS, stride=7):
+    for position in flips(newest / WEIGHTS, stride):
         removed = collect_garbage(newest)
         lost += [position] if removed else []
     assert (lost, anchors(newest)) == ([], needed)
 
 
-def test_a_run_goes_on_from_its_newest_whole_checkpoint_whatever_bit_has_flipped(root: Path, newest: Path) -> None:
+@pytest.mark.parametrize("stride", [163, *exhaustive(41)])
+def test_a_run_goes_on_from_its_newest_whole_checkpoint_whatever_bit_has_flipped(
+    root: Path, newest: Path, stride: int
+) -> None:
     before = {path: path.read_bytes() for path in newest.iterdir()}
     expected = fingerprint(load_checkpoint(root / f"checkpoint-{LAST_STEP - 1}")["model"])
-    for _ in flips(newest / WEIGHTS, stride=41):
+    for _ in flips(newest / WEIGHTS, stride):
         report = verify_checkpoint(newest)
         assert report.problems == {WEIGHTS: "has other content than when it was saved"}
         with pytest.warns(UserWarning, match=f"checkpoint-{LAST_STEP} is passed over: {WEIGHTS} has other content"):

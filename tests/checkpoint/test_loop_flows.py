@@ -58,7 +58,7 @@ class Loop:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", by_default(range(1, BATCHES, 3), range(1, BATCHES)))
+@pytest.mark.parametrize("stop", by_default((1, 4), range(1, BATCHES)))
 def test_a_loop_whose_scaler_skips_steps_goes_on_exactly_wherever_it_stopped(tmp_path: Path, stop: int) -> None:
     whole = Loop()(tmp_path / "whole")
     scales = [scale for *_, scale in whole.seen]
@@ -97,7 +97,7 @@ class Average(TrainerCallback):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["lossless", "compact"])
+@pytest.mark.parametrize("mode", by_default(("compact",), ("lossless", "compact")))
 def test_a_file_that_a_callback_adds_to_a_trainers_checkpoint_is_stored_exactly(tmp_path: Path, mode: Any) -> None:
     model = build()
     average = Average(model)

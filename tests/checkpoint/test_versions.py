@@ -354,6 +354,7 @@ def quantized_model(name, **config):
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("name", ["llama_tied", "gpt2", "qwen3_moe"])
 @pytest.mark.parametrize(
     "config",

@@ -47,7 +47,7 @@ def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
         ("torchscript", (), "model.pt"),
         *exhaustive(("pt2", (), "model.pt2")),
         pytest.param("onnx", (), "model.onnx", marks=[NEEDS_ONNX, pytest.mark.exhaustive]),
-        pytest.param("onnx", ("--runtime", "onnxruntime"), "model.onnx", marks=NEEDS_ONNX),
+        pytest.param("onnx", ("--runtime", "onnxruntime"), "model.onnx", marks=[NEEDS_ONNX, pytest.mark.exhaustive]),
     ],
 )
 def test_export_writes_one_call_of_a_model(
@@ -70,6 +70,7 @@ def test_an_export_of_one_call_prints_its_size_or_an_error_in_one_line(vit: Path
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("layout", ["compressed-tensors", "gguf", "onnx", "torchscript", "pt2"])
 @pytest.mark.parametrize("kind", ["file", "directory"])
 def test_export_overwrites_nothing(layout: str, kind: str, int4: Path, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -27,19 +28,26 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=300, check=False)
 
 
-@pytest.mark.parametrize("command", [(), *((name,) for name in COMMANDS), ("checkpoint", "compress")])
-def test_help_is_shown_without_importing_what_is_slow_to_import(command: tuple[str, ...]) -> None:
-    code = (
-        "import sys; from typer.testing import CliRunner; from hf_trainweights_cli.main import app;"
-        f"result = CliRunner().invoke(app, {[*command, '--help']!r}); print(result.stdout);"
-        "print(sorted({'torch', 'transformers', 'hf_trainweights'} & sys.modules.keys())); sys.exit(result.exit_code)"
-    )
-    done = run("-c", code)
+HELP = """
+import json, sys
+from typer.testing import CliRunner
+from hf_trainweights_cli.main import app
+
+for command in json.loads(sys.argv[1]):
+    result = CliRunner().invoke(app, [*command, "--help"])
+    slow = sorted({"torch", "transformers", "hf_trainweights"} & sys.modules.keys())
+    print(json.dumps([command, result.exit_code, slow, result.stdout]))
+"""
+
+
+def test_help_is_shown_without_importing_what_is_slow_to_import() -> None:
+    commands = [[], *([name] for name in COMMANDS), ["checkpoint", "compress"]]
+    done = run("-c", HELP, json.dumps(commands))
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.splitlines()[-1] == "[]"
-    assert f"Usage: {' '.join(('root', *command))} [OPTIONS]" in done.stdout
-    if not command:
-        assert all(f"│ {name} " in done.stdout for name in COMMANDS)
+    told = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [(command, code, slow) for command, code, slow, _ in told] == [(command, 0, []) for command in commands]
+    assert all(f"Usage: {' '.join(('root', *command))} [OPTIONS]" in text for command, _, _, text in told)
+    assert all(f"│ {name} " in told[0][3] for name in COMMANDS)
 
 
 @pytest.mark.parametrize("command", [(), ("quantize",), ("checkpoint",), ("checkpoint", "compress")])

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from command_line import run, unwrapped
 from covering import exhaustive
+from fresh_process import run_command
 
 PROGRAM = """
 import sys
@@ -22,24 +24,28 @@ sys.exit(7)
 """
 
 
-def run_process(*arguments: object, launcher: Sequence[str] = ()) -> subprocess.CompletedProcess[str]:
+def run_by_torchrun(*arguments: object) -> subprocess.CompletedProcess[str]:
+    launcher = ("-m", "torch.distributed.run", "--standalone")
     command = [sys.executable, "-W", "ignore", *launcher, "-m", "hf_trainweights", "run", *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
 @pytest.mark.slow  # the program imports Transformers
 @pytest.mark.parametrize(
-    "launcher", [*exhaustive(((),)), ("-m", "torch.distributed.run", "--standalone")], ids=["alone", "torchrun"]
+    ("start", "exit_code"),
+    # torchrun ends with 1 if any process fails.
+    [(partial(run_command, "run"), 7), *exhaustive((run_by_torchrun, 1))],
+    ids=["alone", "torchrun"],
 )
 def test_a_script_loads_a_quantized_model_with_its_own_arguments_and_ends_as_it_wants(
-    launcher: Sequence[str], samples: Path, tmp_path: Path
+    start: Callable[..., subprocess.CompletedProcess[str]], exit_code: int, samples: Path, tmp_path: Path
 ) -> None:
     script = tmp_path / "program.py"
     script.write_text(PROGRAM, encoding="utf-8")
     (tmp_path / "beside.py").touch()
-    done = run_process(script, "--help", "-x", "1", samples / "llama-int8", launcher=launcher)
+    done = start(script, "--help", "-x", "1", samples / "llama-int8")
     assert done.stdout == "__main__ ['--help', '-x', '1'] True\n", done.stderr
-    assert done.returncode == (1 if launcher else 7)  # torchrun ends with 1 if any process fails
+    assert done.returncode == exit_code
 
 
 def test_a_module_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from covering import exhaustive
+from covering import by_default, exhaustive
 from exports.elsewhere import read_elsewhere
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, quantized
 from torch import nn
@@ -20,7 +20,7 @@ from hf_trainweights.exports import export_program
 pytestmark = pytest.mark.slow  # an export takes seconds
 
 
-@pytest.mark.parametrize("config", FORMATS)
+@pytest.mark.parametrize("config", by_default(("int8", "uint3", "int4 g32", "codebook4 with column scales"), FORMATS))
 def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     shapes = {"image": {0: torch.export.Dim("batch", min=1, max=64)}}

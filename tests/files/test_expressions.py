@@ -11,6 +11,7 @@ import sys
 import time
 
 import pytest
+from covering import by_default
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.files import expression_worker, expressions
@@ -60,7 +61,7 @@ def test_several_expressions_are_answered_each_for_itself() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("name", by_default(("nested repetition", "many repetitions"), HOSTILE))
 def test_a_hostile_expression_ends_in_time_by_an_error_that_names_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -109,6 +109,7 @@ def test_coded_columns_have_the_rate_and_less_error_than_nearest_codes(bits: flo
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("bits", [3.0, 4.25])
 @pytest.mark.parametrize("column_scale", [False, True])
 def test_a_coded_file_has_the_bits_that_were_asked_for(bits: float, column_scale: bool) -> None:

@@ -221,6 +221,7 @@ REFERENCE_SHAPES = [(1, 1), (1, 7), (257, 3), (3, 96), (2, 128)]
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @each_format
 @each_dtype
 def test_every_bit_is_that_of_the_plain_arithmetic(form: Format, dtype: torch.dtype) -> None:

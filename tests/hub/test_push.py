@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import by_default, exhaustive
 from fresh_process import run_fresh
 from hub.server import TOKEN, Failure, LocalHub
 from huggingface_hub import HfApi, ModelCard, snapshot_download
@@ -77,7 +78,7 @@ def contents(directory: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("serialization", SERIALIZATIONS)
+@pytest.mark.parametrize("serialization", by_default(("safetensors", "sharded_bin"), SERIALIZATIONS))
 def test_what_is_pushed_comes_back(
     serialization: str, model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -173,7 +174,7 @@ def test_a_branch_is_made_and_holds_what_was_pushed_to_it(
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("earlier", "serialization"),
-    [("safetensors", "sharded"), ("sharded", "bin"), ("bin", "safetensors"), ("sharded_bin", "sharded")],
+    [("sharded", "bin"), *exhaustive(("safetensors", "sharded"), ("bin", "safetensors"), ("sharded_bin", "sharded"))],
 )
 def test_weight_files_of_an_earlier_push_are_removed_in_the_same_commit(
     earlier: str,
@@ -356,7 +357,7 @@ def test_offline_nothing_is_written(model: PreTrainedModel, tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("status", [500, 503])
+@pytest.mark.parametrize("status", [500, *exhaustive(503)])
 def test_a_push_that_fails_says_so_changes_nothing_and_can_be_repeated(
     status: int, model: PreTrainedModel, other: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:

@@ -125,6 +125,7 @@ def test_experts_are_merged_and_transposed_weights_stay_so(
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config", [{"format": "int4", "group_size": 32}, {"format": "int8"}, {"format": "float8_e4m3"}]
 )

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import exhaustive
 from helpers import assert_close_product
 from torch import Tensor
 from weights import random_weight
@@ -23,18 +24,20 @@ from hf_trainweights.kernels import cuda
 
 # N and K within one block, of several blocks with a rest, and in several parts of K with a shorter last one.
 CASES = [
-    (Int8(), 1, 1),
     (Int8(), 7, 33),
-    (Int8(), 130, 257),
-    (Int8(), 80, 2304),
-    (Int8(16), 9, 48),
     (Int8(64), 70, 1088),
-    (Int8(256), 66, 512),
     (Int4(32), 9, 96),
-    (Int4(32), 70, 1056),
     (Int4(64), 33, 2304),
-    (Int4(128), 129, 256),
-    (Int4(128), 5, 128),
+    *exhaustive(
+        (Int8(), 1, 1),
+        (Int8(), 130, 257),
+        (Int8(), 80, 2304),
+        (Int8(16), 9, 48),
+        (Int8(256), 66, 512),
+        (Int4(32), 70, 1056),
+        (Int4(128), 129, 256),
+        (Int4(128), 5, 128),
+    ),
 ]
 every_case = pytest.mark.parametrize(("form", "N", "K"), CASES, ids=str)
 
@@ -58,7 +61,12 @@ def assert_product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bia
 @every_case
 @pytest.mark.parametrize(
     ("M", "dtype"),
-    [*((M, torch.float32) for M in (1, 16)), *((M, torch.float16) for M in (1, 2, 16, 17, 130))],
+    [
+        (1, torch.float32),
+        (16, torch.float32),
+        (17, torch.float16),
+        *exhaustive(*((M, torch.float16) for M in (1, 2, 16, 130))),
+    ],
     ids=str,
 )
 def test_every_shape_keeps_the_bound(M: int, dtype: torch.dtype, form: Int8 | Int4, N: int, K: int) -> None:
@@ -120,6 +128,7 @@ def test_nothing_is_touched_past_the_end(
 
 
 @pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 def test_what_is_not_finite_stays_in_its_row(form: Int8 | Int4, value: float) -> None:

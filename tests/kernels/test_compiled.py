@@ -105,7 +105,7 @@ def test_8_bit_activations_are_rounded_to_127_steps_of_each_row(dtype: torch.dty
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @on_every_cpu
 @pytest.mark.parametrize("form", FORMATS, ids=str)
 def test_threads_change_no_bit(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:

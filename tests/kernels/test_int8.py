@@ -236,6 +236,7 @@ def test_int8_activations_are_in_the_summary() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @every_dtype
 @pytest.mark.parametrize("quantize_x", [True, False])
 def test_the_op_passes_the_checks_of_pytorch(quantize_x: bool, dtype: torch.dtype) -> None:

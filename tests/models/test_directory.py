@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from fresh_process import run_command
 from safetensors.torch import load_file, save_file
 from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
@@ -50,9 +51,7 @@ def contents(folder: Path) -> dict[str, bytes]:
         ("mixtral", {}),
         ("gpt_oss", {}),
         ("gpt2", {"include_embeddings": True}),
-        ("gpt_neox", {}),
-        ("t5", {"overrides": {"re:.*wo": None}}),
-        ("clip", {}),
+        *exhaustive(("gpt_neox", {}), ("t5", {"overrides": {"re:.*wo": None}}), ("clip", {})),
     ],
 )
 def test_it_writes_what_loading_and_saving_writes(name: str, options: dict[str, object], tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from covering import exhaustive
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsConfig, quantize_
@@ -40,7 +41,7 @@ def edit(file: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "change", [{"overrides": {f"re:{NEVER_ENDS}": "int8"}}, {"modules_to_not_convert": [NEVER_ENDS]}]
+    "change", [{"overrides": {f"re:{NEVER_ENDS}": "int8"}}, *exhaustive({"modules_to_not_convert": [NEVER_ENDS]})]
 )
 def test_an_expression_that_never_ends_is_an_error_that_names_it(
     change: dict[str, Any], saved: Path, monkeypatch: pytest.MonkeyPatch
@@ -112,6 +113,7 @@ class Call:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("zipped", [True, False])
 @pytest.mark.parametrize("function", [os.system, eval, exec, Path.touch], ids=lambda function: function.__name__)
 @pytest.mark.filterwarnings("ignore")  # of what torch thinks of such a file

@@ -276,6 +276,7 @@ def test_no_hook_changes_a_map_that_it_is_given() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config",
     [
@@ -596,7 +597,7 @@ def test_generation_through_a_pipeline_is_generation(
     assert text.replace(" ", "") == "".join(f"w{token}" for token in tokens)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_generation_with_a_compiled_forward_gives_the_same_tokens(float_directory: FloatDirectory) -> None:
     model = load(float_directory(), quantization_config=TrainWeightsConfig("int4", group_size=32))
     inputs = LLAMA.inputs(model)

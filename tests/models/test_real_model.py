@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from covering import exhaustive
 from torch import Tensor
 from transformers import AutoModel, PreTrainedModel
 
@@ -58,7 +59,7 @@ def test_the_sentences_are_real_and_many(texts: list[str], expected: Tensor) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "least_cosine", "least_db"), PROMISES, ids=str)
+@pytest.mark.parametrize(("config", "least_cosine", "least_db"), [*PROMISES[:2], *exhaustive(*PROMISES[2:])], ids=str)
 def test_embeddings_and_weights_stay_near_the_float_model(
     config: dict[str, Any],
     least_cosine: float,
@@ -87,7 +88,9 @@ def test_plain_absmax_is_as_far_off_as_it_is_said_to_be(reference: PreTrainedMod
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("safe_serialization", [True, False], ids=["safetensors", "bin"])
+@pytest.mark.parametrize(
+    "safe_serialization", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["safetensors", "bin"]
+)
 def test_a_saved_model_computes_the_same(texts: list[str], safe_serialization: bool, tmp_path: Path) -> None:
     model = quality.load({"format": "int4", "group_size": 128, "include_embeddings": True})
     model.save_pretrained(tmp_path, safe_serialization=safe_serialization)

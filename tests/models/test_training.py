@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import by_default
 from helpers import assert_close_product
 from peft import (
     LoraConfig,
@@ -372,6 +373,7 @@ def read(directory: Path) -> list[dict[str, Tensor]]:
     return [load_file(file) if file.suffix == ".safetensors" else torch.load(file) for file in files]
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(
     "config",
     [*CONFIGS.values(), TrainWeightsConfig("int8", overrides={"re:.*down_proj": "float8_e4m3"})],
@@ -397,7 +399,7 @@ def test_load_state_dict_restores_quantized_weights_shard_by_shard(
     assert isinstance(model.get_parameter(UP), QuantizedTensor)
 
 
-@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("safe", by_default((True,), (True, False)))
 def test_load_sharded_checkpoint_restores_quantized_weights(
     safe: bool, quantized: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:

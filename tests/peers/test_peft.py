@@ -19,6 +19,7 @@ import peft
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import by_default
 from peft import PeftConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -57,6 +58,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "delora": ("DeloraConfig", {"init_weights": False}),
     "gralora": ("GraloraConfig", {"init_weights": False, "r": 8, "gralora_k": 2}),
 }
+every_method = pytest.mark.parametrize(
+    "method", by_default(("lora", "dora", "ia3", "loha", "hra", "boft", "vera"), METHODS)
+)
 PROMPTS = {
     "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
     "prefix tuning": ("PrefixTuningConfig", {"num_virtual_tokens": 3}),
@@ -105,7 +109,7 @@ def steps(model: nn.Module, count: int) -> None:
     model.eval()
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_each_method_trains_its_adapter_alone(method: str, base: PreTrainedModel) -> None:
     model = adapted(base, method)
     before, outcome = stored(model), result(model)
@@ -116,7 +120,7 @@ def test_each_method_trains_its_adapter_alone(method: str, base: PreTrainedModel
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("safe_merge", [False, True])
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_each_method_merges_up_to_half_a_step_of_int8(method: str, safe_merge: bool, base: PreTrainedModel) -> None:
     model = adapted(base, method)
     twin = copy.deepcopy(model)
@@ -129,7 +133,7 @@ def test_each_method_merges_up_to_half_a_step_of_int8(method: str, safe_merge: b
             assert ((weight.dequantize() - wanted[name]).abs() <= bound).all(), name
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_each_method_unmerges_and_is_disabled(method: str, base: PreTrainedModel) -> None:
     plain, model = result(base), adapted(base, method)
     with_adapter = result(model)
@@ -142,7 +146,7 @@ def test_each_method_unmerges_and_is_disabled(method: str, base: PreTrainedModel
     assert {type(weight) for name, weight in model.named_parameters() if "mlp" in name} == {QuantizedTensor}
 
 
-@pytest.mark.parametrize("method", METHODS)
+@every_method
 def test_each_method_is_saved_and_loaded_onto_the_same_base(method: str, base: PreTrainedModel, tmp_path: Any) -> None:
     again, model = copy.deepcopy(base), adapted(base, method)
     model.save_pretrained(tmp_path)

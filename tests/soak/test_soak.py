@@ -8,18 +8,16 @@ from pathlib import Path
 
 import pytest
 from covering import exhaustive
-from soak.directories import CompressesAndRestores
 from soak.harness import SCENARIOS, Soak
 from soak.kills import Kill, run_in_child
 from soak.models import SavesOverAnother
 from soak.scenario import Scenario, require
 from soak.training import ManagerNearLossless
-from soak.versions import SavesVersions
 
 pytestmark = pytest.mark.slow  # each kills processes
 
 # Of each family one; tests of the checkpoints and of the callback kill at every call.
-BY_DEFAULT = [each.kind for each in (ManagerNearLossless, SavesOverAnother, CompressesAndRestores, SavesVersions)]
+BY_DEFAULT = [each.kind for each in (ManagerNearLossless, SavesOverAnother)]
 
 
 @pytest.mark.parametrize("kind", [*BY_DEFAULT, *exhaustive(*(kind for kind in SCENARIOS if kind not in BY_DEFAULT))])

@@ -22,11 +22,12 @@ import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
 from accelerate.utils import set_module_tensor_to_device
+from covering import by_default
 from fresh_process import run_fresh
 from huggingface_hub import save_torch_state_dict
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_bytes, same_stored
+from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_bytes, same_stored
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, UnsupportedError
@@ -374,7 +375,7 @@ def test_shared_memory_holds_the_stored_tensors() -> None:
 
 
 @pytest.mark.slow
-@every_form
+@pytest.mark.parametrize("form", by_default(KINDS, FORMS))
 def test_pickling_round_trips(form: str) -> None:
     for layout in LAYOUTS:
         float16 = quantized_weight(form, layout, torch.float16)

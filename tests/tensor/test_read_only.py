@@ -14,10 +14,11 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
+from covering import exhaustive
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import default_collate
-from weights import FORMS, random_weight
+from weights import FORMS, KINDS, random_weight
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
@@ -154,9 +155,10 @@ def test_every_write_of_the_table_changes_a_float_weight() -> None:
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize("forms", [KINDS, *exhaustive([*FORMS])], ids=["of each kind", "all"])
 @pytest.mark.parametrize("name", WRITES | STORED_WRITES)
-def test_no_write_is_lost(name: str) -> None:
-    for way, form in itertools.product((way for each, way in WRITTEN_WAYS if each == name), FORMS):
+def test_no_write_is_lost(name: str, forms: list[str]) -> None:
+    for way, form in itertools.product((way for each, way in WRITTEN_WAYS if each == name), forms):
         weight = WAYS[way](form)
         before = values(weight)
         refused = refuses((WRITES | STORED_WRITES)[name], weight)

@@ -7,8 +7,9 @@ import warnings
 
 import pytest
 import torch
+from covering import by_default
 from torch import nn
-from weights import FORMS, LAYOUTS, quantized_weight, same_bytes, same_stored
+from weights import FORMS, KINDS, LAYOUTS, quantized_weight, same_bytes, same_stored
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.errors import QuantizationError
@@ -39,7 +40,7 @@ def change(layer: nn.Linear, value: float, *rows: int | slice) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", by_default(KINDS, FORMS))
 def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(form: str) -> None:
     for layout, dtype in itertools.product(LAYOUTS, FLOAT_DTYPES):
         weight = quantized_weight(form, layout, dtype)

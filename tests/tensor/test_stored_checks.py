@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from covering import by_default
 from helpers import assert_close_product
 from torch import Tensor, nn
-from weights import FORMS, LAYOUTS, quantized_weight, random_weight, same_stored
+from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same_stored
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import CorruptFileError
@@ -199,7 +200,9 @@ def contiguous_copy(weight: QuantizedTensor) -> QuantizedTensor:
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
-@pytest.mark.parametrize("form", [*FORMS.values(), Int8(activations="int8")], ids=str)
+@pytest.mark.parametrize(
+    "form", [*by_default([FORMS[kind] for kind in KINDS], FORMS.values()), Int8(activations="int8")], ids=str
+)
 def test_a_slice_multiplies_as_a_copy_of_it_does(form: Format, dtype: torch.dtype, size: tuple[int, int]) -> None:
     N, K = size
     # The scales of the rows differ by so much that one which is read from another place is not overlooked.

@@ -41,6 +41,7 @@ def measure_all(result: Path):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="only Linux lets a process reset its peak")
+@pytest.mark.exhaustive
 def test_codecs_take_at_most_a_few_times_the_tensor(tmp_path):
     # A process of its own: memory that other tests have freed and the allocator kept would hide what is needed.
     assert exit_code_of_fork(measure_all, tmp_path / "measured") == 0

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from covering import by_default
 
 from hf_trainweights.checkpoint.directory import garbage
 from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove_checkpoint
@@ -115,7 +116,7 @@ def chain(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", by_default(range(4), range(20)))
 @pytest.mark.parametrize("has_manifest", [True, False])
 def test_no_anchor_of_a_run_goes_while_any_file_of_it_is_damaged(tmp_path, seed, has_manifest):
     anchors = chain(tmp_path)

@@ -55,7 +55,7 @@ def test_flipped_bits_of_a_small_file_are_errors_or_harmless(step):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("text_length", [0, 300, *exhaustive(*range(75, 300, 75), *range(375, 600, 75))])
+@pytest.mark.parametrize("text_length", [300, *exhaustive(*range(0, 300, 75), *range(375, 600, 75))])
 def test_flipped_bits_of_the_pickle_are_errors_whatever_its_length(text_length):
     """A flipped bit of a length makes pickle look for its next instruction anywhere: it must not find an end."""
     tree = {"name": "1.5 layers.0." * (text_length // 13), "w": torch.zeros(46 + text_length, dtype=torch.uint8)}

@@ -20,6 +20,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [1, 2, 3, 5])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "mixtral"])
 def test_a_model_comes_back_from_any_number_of_ranks(tmp_path: Path, name: str, ranks: int) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from checkpoint.sharded.states import differing, failures, load, save, sharded, whole_state
+from covering import exhaustive
 from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -112,7 +113,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[float]
 
 
 @pytest.mark.parametrize(
-    ("world_size", "reader"), [(2, TrainWeightsReader), (2, FileSystemReader), (3, TrainWeightsReader)]
+    ("world_size", "reader"), [(2, TrainWeightsReader), *exhaustive((2, FileSystemReader), (3, TrainWeightsReader))]
 )
 def test_a_run_goes_on_from_a_save_in_the_background(
     trained: tuple[Path, list[float]], world_size: int, reader: type

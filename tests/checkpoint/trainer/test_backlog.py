@@ -134,6 +134,7 @@ class Remove(TrainerCallback):
         shutil.rmtree(Path(args.output_dir) / f"checkpoint-{state.global_step}")
 
 
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("model", ["llama", "gpt_neox"])
 @pytest.mark.parametrize("on_error", ["warn", "raise"])
 def test_a_callback_that_removes_each_checkpoint_is_no_error(

@@ -56,7 +56,7 @@ def test_module_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert output.err == ""
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_demo_prints_only_json_on_stdout_and_touches_no_network() -> None:
     with socket.create_server(("127.0.0.1", 0)) as hub:
         hub.setblocking(False)

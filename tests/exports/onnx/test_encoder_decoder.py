@@ -89,6 +89,7 @@ def generated_by_files(directory: Path, inputs: dict[str, Tensor]) -> list[list[
     return ids.tolist()
 
 
+# Three graphs take most of a minute: tests of them are exhaustive, those of a decoder's run by default.
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """Return a quantized T5 and the directory of its export."""
@@ -104,6 +105,7 @@ def assert_generates_the_same(directory: Path, model: Any, calls: list[dict[str,
         assert [tokens[-STEPS:] for tokens in found] == [tokens[-STEPS:] for tokens in wanted]
 
 
+@pytest.mark.exhaustive
 def test_a_loop_around_the_files_generates_the_same_tokens(exported: tuple[Any, Path]) -> None:
     inputs = inputs_of("t5")
     one = {key: value[1:] for key, value in inputs.items()}
@@ -126,6 +128,7 @@ def padded(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return longer
 
 
+@pytest.mark.exhaustive
 def test_each_file_holds_the_codes_of_what_it_computes(exported: tuple[Any, Path]) -> None:
     model, directory = exported
     held = {file: {tensor.raw_data for tensor in onnx.load(directory / file).graph.initializer} for file in GRAPHS}
@@ -140,6 +143,7 @@ def test_each_file_holds_the_codes_of_what_it_computes(exported: tuple[Any, Path
             assert files == (encoder | decoder if name == "shared.weight" else wanted), name
 
 
+@pytest.mark.exhaustive
 def test_names_and_free_dimensions_are_those_that_other_tools_know(exported: tuple[Any, Path]) -> None:
     named = {}
     for file in GRAPHS:
@@ -172,6 +176,7 @@ def test_names_and_free_dimensions_are_those_that_other_tools_know(exported: tup
     assert list(outputs) == ["logits", *own]
 
 
+@pytest.mark.exhaustive
 def test_files_of_another_model_are_not_verified(exported: tuple[Any, Path]) -> None:
     model, directory = copy.deepcopy(exported[0]).eval(), exported[1]
     assert encoder_decoder.verify_encoder_decoder(directory, model)
@@ -180,6 +185,7 @@ def test_files_of_another_model_are_not_verified(exported: tuple[Any, Path]) -> 
     assert [output.name for output in report.outputs if not output.ok] == ["logits of a first call", "logits of a step"]
 
 
+@pytest.mark.exhaustive
 def test_a_configuration_lies_beside_the_files(exported: tuple[Any, Path]) -> None:
     config = AutoConfig.from_pretrained(exported[1])
     assert not hasattr(config, "quantization_config")
@@ -212,6 +218,7 @@ def test_a_float_model_and_a_directory_of_another_are_refused(tmp_path: Path) ->
         export_onnx(build("t5", "int8"), tmp_path, task="text2text-generation")
 
 
+@pytest.mark.exhaustive
 def test_files_that_compute_something_else_are_not_written(
     exported: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

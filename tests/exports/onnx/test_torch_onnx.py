@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from covering import by_default
 from torch import nn
 
 from hf_trainweights import quantize_
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.slow  # torch's exporter takes seconds
 
 
 @pytest.mark.filterwarnings("ignore")  # torch's exporter uses what torch deprecates
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", by_default(("int8", "coded"), FORMATS))
 def test_torchs_own_exporter_says_which_function_keeps_the_codes(name: str, tmp_path: Path) -> None:
     module = nn.Sequential(nn.Linear(128, 64), nn.ReLU())
     quantize_(module, name)

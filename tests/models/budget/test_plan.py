@@ -138,7 +138,7 @@ def test_the_saved_plan_makes_the_same_model_without_choosing_again(tmp_path: Pa
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bits", [4.5, *exhaustive(5.0, 6.0), 7.0])
+@pytest.mark.parametrize("bits", [4.5, *exhaustive(5.0, 6.0, 7.0)])
 def test_bits_are_met_within_a_hundredth(bits: float) -> None:
     found = quantize_(layers().bfloat16(), TrainWeightsConfig(bits=bits))
     assert 0.99 * bits <= quantized_bits(found) <= bits
@@ -186,7 +186,7 @@ def test_more_important_weights_get_more_bits() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("budget", [{"bits": 1.5}, {"size": "10kB"}])
+@pytest.mark.parametrize("budget", [{"bits": 1.5}, *exhaustive({"size": "10kB"})])
 def test_a_budget_below_the_smallest_model_names_that(budget: dict[str, Any]) -> None:
     module = layers()
     with pytest.raises(

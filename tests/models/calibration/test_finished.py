@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from architectures import DECODER
+from covering import by_default
 from torch import Tensor
 
 from hf_trainweights import TrainWeightsConfig
@@ -45,7 +46,7 @@ def weights_of(out: Path) -> bytes:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop_after", [1, 2])
+@pytest.mark.parametrize("stop_after", by_default((1,), (1, 2)))
 def test_a_call_after_an_interruption_chooses_only_what_is_left(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop_after: int
 ) -> None:

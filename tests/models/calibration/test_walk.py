@@ -10,6 +10,7 @@ import pytest
 import torch
 import transformers
 from architectures import ARCHITECTURES, DECODER, TEXT, TOKENS, Architecture
+from covering import exhaustive
 from cpus import ICE_LAKE
 from torch import Tensor, nn
 
@@ -62,7 +63,12 @@ def test_every_architecture_can_be_calibrated(architecture: Architecture) -> Non
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    [{}, {"dtype": torch.bfloat16}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}],
+    [
+        {},
+        *exhaustive(
+            {"dtype": torch.bfloat16}, {"tie_word_embeddings": True}, {"attention_bias": True, "mlp_bias": True}
+        ),
+    ],
     ids=str,
 )
 def test_outputs_on_other_inputs_are_nearer(options: dict[str, Any]) -> None:

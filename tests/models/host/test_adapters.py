@@ -107,7 +107,7 @@ def inputs_of(model: nn.Module, name: str = "llama") -> Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @ROUNDED
 @pytest.mark.parametrize("safe_merge", [False, True])
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)

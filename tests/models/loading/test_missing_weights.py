@@ -73,6 +73,7 @@ def test_layers_that_only_the_config_has_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("include_embeddings", [False, True])
 @pytest.mark.parametrize(
     ("name", "cls"),

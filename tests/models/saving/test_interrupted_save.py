@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import by_default
 from simulated_disk import OUTCOMES, replay
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -72,6 +73,8 @@ SAVES: dict[str, Callable[[], tuple[Save, Save]]] = {
 
 # Nothing changes but weights, so that no loader meets an error in between.
 WHOLE = ("one file, equal config", "shards", "bin", "bin shards over safetensors")
+# Of each way to replace files, the one with the most of them.
+DIFFERENT = ("one file, another config", "quantized over float", "shards", "bin shards over safetensors")
 
 
 class Loader:
@@ -108,7 +111,7 @@ def is_one_of(found: list[Tensor] | None, models: Iterator[list[Tensor] | None] 
     return found is not None and any(all(map(torch.equal, found, each)) for each in models if each is not None)
 
 
-@pytest.mark.parametrize("name", SAVES)
+@pytest.mark.parametrize("name", by_default(DIFFERENT, SAVES))
 def test_at_every_moment_the_old_model_loads_or_the_new_one_or_none(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -220,6 +223,7 @@ KILLED = ["int4 over int8", "shards", "bin", "bin shards over safetensors", "exp
 
 
 # While the new files are forced to the disk, and while they move.
+@pytest.mark.covering(1)
 @pytest.mark.parametrize(("call", "number"), [("sync_file", 1), ("rename", 3)])
 @pytest.mark.parametrize("name", KILLED)
 def test_what_a_killed_save_leaves_is_removed_by_the_next_save_and_by_gc(

@@ -160,7 +160,7 @@ def test_max_shard_size_is_kept(model: PreTrainedModel, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("variant", [None, "fp16"])
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("earlier", SERIALIZATIONS)
@@ -184,7 +184,7 @@ def test_variants_do_not_touch_each_other(model: PreTrainedModel, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.covering(2)
+@pytest.mark.covering(1)
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 @pytest.mark.parametrize("earlier", SERIALIZATIONS)
 @pytest.mark.parametrize("dequantize", [False, True])

@@ -8,7 +8,7 @@ from typing import Any, cast
 
 import pytest
 import torch
-from covering import by_default
+from covering import by_default, exhaustive
 from ranks import run_ranks
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
-from weights import FORMS, quantized_weight, same_stored
+from weights import FORMS, KINDS, quantized_weight, same_stored
 
 from hf_trainweights import QuantizedTensor, dequantize_
 from hf_trainweights.errors import UnsupportedError
@@ -76,16 +76,20 @@ def mesh_of_all() -> DeviceMesh:
     return init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
 
-def losses(rank: int, rows: int) -> dict[str, list[float]]:
+def losses(rank: int, forms: list[str], rows: int) -> dict[str, list[float]]:
     del rank
-    return {form: train(sharded(stack(form, rows))) for form in FORMS}
+    return {form: train(sharded(stack(form, rows))) for form in forms}
 
 
+every_form = pytest.mark.parametrize("forms", [KINDS, *exhaustive([*FORMS])], ids=["of each kind", "all"])
+
+
+@every_form
 @pytest.mark.parametrize("world_size", by_default((2,), (2, 4)))
-def test_training_over_ranks_gives_the_bits_of_one_process_in_every_format(world_size: int) -> None:
+def test_training_over_ranks_gives_the_bits_of_one_process_in_every_format(world_size: int, forms: list[str]) -> None:
     # 7 rows: the last rank has one less.
-    expected = {form: train(stack(form, 7)) for form in FORMS}
-    assert run_ranks(world_size, losses, 7) == [expected] * world_size
+    expected = {form: train(stack(form, 7)) for form in forms}
+    assert run_ranks(world_size, losses, forms, 7) == [expected] * world_size
 
 
 HOW: dict[str, dict[str, Any]] = {
@@ -201,10 +205,10 @@ def test_codes_and_scales_are_gathered_and_not_floats() -> None:
     assert int4 == adapters + scales + codes // 2
 
 
-def round_trips(rank: int) -> None:
+def round_trips(rank: int, forms: list[str]) -> None:
     """Check each way to take the state of a spread model and to give it to another."""
     del rank
-    for form in FORMS:
+    for form in forms:
         round_trips_in(form)
 
 
@@ -229,8 +233,9 @@ def round_trips_in(form: str) -> None:
     assert train(fresh, 2) == expected
 
 
-def test_a_model_made_without_memory_takes_the_state_of_a_spread_one() -> None:
-    run_ranks(2, round_trips)
+@every_form
+def test_a_model_made_without_memory_takes_the_state_of_a_spread_one(forms: list[str]) -> None:
+    run_ranks(2, round_trips, forms)
 
 
 class Experts(nn.Module):
@@ -267,10 +272,10 @@ def table(form: str) -> nn.Embedding:
     return layer
 
 
-def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args: str) -> None:
+def spread_as_whole(rank: int, forms: list[str], make: Callable[..., nn.Module], x: Tensor, *args: str) -> None:
     """Check output, gradient and full state of one spread layer of each format against the same layer whole."""
     del rank
-    for form in FORMS:
+    for form in forms:
         whole, spread = make(form, *args), fully_shard(make(form, *args), mesh=mesh_of_all())
         inputs = [x.clone().requires_grad_(x.is_floating_point()) for _ in range(2)]
         outputs = [layer(given) for layer, given in zip((whole, spread), inputs, strict=True)]
@@ -284,16 +289,19 @@ def spread_as_whole(rank: int, make: Callable[..., nn.Module], x: Tensor, *args:
         assert same_stored(get_model_state_dict(spread, options=WHOLE)["weight"], whole.weight.data), form
 
 
+@pytest.mark.covering(1)
+@every_form
 @pytest.mark.parametrize("layout", ["experts", "experts_transposed"])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_experts_are_spread_one_by_one(layout: str, world_size: int) -> None:
+def test_experts_are_spread_one_by_one(layout: str, world_size: int, forms: list[str]) -> None:
     # Three of them: the last rank has one, or none.
-    run_ranks(world_size, spread_as_whole, experts, torch.randn(5, 128), layout)
+    run_ranks(world_size, spread_as_whole, forms, experts, torch.randn(5, 128), layout)
 
 
+@every_form
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_weight_that_is_stored_transposed_is_cut_by_columns(world_size: int) -> None:
-    run_ranks(world_size, spread_as_whole, Transposed, torch.randn(5, 256))
+def test_a_weight_that_is_stored_transposed_is_cut_by_columns(world_size: int, forms: list[str]) -> None:
+    run_ranks(world_size, spread_as_whole, forms, Transposed, torch.randn(5, 256))
 
 
 def test_no_rank_gets_nothing_of_a_weight_that_is_cut_by_columns() -> None:
@@ -321,8 +329,9 @@ def test_a_weight_that_ranks_cannot_share_by_groups_is_refused_on_every_rank() -
     assert len(set(run_ranks(3, cut_within_a_group))) == 1
 
 
-def test_a_table_of_embeddings_is_spread_by_rows() -> None:
-    run_ranks(4, spread_as_whole, table, torch.tensor([5, 0, 3, 5]))
+@every_form
+def test_a_table_of_embeddings_is_spread_by_rows(forms: list[str]) -> None:
+    run_ranks(4, spread_as_whole, forms, table, torch.tensor([5, 0, 3, 5]))
 
 
 def refusal(rank: int, what: str) -> str:

@@ -10,12 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from covering import by_default
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from weights import FORMS, random_weight, same_stored
+from weights import FORMS, KINDS, random_weight, same_stored
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
@@ -78,7 +79,7 @@ def float_part(weight: Tensor, placement: Any, ranks: int, rank: int) -> Tensor:
 @pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", by_default([*KINDS, "int4_g32_columns"], FORMATS))
 def test_a_part_stands_for_the_rows_and_columns_of_its_rank(form: str, ranks: int) -> None:
     for (shape, transposed), place in itertools.product(LAYOUTS.values(), PLACEMENTS.values()):
         assert_parts_of_the_whole(form, shape, transposed, place, ranks)
@@ -113,7 +114,7 @@ def fits(form: Format, transposed: bool, shape: tuple[int, ...], placement: Any,
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("form", FORMATS)
+@pytest.mark.parametrize("form", by_default([*KINDS, "int4_g32_columns"], FORMATS))
 def test_a_part_that_has_its_own_codes_is_quantized_to_those_of_the_whole(form: str) -> None:
     for layout, placement in itertools.product(LAYOUTS.values(), ("first", "last", "packed_before_last")):
         assert_own_codes_are_those_of_the_whole(form, *layout, PLACEMENTS[placement])
