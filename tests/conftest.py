@@ -3,6 +3,7 @@
 import gc
 import os
 import re
+import shutil
 from collections import defaultdict
 from pathlib import Path
 
@@ -19,6 +20,17 @@ from covering import covering
 # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
 torch.set_num_threads(1)
 transformers.utils.logging.disable_progress_bar()
+
+
+def pytest_configure() -> None:
+    """Have temporary directories in memory, where there is enough of it.
+
+    Saves force what they write to the disk, for which tests would wait as long as for all else that they do. What a
+    disk keeps when the machine stops is simulated.
+    """
+    memory = Path("/dev/shm")
+    if memory.is_dir() and shutil.disk_usage(memory).free > 8 << 30:
+        os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(memory))
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest picks tests by their marks

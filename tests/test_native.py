@@ -37,7 +37,7 @@ def sources(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
 def test_the_installed_libraries_are_what_the_sources_give(sources: Path) -> None:
     compiled = hatch_build._compile(sources)

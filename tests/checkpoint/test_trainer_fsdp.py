@@ -151,7 +151,7 @@ def train_and_die(rank: int, out: Path, dying_rank: int, die_at: int) -> Any:
     return train(rank, out, "SHARDED_STATE_DICT", (Arm(system, 4), TrainWeightsCheckpointCallback()))
 
 
-@pytest.mark.parametrize(("dying_rank", "die_at"), [(1, 1), *exhaustive((0, 4), (0, 20), (1, 6))])
+@pytest.mark.parametrize(("dying_rank", "die_at"), exhaustive((1, 1), (0, 4), (0, 20), (1, 6)))
 def test_a_killed_rank_leaves_checkpoints_from_which_all_ranks_resume(
     tmp_path: Path, dying_rank: int, die_at: int
 ) -> None:

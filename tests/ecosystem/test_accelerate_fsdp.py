@@ -154,13 +154,17 @@ def train(
 
 DDP = pytest.param(
     None,
-    marks=pytest.mark.skipif(
-        transformers.__version__ < "5.18", reason="this Trainer asks torch.load for cpu:0, which torch does not know"
-    ),
+    marks=[
+        pytest.mark.exhaustive,
+        pytest.mark.skipif(
+            transformers.__version__ < "5.18",
+            reason="this Trainer asks torch.load for cpu:0, which torch does not know",
+        ),
+    ],
 )
 
 
-@pytest.mark.parametrize("state", ["SHARDED_STATE_DICT", *exhaustive("FULL_STATE_DICT", DDP)])
+@pytest.mark.parametrize("state", ["SHARDED_STATE_DICT", *exhaustive("FULL_STATE_DICT"), DDP])
 def test_a_trainer_over_ranks_trains_saves_and_resumes(state: str | None, source: Path, tmp_path: Path) -> None:
     first, second = run_ranks(2, with_trainer, source, tmp_path, state)
     assert first == second

@@ -169,6 +169,7 @@ def test_defaults_quantize_exactly_the_expected_weights(
     assert quantized_names(quantized.model) == architecture.quantized_names(float_model)
 
 
+@pytest.mark.covering(1)
 def test_quantized_outputs_are_close_to_float(
     architecture: Architecture, float_model: PreTrainedModel, quantized: Quantized, format_name: str
 ) -> None:

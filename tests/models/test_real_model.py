@@ -59,7 +59,9 @@ def test_the_sentences_are_real_and_many(texts: list[str], expected: Tensor) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("config", "least_cosine", "least_db"), [*PROMISES[:2], *exhaustive(*PROMISES[2:])], ids=str)
+@pytest.mark.parametrize(
+    ("config", "least_cosine", "least_db"), [PROMISES[1], *exhaustive(PROMISES[0], *PROMISES[2:])], ids=str
+)
 def test_embeddings_and_weights_stay_near_the_float_model(
     config: dict[str, Any],
     least_cosine: float,

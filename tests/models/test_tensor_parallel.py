@@ -187,7 +187,7 @@ def test_ranks_of_fsdp_hold_parts_and_give_exactly_the_results_of_one_process(
 
 
 @pytest.mark.skipif(CUTS_EVENLY, reason="Transformers 5.17 loads no model so")
-@pytest.mark.parametrize("config", by_default(("int4_g32",), ("int8", "int4_g32")))
+@pytest.mark.parametrize("config", exhaustive("int8", "int4_g32"))
 def test_a_mesh_of_fsdp_and_a_plan_cuts_twice(config: str, tmp_path: Path) -> None:
     path, sizes = float_model(tmp_path, "llama"), {"fsdp_size": 2, "tp_size": 2}
     for cuts in run_ranks(4, loads_as_one_process_does, path, config, tmp_path / "quantized", sizes):

@@ -133,8 +133,8 @@ def first_batch(index: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("name", TARGETS)
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)
+@pytest.mark.parametrize("name", by_default(("gpt2",), TARGETS))
+@pytest.mark.parametrize("config", by_default([CONFIGS["int4"]], CONFIGS.values()), ids=CONFIGS)
 def test_lora_trains_saves_and_resumes_in_trainer(
     name: str, config: TrainWeightsConfig, quantized: Callable[..., PreTrainedModel], tmp_path: Path
 ) -> None:

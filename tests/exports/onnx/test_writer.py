@@ -40,7 +40,7 @@ def octets(tensor: onnx.TensorProto) -> bytes:
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("runtime", RUNTIMES)
-@pytest.mark.parametrize("config", by_default(("int8", "int4 g32", "coded", "codebook4 with column scales"), FORMATS))
+@pytest.mark.parametrize("config", by_default(("int4 g32", "coded", "codebook4 with column scales"), FORMATS))
 def test_any_module_is_exported_with_names_and_free_dimensions_its_codes_and_no_float_copy(
     tmp_path: Path, config: str, runtime: Any
 ) -> None:
@@ -65,8 +65,8 @@ def test_any_module_is_exported_with_names_and_free_dimensions_its_codes_and_no_
 @pytest.mark.parametrize(
     ("architecture", "config", "runtime"),
     [
-        ("vit", "int4 g32", "portable"),
         *exhaustive(
+            ("vit", "int4 g32", "portable"),
             ("llama_tied", "int8", "onnxruntime"),
             ("bert", "int8", "portable"),
             ("bert", "int4 g32", "onnxruntime"),
@@ -105,10 +105,10 @@ def test_large_weights_go_to_a_second_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(graph, "_LARGEST_FILE_BYTES", 1000)
     model = quantized(Convolutional(), "int8")
     for _ in range(2):
-        export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2))
+        export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), verify=False)
         assert sorted(os.listdir(tmp_path)) == ["model.onnx", "model.onnx.data"]
         assert verify_onnx_model(tmp_path / "model.onnx", model.eval(), images(2))
-    export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), external_data=False)
+    export_onnx(model, tmp_path / "model.onnx", example_inputs=images(2), external_data=False, verify=False)
     assert os.listdir(tmp_path) == ["model.onnx"]
 
 

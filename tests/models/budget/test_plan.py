@@ -29,7 +29,7 @@ from hf_trainweights.models.choosing.limit import TARGETS, Budget
 from hf_trainweights.models.choosing.summary import Summary
 
 
-@pytest.fixture(params=["llama", "gpt2", "bert", "qwen3_moe", "gpt_oss", "t5"])
+@pytest.fixture(params=["bert", "gpt_oss", "t5", *exhaustive("llama", "gpt2", "qwen3_moe")])
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 

@@ -45,7 +45,7 @@ def make_t5() -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("make", "data"), [(make_vit, images), *exhaustive((make_t5, copies))], ids=["vit", "t5"])
+@pytest.mark.parametrize(("make", "data"), exhaustive((make_vit, images), (make_t5, copies)), ids=["vit", "t5"])
 def test_outputs_on_unseen_inputs_are_nearer(
     make: Callable[[], nn.Module], data: Callable[[torch.Generator, int], Batch]
 ) -> None:
