@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 # Before transformers and huggingface_hub are imported: that is when both read their environment.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -16,6 +18,9 @@ import pytest
 import torch
 import transformers
 from covering import covering
+
+if TYPE_CHECKING:
+    from stock_reader import StockReader
 
 # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
 torch.set_num_threads(1)
@@ -71,6 +76,15 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp("samples")
     write_sample_directories(directory)
     return directory
+
+
+@pytest.fixture(scope="session")
+def reader() -> Iterator["StockReader"]:
+    """Yield the process that reads models without this package."""
+    from stock_reader import stock_reader  # it needs what the package needs
+
+    with stock_reader() as reader:
+        yield reader
 
 
 @pytest.fixture

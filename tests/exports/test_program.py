@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -33,22 +34,37 @@ def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: s
     assert "scores.1.weight" not in program.state_dict
 
 
-@pytest.mark.parametrize("architecture", ["bert", *exhaustive("llama_tied", "vit")])
-def test_a_program_of_a_transformer_returns_named_tensors(tmp_path: Path, architecture: str) -> None:
+@pytest.fixture(scope="module")
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """Return a quantized model and its program, whose batch and length are free."""
+    model, path = quantized("bert", "int8"), tmp_path_factory.mktemp("bert") / "model.pt2"
+    free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=64)}
+    export_program(model, path, dynamic_shapes={"input_ids": free, "attention_mask": free})
+    return model, path
+
+
+def assert_returns_named_tensors_elsewhere(model: Any, path: Path, inputs: dict[str, torch.Tensor]) -> None:
+    found = read_elsewhere(path, inputs)
+    assert list(found) == ["logits"]
+    torch.testing.assert_close(found["logits"], dequantized_outputs(model, **inputs)[0], rtol=1e-6, atol=1e-6)
+
+
+def test_a_program_of_a_transformer_returns_named_tensors(bert: tuple[Any, Path]) -> None:
+    inputs = ARCHITECTURES["bert"].inputs(bert[0])
+    assert_returns_named_tensors_elsewhere(*bert, {name: inputs[name] for name in ("input_ids", "attention_mask")})
+
+
+@pytest.mark.parametrize("architecture", exhaustive("bert", "llama_tied", "vit"))
+def test_so_do_programs_of_other_transformers(tmp_path: Path, architecture: str) -> None:
     model = quantized(architecture, "int4 g32")
     inputs = ARCHITECTURES[architecture].inputs(model)
     export_program(model, tmp_path / "model.pt2", inputs)
-    found = read_elsewhere(tmp_path / "model.pt2", inputs)
-    wanted = dequantized_outputs(model, **inputs)
-    assert list(found) == ["logits"]
-    torch.testing.assert_close(found["logits"], wanted[0], rtol=1e-6, atol=1e-6)
+    assert_returns_named_tensors_elsewhere(model, tmp_path / "model.pt2", inputs)
 
 
-def test_batch_and_length_of_a_transformer_are_free_by_the_names_of_its_arguments(tmp_path: Path) -> None:
-    model = quantized("bert", "int8")
-    free = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length", max=64)}
-    export_program(model, tmp_path / "model.pt2", dynamic_shapes={"input_ids": free, "attention_mask": free})
-    program = torch.export.load(tmp_path / "model.pt2").module()
+def test_batch_and_length_of_a_transformer_are_free_by_the_names_of_its_arguments(bert: tuple[Any, Path]) -> None:
+    model, path = bert
+    program = torch.export.load(path).module()
     for batch, length in ((1, 5), (3, 11)):
         ids = torch.arange(batch * length).view(batch, length)
         inputs = {"input_ids": ids, "attention_mask": (ids != length - 1).long()}

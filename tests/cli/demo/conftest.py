@@ -1,10 +1,11 @@
-"""One demo of a tiny model, run once for all tests of this folder."""
+"""One demo of a tiny model, run once for all tests of this folder; with every format in the exhaustive run."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
+from covering import exhaustive
 
 from hf_trainweights.formats import FORMATS
 from hf_trainweights_cli.demo import measurement, speed
@@ -24,20 +25,25 @@ def corpus() -> Corpus:
     return read_corpus()
 
 
+@pytest.fixture(scope="session", params=[["int8", "codebook4"], *exhaustive(list(FORMATS))], ids=["two", "all"])
+def formats(request: pytest.FixtureRequest) -> list[str]:
+    return request.param
+
+
 @pytest.fixture(scope="session")
-def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def out(formats: list[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("demo") / "out"
 
 
 @pytest.fixture(scope="session")
-def reports() -> list[tuple[str, str, int, int]]:
+def reports(formats: list[str]) -> list[tuple[str, str, int, int]]:
     return []
 
 
 @pytest.fixture(scope="session")
-def result(out: Path, reports: list[tuple[str, str, int, int]], tiny: Recipe) -> Result:
+def result(formats: list[str], out: Path, reports: list[tuple[str, str, int, int]], tiny: Recipe) -> Result:
     with pytest.MonkeyPatch.context() as patch:
         # Nothing here asks how precise a time is, so the least number of rounds serves.
         patch.setattr(speed, "_SECONDS_PER_FORMAT", 0.0)
         patch.setattr(measurement, "_GENERATION_SECONDS", 1e-9)
-        return run_demo(out, list(FORMATS), tiny, lambda *report: reports.append(report), shape=Shape(256, 1, 64))
+        return run_demo(out, formats, tiny, lambda *report: reports.append(report), shape=Shape(256, 1, 64))

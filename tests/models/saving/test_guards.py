@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 import transformers
 from architectures import ARCHITECTURES, of_each_family, outputs
 from safetensors.torch import load_file, save_file
-from stock_reader import StockReader, stock_reader
+from stock_reader import StockReader
 from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
 
@@ -39,12 +39,6 @@ OTHER_CLASSES = {
     "vit": ["ViTModel"],
     "clip": ["CLIPTextModel", "CLIPVisionModel", "CLIPTextModelWithProjection"],
 }
-
-
-@pytest.fixture(scope="module")
-def reader() -> Iterator[StockReader]:
-    with stock_reader() as reader:
-        yield reader
 
 
 def quantized(name: str, **options: Any) -> PreTrainedModel:
