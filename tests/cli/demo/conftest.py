@@ -25,7 +25,7 @@ def corpus() -> Corpus:
     return read_corpus()
 
 
-@pytest.fixture(scope="session", params=[["int8", "codebook4"], *exhaustive(list(FORMATS))], ids=["two", "all"])
+@pytest.fixture(scope="session", params=[["int8", "int4"], *exhaustive(list(FORMATS))], ids=["two", "all"])
 def formats(request: pytest.FixtureRequest) -> list[str]:
     return request.param
 
