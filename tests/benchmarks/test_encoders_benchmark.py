@@ -55,6 +55,7 @@ def test_each_method_is_timed_beside_the_float_model_and_compared_with_it() -> N
 
 @pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")  # torch.onnx.export itself
 @pytest.mark.slow  # exporting imports for seconds
+@pytest.mark.exhaustive
 def test_onnx_runtime_computes_what_the_float_model_does() -> None:
     rows, failures = measure(
         [method for method in encoder_methods(peers=True) if method.name.startswith("ONNX Runtime")]

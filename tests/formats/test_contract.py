@@ -13,6 +13,7 @@ import format_reference
 import numpy as np
 import pytest
 import torch
+from covering import by_default
 from helpers import round_once, stored_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -53,6 +54,10 @@ def variants() -> Iterator[Format]:
 VARIANTS = list(variants())
 COLUMN_SCALED = get_format({"format": "int4", "group_size": 32, "column_scale": True})
 each_format = pytest.mark.parametrize("form", VARIANTS, ids=str)
+# Where trying many weights takes long.
+each_format_once = pytest.mark.parametrize(
+    "form", by_default([get_format({"format": name}) for name in FORMATS], VARIANTS), ids=str
+)
 each_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
 
@@ -121,7 +126,7 @@ def test_no_error_exceeds_a_part_of_the_rows_largest_magnitude(form: Format) -> 
 
 
 @pytest.mark.slow
-@each_format
+@each_format_once
 @property_test
 @given(data=st.data())
 def test_any_finite_weight_comes_back_finite_and_near(form: Format, data: st.DataObject) -> None:
@@ -135,7 +140,7 @@ def test_any_finite_weight_comes_back_finite_and_near(form: Format, data: st.Dat
 
 
 @pytest.mark.slow
-@each_format
+@each_format_once
 @property_test
 @given(
     values=arrays(np.float32, (2, 128), elements=st.integers(-1000, 1000)),

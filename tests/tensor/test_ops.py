@@ -218,7 +218,7 @@ def indices(shape: tuple[int, ...]) -> st.SearchStrategy[Any]:
 @settings(max_examples=300, deadline=None, derandomize=True, database=None)
 @given(data=st.data(), form=st.sampled_from(list(FORMS)), layout=st.sampled_from(list(LAYOUTS)))
 def test_any_index_equals_the_dense_one(data: st.DataObject, form: str, layout: str) -> None:
-    weight = quantized_weight(form, layout)
+    weight = quantized_once(form, layout)
     index = data.draw(indices(tuple(weight.shape)))
     dense = weight.dequantize()
     try:

@@ -158,8 +158,8 @@ def loads_one(rank: int, path: Path) -> int:
 @pytest.mark.parametrize(
     ("dying", "die_at", "before", "left"),
     [
-        *((1, 2, False, 1), (0, 3, False, 2)),
-        *exhaustive((1, 1, True, 1), (0, 2, True, 1), (0, 3, True, 1), (0, 4, False, 2)),
+        (0, 3, False, 2),
+        *exhaustive((1, 2, False, 1), (1, 1, True, 1), (0, 2, True, 1), (0, 3, True, 1), (0, 4, False, 2)),
     ],
 )
 def test_a_rank_that_is_killed_leaves_all_ranks_the_old_or_the_new_checkpoint(
