@@ -73,6 +73,7 @@ def clang(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", f"sh '{tmp_path / 'of two words'}'")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("clang")
 def test_a_compiler_with_threads_of_its_own_makes_libraries_of_one_thread(
     sources: Path, capsys: pytest.CaptureFixture[str]

@@ -51,6 +51,7 @@ def test_a_model_is_saved_loaded_and_saved_over(options: dict[str, Any], tmp_pat
     assert [each.name for each in tmp_path.iterdir() if each.name.startswith(temporary.TEMPORARY_PREFIX)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The disk of .* has no hard links")
 @pytest.mark.parametrize("mode", ["lossless", "near-lossless"])
 def test_checkpoints_are_written_resumed_cleaned_and_restored(mode: Any, tmp_path: Path) -> None:

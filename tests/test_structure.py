@@ -194,6 +194,7 @@ def test_tests_that_no_version_of_transformers_changes_import_nothing_of_it(fold
         assert re.findall(r"^\s*(?:from|import) (?:transformers|accelerate|architectures)", source, re.MULTILINE) == []
 
 
+@pytest.mark.slow
 def test_private_names_of_transformers_are_used_by_the_host_alone() -> None:
     for module in SOURCES:
         if module.startswith("models.host."):
@@ -226,6 +227,7 @@ def test_the_library_does_not_need_the_command() -> None:
     assert used == {("__main__", f"{COMMAND}.main.main")}
 
 
+@pytest.mark.slow
 def test_modules_and_functions_are_short() -> None:
     for module, path in ALL_SOURCES.items():
         functions = [node for node in ast.walk(parse(module)) if isinstance(node, ast.FunctionDef)]

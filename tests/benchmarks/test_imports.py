@@ -15,6 +15,7 @@ def imports_of_the_package(source: str) -> list[str]:
     return [ast.unparse(node) for node in nodes if (node.module or "").partition(".")[0] == "hf_trainweights"]
 
 
+@pytest.mark.slow
 def test_what_benchmarks_import_from_the_package_is_there() -> None:
     statements = {statement for source in SOURCES for statement in imports_of_the_package(source)}
     assert len(statements) > 10

@@ -81,6 +81,7 @@ def manifest_is_refused(directory):
     return False
 
 
+@pytest.mark.slow
 def test_any_flipped_bit_of_the_manifest_is_found(tmp_path):
     (tmp_path / MANIFEST_NAME).write_bytes(signed(metrics={"loss": 2.5}))
     for position in each_flipped_bit(tmp_path / MANIFEST_NAME):

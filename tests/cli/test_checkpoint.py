@@ -144,6 +144,7 @@ def test_compress_makes_a_run_small_and_restore_brings_the_same_values_back(run_
     assert {row["mode"] for row in run_json("ls", run_directory)} == {"plain"}
 
 
+@pytest.mark.slow
 def test_no_command_calls_rounded_weights_exact(run_directory: Path) -> None:
     run_json("compress", run_directory, "--mode", "compact")
     rows = run_json("compress", run_directory, "--mode", "lossless")

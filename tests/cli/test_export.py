@@ -30,6 +30,7 @@ def vit(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_export_writes_the_layout(int4: Path, tmp_path: Path) -> None:
     result = run_json("export", int4, tmp_path / "ct", "--to", "compressed-tensors")
     assert result["disk_bytes"] == (tmp_path / "ct" / "model.safetensors").stat().st_size

@@ -87,6 +87,7 @@ def test_verify_finds_an_edited_quantization_config_or_says_that_nothing_covers_
     assert run_json("verify", int4)["covers_config"] is False
 
 
+@pytest.mark.slow
 def test_diff_measures_what_quantizing_costs(llama: Path, int4: Path) -> None:
     result = run_json("diff", llama, int4)
     rows = {row["name"]: row for row in result["tensors"]}
@@ -102,6 +103,7 @@ def test_diff_measures_what_quantizing_costs(llama: Path, int4: Path) -> None:
     assert lines[-1].startswith("7 of 21 are equal; dB: ")
 
 
+@pytest.mark.slow
 def test_diff_shows_only_the_worst_if_asked(llama: Path, int4: Path) -> None:
     worst = run_json("diff", llama, int4)["tensors"]
     result = run_json("diff", llama, int4, "--top", 2)

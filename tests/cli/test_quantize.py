@@ -14,6 +14,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.loading.saved_models import load_saved
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("suffix", "text"),
     [
@@ -150,6 +151,7 @@ def test_a_source_that_is_no_model_is_an_error_in_one_line(llama: Path, tmp_path
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_quantize_writes_what_is_not_quantized_in_the_dtype(dtype: str, llama: Path, tmp_path: Path) -> None:
     run_json("quantize", llama, tmp_path / "out", "--format", "int8", "--dtype", dtype)
@@ -157,6 +159,7 @@ def test_quantize_writes_what_is_not_quantized_in_the_dtype(dtype: str, llama: P
     assert formats == {"int8", dtype}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("options", "dtype"), [((), torch.float32), (("--dtype", "bfloat16"), torch.bfloat16)])
 def test_dequantize_writes_the_values_of_the_codes_for_stock_transformers(
     options: tuple[str, ...], dtype: torch.dtype, int4: Path, tmp_path: Path

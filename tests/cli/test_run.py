@@ -55,6 +55,7 @@ def test_a_module_is_run_with_its_own_options(monkeypatch: pytest.MonkeyPatch) -
     assert "--sort-keys" in result.stdout
 
 
+@pytest.mark.slow
 def test_the_command_of_a_package_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", [])
     result = run("run", "transformers", "version")

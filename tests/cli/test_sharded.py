@@ -39,6 +39,7 @@ def test_tensors_are_listed_whole(checkpoint: Path) -> None:
     assert "optimizer: state.embed.weight.exp_avg" in tensors
 
 
+@pytest.mark.slow
 def test_two_checkpoints_are_compared_whatever_their_ranks(checkpoint: Path, tmp_path: Path) -> None:
     save_as_trainer(sample_state(), tmp_path / "other", ranks=3)
     compared = run_json("checkpoint", "diff", checkpoint, tmp_path / "other")

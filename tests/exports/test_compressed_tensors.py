@@ -88,6 +88,7 @@ def test_tensors_are_the_models_own(architecture: str) -> None:
     assert all(name.endswith(".weight_shape") for name in copied)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "config", "ignored"),
     [
@@ -143,6 +144,7 @@ def test_no_weights_are_refused() -> None:
         laid_out(ARCHITECTURES["llama"].build())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "config", "names", "found"),
     [

@@ -80,6 +80,7 @@ def small() -> Tensor:
     return encode_tensors({"qdata": values(8, 64, dtype=torch.int8), "scale": values(8, 1, dtype=torch.float32)})
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_is_an_error() -> None:
     coded = small()
     for place in range(len(coded)):

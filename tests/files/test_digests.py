@@ -321,6 +321,7 @@ def test_a_directory_without_digests_is_refused(name: str, found: str, tmp_path:
 # ---- beside checkpoints
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
 def test_a_checkpoint_of_a_quantized_model_is_accepted_and_made_small(
     options: dict[str, Any], model: PreTrainedModel, tmp_path: Path

@@ -94,6 +94,7 @@ def test_errors_move_to_columns_that_matter_less(config: dict[str, Any]) -> None
     assert cost(weighed) < cost(alike)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2.5, 3.0, 4.25])
 def test_coded_columns_have_the_rate_and_less_error_than_nearest_codes(bits: float) -> None:
     form, weight = get_format({"format": "coded", "bits": bits}), a_weight(torch.bfloat16)

@@ -166,6 +166,7 @@ def rows_alone(form: Format, weight: Tensor) -> Tensor:
     return form.dequantize(form.quantize(weight), weight.shape, torch.float32)
 
 
+@pytest.mark.slow
 @each_format
 def test_the_largest_and_smallest_numbers_come_back_finite(form: Format) -> None:
     for dtype in FLOAT_DTYPES:

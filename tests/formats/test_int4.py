@@ -44,6 +44,7 @@ def assert_as_specified(weight: Tensor, group_size: int) -> None:
         assert np.square(chosen * scale - group.astype(float)).sum() <= min(errors) * (1 + 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [32, 64, 128])
 def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, group_size: int) -> None:
@@ -52,6 +53,7 @@ def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, gro
         assert_as_specified(weight.to(dtype), group_size)
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, database=None, max_examples=60)
 @given(
     values=arrays(np.float32, (2, 64), elements=st.floats(-60000, 60000, width=16)),

@@ -42,6 +42,7 @@ def assert_as_specified(weight: Tensor, form: Int8) -> None:
     assert tensors["qdata"].tolist() == codes.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("group_size", [None, 1, 6, 48])
 def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, group_size: int | None) -> None:

@@ -43,6 +43,7 @@ def test_words_follow_the_columns_and_lie_least_significant_byte_first() -> None
     assert bytes(packed.view(torch.uint8).flatten().tolist()) == bytes.fromhex("10325476 98badcfe")
 
 
+@pytest.mark.slow
 @given(st.lists(st.lists(st.integers(-8, 7), min_size=24, max_size=24), max_size=5))
 @settings(deadline=None, derandomize=True, database=None, max_examples=50)
 def test_unpack_is_the_inverse_of_pack(rows: list[list[int]]) -> None:

@@ -27,6 +27,7 @@ def test_codes_come_back(bits: int) -> None:
         assert torch.equal(unpack_planes(packed, bits), codes)
 
 
+@pytest.mark.slow
 @each_width
 @settings(deadline=None, derandomize=True, database=None, max_examples=20)
 @given(seed=st.integers(0, 2**31))
@@ -35,6 +36,7 @@ def test_words_are_those_of_the_specification(bits: int, seed: int) -> None:
     assert torch.equal(pack_planes(codes, bits), format_reference.pack_planes(codes.to(torch.int64), bits))
 
 
+@pytest.mark.slow
 @each_width
 def test_each_bit_of_a_group_belongs_to_one_column(bits: int) -> None:
     found = set()

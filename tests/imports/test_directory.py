@@ -166,6 +166,7 @@ def test_the_imported_model_is_a_whole_directory_of_this_package(source: Path, o
     assert [path.name for path in out.parent.iterdir() if path not in (source, out)] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shards", [1, 2])
 def test_bin_files_are_read_without_running_them(shards: int, source: Path, out: Path) -> None:
     expected = write_model(source, gptq(), dtype=torch.float16)
@@ -237,6 +238,7 @@ def test_other_descriptions_are_refused(described: object, source: Path, out: Pa
 TYPELESS = {"config_groups": {"group_0": {"weights": {"num_bits": 4, "type": []}}}}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "change"),
     [

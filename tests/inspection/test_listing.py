@@ -253,6 +253,7 @@ def test_a_missing_scale_is_an_error(quantized: Path) -> None:
         inspect_weights(quantized)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quantization", [None, {}, {"quant_method": "another"}])
 def test_a_configuration_without_our_method_leaves_stored_tensors_as_they_are(
     quantization: dict[str, str] | None, quantized: Path

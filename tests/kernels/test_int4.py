@@ -129,6 +129,7 @@ def test_scales_that_x_cannot_hold_are_used_as_they_are(M: int) -> None:
     assert error(result, exact) <= 1.5 * floor(x, weight.bfloat16(), exact)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("M", [2, 40])
 def test_the_ops_are_well_behaved(M: int) -> None:
     weight = weight_of((64, 64, 32), torch.bfloat16)
@@ -136,6 +137,7 @@ def test_the_ops_are_well_behaved(M: int) -> None:
         torch.library.opcheck(stored.INT4_LINEAR, (random(M, 64), weight.qdata, weight.scale, bias))
 
 
+@pytest.mark.slow
 def test_products_compile_whole() -> None:
     weight, bias = weight_of((64, 64, 32), torch.bfloat16), random(64)
 

@@ -79,6 +79,7 @@ def test_an_index_that_leads_out_of_the_directory_is_refused(name: str, saved: P
         AutoModelForCausalLM.from_pretrained(saved, config=AutoConfig.from_pretrained(tmp_path / "outside"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", ["safetensors", "bin"])
 def test_a_fifo_in_the_place_of_a_file_is_never_waited_for(serialization: str, saved: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(saved)

@@ -33,6 +33,7 @@ def test_a_model_quantized_in_place_saves_and_reloads(tmp_path: Path, name: str,
     assert all(map(torch.equal, outputs(reloaded, architecture.inputs(reloaded)), expected))
 
 
+@pytest.mark.slow
 def test_it_saves_the_files_that_from_pretrained_would_lead_to(tmp_path: Path, name: str) -> None:
     architecture = ARCHITECTURES[name]
     config = TrainWeightsConfig("int4", group_size=32)

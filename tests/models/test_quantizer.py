@@ -140,6 +140,7 @@ def test_the_summary_needs_a_load() -> None:
 # ---- device maps
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("source", ["float", "safetensors", "bin"])
 @pytest.mark.parametrize(
@@ -184,6 +185,7 @@ def test_offloaded_weights_compute_and_are_saved_as_if_they_were_not(
     assert computes(load(tmp_path / "bin"), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings(OFFLOAD_WARNING)
 @pytest.mark.parametrize("head", ["cpu", CPU])
 def test_tied_quantized_embeddings_survive_offloading(
@@ -237,6 +239,7 @@ def test_a_float_checkpoint_is_not_quantized_onto_the_disk_by_auto(float_directo
         load(float_directory(), quantization_config=INT8, device_map="auto", max_memory={"cpu": "60KB"})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["safetensors", "bin"])
 @pytest.mark.parametrize("device_map", [*DISK_MAPS, "auto"])
 def test_disk_is_memory_mapped_for_a_quantized_checkpoint_and_said_once(

@@ -53,6 +53,7 @@ def test_the_configuration_of_a_quantized_model_is_json(llama: Path) -> None:
     assert json.loads(config.to_json_string())["quantization_config"]["quant_method"] == "trainweights"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("original", DTYPES, ids=str)
 @pytest.mark.parametrize("cast", DTYPES, ids=str)
 def test_dequantizing_restores_the_original_dtype_after_a_cast(

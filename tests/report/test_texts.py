@@ -79,6 +79,7 @@ def test_an_encoder_has_a_cosine(tmp_path: Path) -> None:
     assert measure_with_texts(path, path, TEXTS).cosine == pytest.approx(1)
 
 
+@pytest.mark.slow
 def test_padding_does_not_count(llama: Path) -> None:
     apart = [measure_with_texts(llama.with_name("small"), llama, [text]) for text in TEXTS]
     together = measure_with_texts(llama.with_name("small"), llama, TEXTS)

@@ -178,6 +178,7 @@ def test_a_damaged_file_writes_no_report_and_keeps_the_old_one(saved: tuple[Path
     assert (tmp_path / "r.html").read_text() == "the old one"
 
 
+@pytest.mark.slow
 def test_a_directory_that_takes_no_file_is_a_save_error(tmp_path: Path) -> None:
     with pytest.raises(SaveError, match="No report was written"):
         write_report(nn.Linear(2, 2), tmp_path / "missing" / "r.html")

@@ -333,6 +333,7 @@ def test_to_meta_moves_every_stored_tensor(layout: str) -> None:
     assert weight.to("meta", torch.bfloat16).dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @every_form
 def test_clone_and_detach_keep_everything(form: str) -> None:
     for layout in LAYOUTS:

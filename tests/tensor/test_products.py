@@ -252,6 +252,7 @@ WATCHERS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script")  # PyTorch's own, when the first tangent is computed
 @pytest.mark.parametrize("case", WATCHERS)
 def test_who_watches_sees_what_a_float_weight_would_show(case: str) -> None:

@@ -320,6 +320,7 @@ def test_gradients_flow_past_what_is_read_only() -> None:
 # Compiling
 
 
+@pytest.mark.slow
 def test_a_compiled_function_takes_what_is_read_only() -> None:
     taken, plain = row()
     compiled = torch.compile(lambda t, x: (t.view(2, 64) * x).sum(), backend="aot_eager", fullgraph=True)

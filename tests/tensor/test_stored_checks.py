@@ -94,6 +94,7 @@ def test_no_format_is_made_of_what_lies_otherwise_than_it_says(form: str) -> Non
         assert_kept_out("constructor", quantized_weight(form), name, fault)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize(("name", "fault"), CASES)
 def test_what_lies_otherwise_than_it_says_comes_in_by_no_door(door: str, name: str, fault: str) -> None:
@@ -136,6 +137,7 @@ def test_all_tensors_may_be_on_meta_together() -> None:
     assert QuantizedTensor(weight.tensors, weight.format, weight.stored_shape, weight.dtype).is_meta
 
 
+@pytest.mark.slow
 @every_form
 def test_slices_may_be_moved_and_copied(form: str) -> None:
     for layout in LAYOUTS:
@@ -146,6 +148,7 @@ def test_slices_may_be_moved_and_copied(form: str) -> None:
         assert rows.to("meta").shape == rows.shape
 
 
+@pytest.mark.slow
 @every_form
 def test_slices_may_be_saved(form: str) -> None:
     for layout in LAYOUTS:

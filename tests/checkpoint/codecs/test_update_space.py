@@ -18,6 +18,7 @@ def moments(*shape, seed=0):
     return exp_avg, exp_avg_sq
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("step", "most_bits"), [(0.25, 2.1), (0.5, 1.35)])
 def test_moments_take_one_or_two_bits(step, most_bits):
     exp_avg, exp_avg_sq = moments(300, 900)

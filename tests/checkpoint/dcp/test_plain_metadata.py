@@ -52,6 +52,7 @@ def test_metadata_are_those_that_pytorch_reads(directory: Path) -> None:
     assert {i: (place.file, place.start, place.stop - place.start) for i, place in ours.storage_data.items()} == places
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["whole", "version", "fqn", "planner"])
 def test_no_function_is_called_wherever_it_stands(directory: Path, where: str) -> None:
     mark = directory / "called"
@@ -89,6 +90,7 @@ def test_a_file_of_a_few_bytes_takes_no_more_memory_than_it_needs(directory: Pat
         tracemalloc.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", [0, 1, 100, 1000])
 def test_a_file_that_is_cut_short_is_called_damaged(directory: Path, length: int) -> None:
     path = directory / ".metadata"
@@ -97,6 +99,7 @@ def test_a_file_that_is_cut_short_is_called_damaged(directory: Path, length: int
         read_plain_metadata(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["../outside", "/etc/passwd", "a/b", ""])
 def test_items_lie_in_files_of_the_directory_alone(directory: Path, name: str) -> None:
     metadata = stock(directory)
@@ -129,6 +132,7 @@ def replace_place(metadata: Metadata) -> None:
     metadata.storage_data[next(iter(metadata.storage_data))] = MetadataIndex("a")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", [change_length, change_chunk, repeat_chunks, transform, replace_place])
 def test_metadata_that_contradict_themselves_are_called_damaged(directory: Path, change: Any) -> None:
     metadata = stock(directory)

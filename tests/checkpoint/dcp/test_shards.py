@@ -41,6 +41,7 @@ def cut(box: Box, pick: random.Random, depth: int) -> list[Box]:
     return [*cut((offsets, first), pick, depth - 1), *cut((start, second), pick, depth - 1)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [(5,), (4, 3), (0, 3), (3, 4, 2)], ids=str)
 def test_boxes_that_were_cut_from_a_tensor_fill_it_until_one_is_moved_or_missing(size: Sequence[int]) -> None:
     pick = random.Random(0)

@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("as_source", [str, lambda path: path, lambda path: io.BytesIO(path.read_bytes())])
 def test_plain_torch_load_gives_plain_tensors(mode, as_source, tmp_path, state):
@@ -75,6 +76,7 @@ def test_ties_and_strides_hold_on_meta(tmp_path):
     assert back["a"].untyped_storage()._cdata == back["b"].untyped_storage()._cdata
 
 
+@pytest.mark.slow
 def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
     paths = {mode: write_encoded(tmp_path / f"{mode}.pt", state, Policy(mode).plan_optimizer(state)) for mode in MODES}
     expected = {mode: fingerprint(torch.load(path, weights_only=True)) for mode, path in paths.items()}

@@ -35,6 +35,7 @@ def weight():
     return torch.randn(80, 64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("optimizer_name", ["AdamW", "AdamW-amsgrad", "SGD", "Adafactor"])
 def test_training_state_comes_back_exactly(optimizer_name, dtype):

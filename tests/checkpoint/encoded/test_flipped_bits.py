@@ -95,6 +95,7 @@ def test_flipped_bits_of_an_optimizer_file_are_errors_or_harmless(mode):
     assert errors > 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [61, *exhaustive(13)])
 def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_path, step):
     torch.manual_seed(0)
@@ -115,6 +116,7 @@ def test_flipped_bits_of_a_file_against_an_anchor_are_errors_or_harmless(tmp_pat
     assert (errors, different) == (len(positions), [])
 
 
+@pytest.mark.slow
 def test_flipped_bits_of_any_anchor_of_a_chain_are_errors(tmp_path):
     torch.manual_seed(0)
     weights, links = {"w": torch.randn(16, 8)}, []

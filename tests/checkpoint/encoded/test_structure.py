@@ -74,6 +74,7 @@ def test_structure_survives_its_text():
     assert open_structure(text) == content
 
 
+@pytest.mark.slow
 @given(st.text(), st.floats(allow_nan=False, allow_infinity=False))
 def test_any_text_and_number_survive_without_a_full_stop(text, number):
     content = {"version": 1, "storages": [], "tree": [text, number]}

@@ -145,6 +145,7 @@ def test_with_gradient_accumulation_a_checkpoint_waits_for_the_optimizer(tmp_pat
     ]
 
 
+@pytest.mark.slow
 def test_gradient_accumulation_goes_on_exactly(tmp_path):
     straight = Run(accumulate=4)(tmp_path / "a", every_steps=5)
     Run(accumulate=4)(tmp_path / "b", every_steps=5)
@@ -416,6 +417,7 @@ def in_a_child(function):
         os._exit(status)
 
 
+@pytest.mark.slow
 def test_ten_steps_and_kill_and_ten_steps_are_twenty(tmp_path):
     straight = Run()(tmp_path / "a", every_steps=5, passes=3, stop=17)
 

@@ -116,6 +116,7 @@ def test_an_exact_checkpoint_in_a_chain_is_no_link_of_it(tmp_path):
     assert torch.equal(load_checkpoint(tmp_path / "checkpoint-3")["model"]["w"], moved(base_weight(), 1e-4, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lost", [0, 1, 2])
 def test_a_chain_that_lacks_a_link_is_not_gone_on_with(tmp_path, lost):
     models = save_run(tmp_path, Policy("compact"), steps=4)
@@ -157,6 +158,7 @@ def test_weights_are_exact_in_lossless_mode(tmp_path):
         assert torch.equal(load_checkpoint(tmp_path / f"checkpoint-{step}")["model"]["w"], model["w"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["near-lossless", "compact"])
 def test_the_bound_in_the_manifest_holds_at_every_save(tmp_path, mode):
     for step, model in save_run(tmp_path, Policy(mode), steps=8).items():

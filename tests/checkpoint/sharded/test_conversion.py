@@ -53,6 +53,7 @@ def test_adapters_become_adapters(tmp_path: Path) -> None:
     assert fingerprint(load_file(tmp_path / "out" / "adapter_model.safetensors")) == fingerprint(state)
 
 
+@pytest.mark.slow
 def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_plain({"model": {f"w{number}": torch.full((512, 512), 1.0) for number in range(8)}}, tmp_path / "dcp")
     (tmp_path / "config.json").write_text("{}")
@@ -72,6 +73,7 @@ def test_one_tensor_is_in_memory_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert max(alive) - alive[0] <= 1
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_trainer_becomes_one_of_plain_files(tmp_path: Path) -> None:
     state = sample_state()
     save_as_trainer(state, tmp_path / "checkpoint-7")
@@ -88,6 +90,7 @@ def test_without_metadata_there_is_no_checkpoint(tmp_path: Path) -> None:
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", ["missing", "short", "flipped"])
 def test_a_damaged_shard_leaves_nothing_behind(tmp_path: Path, damage: str) -> None:
     save_plain(sample_state(), tmp_path / "dcp")

@@ -607,6 +607,7 @@ DAMAGE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("keep_weights", [False, True])
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_nothing_damaged_gets_a_digest(tmp_path, damage, keep_weights):

@@ -31,6 +31,7 @@ def inputs() -> Tensor:
     return torch.randn(4096, 48, generator=generator) @ mixing + 0.3 * torch.randn(4096, K, generator=generator)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", CONFIGS, ids=str)
 def test_products_with_known_inputs_are_nearer(config: dict[str, Any], inputs: Tensor) -> None:
     form = get_format(config)

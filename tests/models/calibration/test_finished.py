@@ -116,6 +116,7 @@ def test_a_file_that_is_cut_off_is_written_anew(tmp_path: Path, lost_bytes: int 
     assert FinishedBlocks(tmp_path, "same").read([("a", FORM, WEIGHT)])[1] is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [{"format": "int4", "group_size": 32}, {"bits": 6.0}], ids=["int4", "bits"])
 def test_what_calibration_does_not_choose_lies_in_files_too(
     arguments: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -118,6 +118,7 @@ def test_a_model_in_a_dtype_that_the_cpu_is_slow_in_is_calibrated(name: str, mon
     assert summary.calibrated.error_after < summary.calibrated.error_before
 
 
+@pytest.mark.slow
 def test_padding_does_not_matter() -> None:
     plain = batches(4)
     padded = []
@@ -232,6 +233,7 @@ def test_layers_that_a_router_sends_other_tokens_to_are_calibrated_by_what_they_
     assert summary.calibrated.error_after < summary.calibrated.error_before
 
 
+@pytest.mark.slow
 def test_a_shared_weight_and_an_embedding_are_named() -> None:
     module = Named(in_a_row)
     module.layers[2].weight = module.layers[0].weight

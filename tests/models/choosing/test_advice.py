@@ -120,6 +120,7 @@ def test_nothing_is_said_of_weights_that_go_from_file_to_file(
     assert caplog.messages == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "times", "config"),
     [("llama", torch.float32, 4, TrainWeightsConfig("int8")), ("llama_tied", torch.bfloat16, 2, INT4)],

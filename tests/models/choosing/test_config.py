@@ -338,6 +338,7 @@ selectors = st.text(st.characters(codec="utf-8", exclude_characters="\\"), max_s
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None, derandomize=True, database=None)
 @given(
     overrides=st.dictionaries(selectors.filter(lambda name: not name.startswith("re:")), formats, max_size=4),

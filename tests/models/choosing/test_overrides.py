@@ -25,6 +25,7 @@ def test_checked_overrides_share_nothing_with_what_the_user_passed() -> None:
     assert check_overrides(None) == {}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("expression", ["a(", "(?P<n>a)(?P<n>b)", "(?i)a" * 2, "a{99999999999999999999}", "(" * 5000])
 def test_an_expression_that_does_not_compile_is_refused_where_it_stands(expression: str) -> None:
     with pytest.raises(ConfigError, match=r"^overrides: expected a regular expression, found '"):

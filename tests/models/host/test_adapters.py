@@ -396,6 +396,7 @@ def test_peft_has_every_name_that_is_wrapped() -> None:
 PARAMETER = LoraConfig(r=4, target_modules=[], target_parameters=["mlp.gate_proj.weight"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
 def test_an_adapter_of_a_parameter_computes_beside_graphs_of_earlier_forwards(form: TrainWeightsConfig) -> None:
     base = quantized(config=form)
@@ -494,6 +495,7 @@ def test_a_float_model_runs_the_functions_of_peft_beside_a_quantized_one(
         assert torch.allclose(model.merge_and_unload()(torch.ones(1, 64)), expected, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", FORMATS.values(), ids=FORMATS)
 def test_the_state_dict_of_the_base_is_taken_out_and_put_back(config: TrainWeightsConfig) -> None:
     base, other = quantized(config=config), quantized(config=config)

@@ -81,6 +81,7 @@ def test_experts_get_the_names_of_a_checkpoint_one_by_one() -> None:
     assert torch.equal(tensors[f"{EXPERTS}.2.down_proj.weight"], weight[2])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_the_converted_names_are_those_that_a_save_writes_and_no_module_has(tmp_path: Path, name: str) -> None:
     model = ARCHITECTURES[name].build()

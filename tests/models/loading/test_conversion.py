@@ -244,6 +244,7 @@ def test_a_weight_that_is_not_finite_is_named_with_its_file(
     assert str(directory / "model.safetensors") in raised.value.where
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("damage", [cut_rows, add_rows, cut_columns])
 @pytest.mark.parametrize(("name", "tensor"), [LINEAR, CONV1D, GATE, UP, DOWN, MERGED_AND_TRANSPOSED])
@@ -259,6 +260,7 @@ def test_a_weight_of_another_shape_is_named_with_its_file(
     assert str(directory / "model.safetensors") in raised.value.where
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "counts"),
     [

@@ -86,6 +86,7 @@ def test_without_the_package_every_class_refuses_the_model(
         assert_refused(reader.refusal(tmp_path, cls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", of_each_family(("qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")))
 def test_a_model_in_which_only_experts_are_quantized_is_refused(name: str, reader: StockReader, tmp_path: Path) -> None:
     model = quantized(name, overrides=EXPERTS)
@@ -247,6 +248,7 @@ def test_a_model_takes_the_tensors_of_its_own_file_with_their_guards(tmp_path: P
 # ---- files that someone has edited
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignore", [False, True])
 @pytest.mark.parametrize("cls", [AutoModelForCausalLM, AutoModel])
 def test_a_guard_whose_weight_is_lost_is_an_error(cls: Any, ignore: bool, tmp_path: Path) -> None:

@@ -126,6 +126,7 @@ def test_files_hold_flat_plain_tensors_and_nothing_else(
         assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in tensors.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_codes_are_mapped_where_int8_products_read_them_without_a_copy(
     serialization: str, model: PreTrainedModel, tmp_path: Path
@@ -243,6 +244,7 @@ def is_quantized(directory: Path) -> bool | None:
     return any(parse_stored_name(name) for name in names)
 
 
+@pytest.mark.slow
 def test_a_quantized_model_replaces_a_float_one(model: PreTrainedModel, tmp_path: Path) -> None:
     for options in SERIALIZATIONS.values():
         LLAMA.build().save_pretrained(tmp_path, max_shard_size="64KB")
@@ -250,6 +252,7 @@ def test_a_quantized_model_replaces_a_float_one(model: PreTrainedModel, tmp_path
         assert computes_the_same(load(tmp_path), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_a_tied_quantized_weight_is_written_once(serialization: str, tied: PreTrainedModel, tmp_path: Path) -> None:
     tied.save_pretrained(tmp_path, **SERIALIZATIONS[serialization])
@@ -282,6 +285,7 @@ def changed_state_dict(model: PreTrainedModel) -> dict[str, Tensor]:
     return state_dict
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_the_state_dict_that_is_given_is_what_is_saved(
     serialization: str, model: PreTrainedModel, tmp_path: Path
@@ -356,6 +360,7 @@ def test_a_distributed_checkpoint_as_bin_is_refused(model: PreTrainedModel, tmp_
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
 def test_a_class_with_a_save_pretrained_of_its_own_is_saved_by_it(
     options: dict[str, Any], model: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -479,6 +484,7 @@ def test_a_save_onto_a_full_disk_changes_nothing(
     assert contents(earlier_save) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT])
 @pytest.mark.parametrize("writer", ["safetensors", "torch"])
 def test_a_full_disk_is_called_that(
@@ -591,6 +597,7 @@ def overwrite(directory: Path, safe: bool) -> None:
     assert torch.equal(AutoModelForCausalLM.from_pretrained(directory)(ids).logits, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safe", [True, False])
 def test_a_model_that_is_mapped_from_the_files_it_replaces_lives_on(
     safe: bool, model: PreTrainedModel, tmp_path: Path

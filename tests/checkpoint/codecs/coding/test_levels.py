@@ -46,6 +46,7 @@ def check(levels, **shares):
     return 8 * len(payloads[0]) / max(levels.numel(), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(0, 1), (1, 1), (1, 7), (3, 5), (129, 257), (1, CODED_TILE + 1), (3, CODED_TILE), (600, 300)]
 )
