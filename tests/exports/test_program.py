@@ -21,7 +21,7 @@ from hf_trainweights.exports import export_program
 pytestmark = pytest.mark.slow  # an export takes seconds
 
 
-@pytest.mark.parametrize("config", by_default(("int8", "uint3", "int4 g32", "codebook4 with column scales"), FORMATS))
+@pytest.mark.parametrize("config", by_default(("int8", "uint6", "int4 g32", "codebook4 with column scales"), FORMATS))
 def test_a_program_of_any_module_takes_free_dimensions(tmp_path: Path, config: str) -> None:
     model = quantized(Convolutional(), config)
     shapes = {"image": {0: torch.export.Dim("batch", min=1, max=64)}}

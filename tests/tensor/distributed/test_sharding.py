@@ -98,14 +98,18 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-def losses_of_all(rank: int, rows: int) -> dict[str, list[float]]:
-    """Return the losses of each way to spread the same model."""
+SPREAD: dict[str, Callable[[], nn.Module]] = {
+    "tied": lambda: fully_shard(tied_stack(), mesh=mesh_of_all()),
+    **{name: lambda how=how: sharded(stack("int8", 7), **how) for name, how in HOW.items()},
+    "checkpointed": lambda: sharded(checkpointed(stack("int8", 7))),
+    "compiled": lambda: cast(nn.Module, torch.compile(sharded(stack("int8", 7)), backend="aot_eager")),
+}
+
+
+def losses_of(rank: int, ways: list[str]) -> dict[str, list[float]]:
+    """Return the losses of some ways to spread the same model."""
     del rank
-    found = {name: train(sharded(stack("int8", rows), **how)) for name, how in HOW.items()}
-    found["tied"] = train(fully_shard(tied_stack(), mesh=mesh_of_all()))
-    found["checkpointed"] = train(sharded(checkpointed(stack("int8", rows))))
-    found["compiled"] = train(cast(nn.Module, torch.compile(sharded(stack("int8", rows)), backend="aot_eager")))
-    return found
+    return {way: train(SPREAD[way]()) for way in ways}
 
 
 def tied_stack() -> nn.Sequential:
@@ -121,10 +125,10 @@ def checkpointed(model: nn.Sequential) -> nn.Sequential:
     return model
 
 
-def test_every_way_to_spread_a_model_trains_as_one_process_does() -> None:
-    expected = dict.fromkeys([*HOW, "checkpointed", "compiled"], train(stack("int8", 7)))
-    expected["tied"] = train(tied_stack())
-    assert run_ranks(2, losses_of_all, 7) == [expected] * 2
+@pytest.mark.parametrize("ways", [["tied", *HOW], *exhaustive([*SPREAD])], ids=["quick ones", "all"])
+def test_every_way_to_spread_a_model_trains_as_one_process_does(ways: list[str]) -> None:
+    expected = dict.fromkeys(ways, train(stack("int8", 7))) | {"tied": train(tied_stack())}
+    assert run_ranks(2, losses_of, ways) == [expected] * 2
 
 
 def losses_over_two_groups(rank: int, rows: int) -> list[float]:
