@@ -40,27 +40,9 @@ def test_a_public_package_shows_what_it_lists_and_nothing_that_it_imports(packag
     assert [name for name in theirs if inspect.ismodule(getattr(module, name))] == []
 
 
-@pytest.mark.slow
-def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for() -> None:
-    code = (
-        "import sys, transformers.modeling_utils, transformers.quantizers.auto\n"
-        "before = set(sys.modules)\n"
-        "import hf_trainweights\n"
-        "new = sys.modules.keys() - before\n"
-        "assert {name.partition('.')[0] for name in new} == {'hf_trainweights'}, new\n"
-        f"assert len(new) < {MOST_MODULES}, len(new)\n"
-        "rooms = ('exports', 'inspection', 'report', 'checkpoint.trainer', 'checkpoint.whole')\n"
-        "assert not [name for name in new if name.startswith(tuple(f'hf_trainweights.{r}' for r in rooms))]\n"
-        "assert hf_trainweights.export_torchscript.__module__ == 'hf_trainweights.exports.torchscript'\n"
-        "assert hf_trainweights.checkpoint.Policy.__module__ == 'hf_trainweights.checkpoint.planning.policy'\n"
-    )
-    done = run_fresh(code)
-    assert done.returncode == 0, done.stderr
-
-
-CHANGES = """
+IMPORTS = """
 import sys, tempfile, types
-import peft, safetensors.torch, torch, transformers, transformers.modeling_utils
+import peft, safetensors.torch, torch, transformers, transformers.modeling_utils, transformers.quantizers.auto
 from torch.nn.modules import module as modules
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -75,8 +57,11 @@ def functions():
     return {name: value for name, value in found.items() if isinstance(value, kinds)}
 
 THEIRS = ("peft", "safetensors", "torch", "transformers")
-before = functions()
-import hf_trainweights, hf_trainweights.checkpoint, hf_trainweights.exports
+before, modules_before = functions(), set(sys.modules)
+import hf_trainweights
+print(*sorted(sys.modules.keys() - modules_before))
+print(hf_trainweights.export_torchscript.__module__, hf_trainweights.checkpoint.Policy.__module__)
+import hf_trainweights.checkpoint, hf_trainweights.exports
 after_import = functions()
 sizes = dict(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(LlamaConfig(**sizes))
@@ -91,11 +76,27 @@ print(*sorted(hook.__name__ for each in hooks for hook in each.values()))
 """
 
 
-@pytest.mark.slow
-def test_the_package_puts_functions_where_its_registration_says_and_nowhere_else() -> None:
-    done = run_fresh(CHANGES)
+@pytest.fixture(scope="module")
+def imported() -> list[str]:
+    """Return the lines that the program prints."""
+    done = run_fresh(IMPORTS)
     assert done.returncode == 0, done.stderr
-    by_import, by_use, hooks = done.stdout.splitlines()[-3:]
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+def test_what_a_model_does_not_need_is_imported_when_it_is_asked_for(imported: list[str]) -> None:
+    new, asked_for = (line.split() for line in imported[:2])
+    assert {name.partition(".")[0] for name in new} == {"hf_trainweights"}
+    assert len(new) < MOST_MODULES
+    rooms = ("exports", "inspection", "report", "checkpoint.trainer", "checkpoint.whole")
+    assert [name for name in new if name.startswith(tuple(f"hf_trainweights.{room}" for room in rooms))] == []
+    assert asked_for == ["hf_trainweights.exports.torchscript", "hf_trainweights.checkpoint.planning.policy"]
+
+
+@pytest.mark.slow
+def test_the_package_puts_functions_where_its_registration_says_and_nowhere_else(imported: list[str]) -> None:
+    by_import, by_use, hooks = imported[-3:]
     assert by_import == "transformers.modeling_utils.PreTrainedModel._from_config"
     assert by_use == f"{by_import} transformers.modeling_utils.safe_save_file"
     assert hooks == "describe meet_adapters"

@@ -82,7 +82,7 @@ def train_stock(rank: int, out: Path, resume: str | None = None, **options: Any)
 
 
 @stock_trainer_resumes
-@pytest.mark.parametrize("options", [{}, *exhaustive({"save_on_each_node": True})], ids=["plain", "each node"])
+@pytest.mark.parametrize("options", exhaustive({}, {"save_on_each_node": True}), ids=["plain", "each node"])
 def test_the_first_rank_makes_checkpoints_small_and_both_resume_exactly(
     tmp_path: Path, options: dict[str, Any]
 ) -> None:

@@ -128,9 +128,9 @@ def changed(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # Transformers' own code asks tensors for Python numbers, which a trace takes for constants.
 @pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
 @pytest.mark.covering(1)
-@pytest.mark.parametrize("config", by_default(("int8 g32", "int4 g32", "coded", "uint6"), FORMATS))
+@pytest.mark.parametrize("config", by_default(("int4 g32", "coded"), FORMATS))
 @pytest.mark.parametrize(
-    "architecture", ["llama_tied", "gpt2", "qwen3_moe", "vit", *exhaustive("bert", "llama", "whisper")]
+    "architecture", ["llama_tied", "qwen3_moe", *exhaustive("bert", "llama", "gpt2", "vit", "whisper")]
 )
 def test_a_traced_transformer_takes_tensors_in_order_and_returns_a_tuple(
     tmp_path: Path, architecture: str, config: str

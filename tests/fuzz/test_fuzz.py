@@ -12,8 +12,11 @@ from tests.fuzz.targets.imports import ImportedDirectories
 from tests.fuzz.targets.onnx_exports import OnnxExports
 from tests.fuzz.targets.programs import OnnxFiles, ProgramExports
 
-# Each input of these takes a second.
-_EXHAUSTIVE = (OnnxExports.name, OnnxFiles.name, ProgramExports.name, ImportedDirectories.name)
+# Inputs of these take longest.
+_EXHAUSTIVE = (
+    *(OnnxExports.name, OnnxFiles.name, ProgramExports.name, ImportedDirectories.name),
+    *("exports", "gguf-exports", "model-directories", "run-directories"),
+)
 
 
 @pytest.mark.slow

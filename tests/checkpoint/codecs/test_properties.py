@@ -71,7 +71,7 @@ def roundtrip(codec, tensor, references):
     return encoded, decoded
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests of the contract try chosen tensors
 @quickly
 @given(
     tensor=tensors(ALL_DTYPES) | tensors(LOSSY_DTYPES, finite_floats=True), anchor_seed=st.none() | st.integers(0, 3)
@@ -87,7 +87,7 @@ def test_lossless_codecs_keep_every_bit(tensor, anchor_seed):
         assert bits_equal(decoded, tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests of the contract try chosen tensors
 @quickly
 @given(
     tensor=tensors(LOSSY_DTYPES, finite_floats=True),
@@ -105,7 +105,7 @@ def test_delta_uniform_is_within_its_bound(tensor, seed, step, bounded):
     assert torch.equal(decoded[unchanged], tensor[unchanged])
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests of the contract try chosen tensors
 @quickly
 @given(
     tensor=tensors(LOSSY_DTYPES, finite_floats=True),
@@ -126,7 +126,7 @@ def test_update_space_is_within_its_bound(tensor, seed, scale, step):
     assert torch.allclose(decoded[~usable], tensor[~usable], rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive  # tests of the contract try chosen tensors
 @quickly
 @given(tensor=tensors(LOSSY_DTYPES, finite_floats=True), positive=st.booleans(), step=st.integers(1, 3))
 def test_log_rank1_is_within_its_bound_and_keeps_zeros_and_nothing_but_zeros(tensor, positive, step):

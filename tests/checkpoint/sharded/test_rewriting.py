@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from checkpoint.sharded_states import load_stock_trainer, sample_state, save_as_trainer, save_plain
 from checkpoint.test_callback_kills import KILLED, DyingDisk
-from covering import by_default
+from covering import by_default, exhaustive
 from ranks import outcomes_of_ranks, run_ranks
 from simulated_disk import FailingDisk
 from torch.utils._pytree import tree_map
@@ -291,7 +291,7 @@ def test_ranks_share_the_work_and_write_what_one_process_writes(run: Path, tmp_p
     assert size_bytes(run / "checkpoint-8") < 1.1 * size_bytes(alone / "checkpoint-8")
 
 
-@pytest.mark.parametrize("dying_rank", by_default((1,), range(RANKS)))
+@pytest.mark.parametrize("dying_rank", exhaustive(*range(RANKS)))
 def test_whenever_a_rank_is_killed_all_ranks_find_a_whole_checkpoint(
     run: Path, tmp_path: Path, dying_rank: int
 ) -> None:

@@ -71,16 +71,16 @@ def lora(model: PreTrainedModel) -> nn.Module:
 @pytest.mark.parametrize(
     ("wrap", "options"),
     [
-        (nn.Module.bfloat16, {}),
         (lora, {}),
-        (None, {"optim": "adafactor"}),
         *exhaustive(
+            (nn.Module.bfloat16, {}),
+            (None, {"optim": "adafactor"}),
             (None, {"bf16": True}),
             (None, {"optim": "sgd", "optim_args": "momentum=0.9"}),
             (None, {"gradient_accumulation_steps": 2}),
         ),
     ],
-    ids=["bf16 weights", "LoRA", "Adafactor", "bf16 autocast", "SGD", "accumulation"],
+    ids=["LoRA", "bf16 weights", "Adafactor", "bf16 autocast", "SGD", "accumulation"],
 )
 def test_every_kind_of_training_resumes_exactly(tmp_path: Path, wrap: Any, options: dict[str, Any]) -> None:
     def run() -> tuple[Trainer, Losses]:
@@ -257,7 +257,7 @@ def test_added_to_an_old_run_and_taken_away_again(
     assert_equal(weights(resumed), straight[0])
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt_neox"])
+@pytest.mark.parametrize("name", ["llama", *exhaustive("gpt_neox")])
 def test_only_a_background_thread_that_is_no_daemon_writes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from covering import by_default
 from torch import Tensor
 from transformers import PreTrainedModel
 from weights import same_stored
@@ -22,6 +23,7 @@ from hf_trainweights.formats import FORMATS, parameters_of
 pytestmark = pytest.mark.slow
 
 NAMES = ["llama", "llama_tied", "bert", "gpt2", "t5"]
+each_name = pytest.mark.parametrize("name", by_default(("llama", "llama_tied", "t5"), NAMES))
 EMBEDDINGS = TrainWeightsConfig("int8", include_embeddings=True)
 HEAD_ALONE = TrainWeightsConfig("int8", overrides={"lm_head": "int8"})
 PRESENT = 96
@@ -61,7 +63,7 @@ def assert_saved_and_reloaded(name: str, model: PreTrainedModel, directory: Path
 @pytest.mark.parametrize(
     ("size", "how"), [(90, "in place"), (104, "while it was loaded"), (104, "before it was saved")]
 )
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_float_embeddings_are_resized(name: str, size: int, how: str, tmp_path: Path) -> None:
     model = quantized(name, TrainWeightsConfig("int8"), tmp_path, how)
     before = shown(name, model)
@@ -126,7 +128,7 @@ def test_a_size_that_transformers_refuses_changes_nothing(tmp_path: Path) -> Non
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("options", [{}, {"new_num_tokens": PRESENT}, {"pad_to_multiple_of": 32}], ids=repr)
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_quantized_embeddings_of_the_right_size_stay(name: str, options: dict[str, int], tmp_path: Path) -> None:
     model = quantized(name, EMBEDDINGS, tmp_path, "in place")
     embeddings = model.resize_token_embeddings(**options)
@@ -134,7 +136,7 @@ def test_quantized_embeddings_of_the_right_size_stay(name: str, options: dict[st
     assert_saved_and_reloaded(name, model, tmp_path / "again")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_a_model_is_resized_first_and_quantized_then(name: str, tmp_path: Path) -> None:
     model = ARCHITECTURES[name].build()
     model.resize_token_embeddings(104, mean_resizing=False)
@@ -145,7 +147,7 @@ def test_a_model_is_resized_first_and_quantized_then(name: str, tmp_path: Path) 
     assert_saved_and_reloaded(name, model, tmp_path)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_a_dequantized_model_is_resized_and_quantized_again(name: str, tmp_path: Path) -> None:
     model = quantized(name, EMBEDDINGS, tmp_path, "before it was saved").dequantize()
     model.resize_token_embeddings(104, mean_resizing=False)
@@ -162,7 +164,7 @@ REDO: dict[str, Callable[[PreTrainedModel], object]] = {
 
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("call", REDO)
-@pytest.mark.parametrize("name", NAMES)
+@each_name
 def test_tying_and_initializing_again_change_no_quantized_weight(name: str, call: str, tmp_path: Path) -> None:
     model = quantized(name, EMBEDDINGS, tmp_path, "before it was saved")
     before = {key: each.clone() for key, each in model.named_parameters() if isinstance(each, QuantizedTensor)}
