@@ -5,13 +5,13 @@ The others are states of optimizers, and objects as torch.save wrote them.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, Written
 from hf_trainweights.checkpoint.dcp.shards import name_of
@@ -172,7 +172,7 @@ def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> Written:
         start, is_repeated = target.put(data)
         name, size_bytes = item.index.fqn, len(data)
         report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, size_bytes, size_bytes)
-        return Written(item, start, size_bytes, zlib.crc32(data), report, is_repeated=is_repeated)
+        return Written(item, start, size_bytes, zlib_ng.crc32(data), report, is_repeated=is_repeated)
     encoded = encode_file(rank.tensor(item), {(): replace(plan, exp_avg_sq=None)})
     return _put(item, Item.of(encoded), encoded.report[0], target)
 
