@@ -231,7 +231,7 @@ def test_a_file_of_a_bfloat16_model_computes_what_it_computes(tmp_path: Path, na
         assert (own - other).abs().max() <= (2e-2 * other.abs().max() if name == "gpt2" else 0)
 
 
-@pytest.mark.parametrize("name", ["vit", *exhaustive("whisper", "bert", "minilm")])
+@pytest.mark.parametrize("name", exhaustive("vit", "whisper", "bert", "minilm"))
 def test_a_checkpoint_of_all_formats_is_read_to_the_same_model(tmp_path: Path, name: str, reader: StockReader) -> None:
     make = quality.load if name == "minilm" else ARCHITECTURES[name].build
     model = quantized_by_turns(make, len(name), FORMATS)

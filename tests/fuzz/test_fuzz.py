@@ -20,7 +20,7 @@ _EXHAUSTIVE = (
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", [1 / 64, *exhaustive(1.0)], ids=["a part", "all"])
+@pytest.mark.parametrize("share", [1 / 128, *exhaustive(1.0)], ids=["a part", "all"])
 @pytest.mark.parametrize("name", by_default(TARGETS.keys() - set(_EXHAUSTIVE), TARGETS))
 def test_no_mutated_input_breaks_a_promise(name, share):
     target = TARGETS[name]()
