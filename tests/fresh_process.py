@@ -57,8 +57,14 @@ def _server() -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONHASHSEED": "7", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, __file__]
     server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
-    atexit.register(server.kill)
+    atexit.register(_end, server)
     return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    server.kill()
+    with server:  # closes what leads to it, and waits
+        pass
 
 
 def _serve() -> None:
