@@ -27,9 +27,9 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, drop_stale_manifest
+from hf_trainweights.checkpoint.trainer.backlog import Backlog, drop_stale_manifest
 from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
@@ -217,10 +217,18 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
             return
         policy = Policy(self.policy.mode, self._rules(state, directory))
-        job = SaveJob(directory, policy, self.anchor_every, self._base.choice, self._ranks)
-        buffers = _plain_buffer_names(module) if module is not None else None
-        choices = Choices(bool(args.push_to_hub), buffers, names, _newest_metrics(state))
-        self._backlog.add(Compression(job, choices))
+        job = SaveJob(
+            directory,
+            policy,
+            self.anchor_every,
+            self._base.choice,
+            self._ranks,
+            keep_weights=bool(args.push_to_hub),
+            buffers=_plain_buffer_names(module) if module is not None else None,
+            optimizer_names=names,
+            metrics=_newest_metrics(state),
+        )
+        self._backlog.add(job)
 
     def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
         """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.

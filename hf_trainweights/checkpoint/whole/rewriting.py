@@ -28,13 +28,7 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import converted_weights_problem
-from hf_trainweights.checkpoint.run.job import (
-    Choices,
-    SaveJob,
-    manifest_fields,
-    rewriting,
-    write_complete_manifest,
-)
+from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
 from hf_trainweights.checkpoint.run.verification import (
     RESUMED_FROM,
     anchor_problem,
@@ -100,25 +94,25 @@ class WholeLayout:
         shards = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
         return max([shards, *sizes])
 
-    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
+    def compress(self, job: SaveJob) -> Manifest:
         """Make the files small; with the same choices a second call changes nothing."""
         path, inventory = self.path, take_inventory(self.path)
-        if not choices.weights_only:
+        if not job.weights_only:
             inventory.require_training_state()
         previous = self._verified()
-        recorded = _recorded(job, choices.keep_weights)
+        recorded = _recorded(job)
         if previous and recorded.items() <= previous.metadata.items():
             return previous
         self._require_undamaged(previous)
-        optimizer = OptimizerFile.read(path, job.policy, choices.optimizer_names)
-        keeps = choices.keep_weights or _must_keep_weights(path)
-        weights = None if keeps else weights_to_store(inventory, job.policy, previous, choices.buffers, optimizer)
+        optimizer = OptimizerFile.read(path, job.policy, job.optimizer_names)
+        keeps = job.keep_weights or _must_keep_weights(path)
+        weights = None if keeps else weights_to_store(inventory, job.policy, previous, job.buffers, optimizer)
         with rewriting(path):
             entries, fields = _compress_weights(job, inventory, previous, weights)
             entries |= _compress_others(job, inventory, optimizer, done=entries)
-            fields |= manifest_fields(path, previous, choices.metrics, recorded)
+            fields |= manifest_fields(path, previous, job.metrics, recorded)
             had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
-            if choices.weights_only and weights is not None and had_safetensors:
+            if job.weights_only and weights is not None and had_safetensors:
                 fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
             return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
 
@@ -158,9 +152,9 @@ class WholeLayout:
         register_anchor_directory(self.path)
 
 
-def _recorded(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
+def _recorded(job: SaveJob) -> dict[str, Any]:
     """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
-    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
+    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
     return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
 
 
