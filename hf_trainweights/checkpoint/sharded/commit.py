@@ -111,5 +111,6 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
     used = {sha256 for file in files.values() for sha256 in file.anchors}
     if previous is None or not used:
         return ShardedAnchor(record=AnchorRecord(NO_DIGEST), files=full)
-    record = previous.after_delta(bits / max(elements, 1), measured, is_exact=is_exact)
+    moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift
+    record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
     return ShardedAnchor(record=record, files={sha256: previous.files[sha256] for sha256 in sorted(used)} | full)

@@ -38,7 +38,7 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
     unlink_anchor,
 )
-from hf_trainweights.checkpoint.run.base import base_candidate, keep_files, open_base, with_measured_drift
+from hf_trainweights.checkpoint.run.base import base_candidate, drift_from_base, keep_files, open_base
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.errors import UnstorableError
@@ -109,12 +109,11 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
     is_exact = all(each.is_lossless for each in plan.values())
     encoded = None
     if any(each.uses_anchor for each in plan.values()):
-        if not is_exact:
-            candidate = _with_drift(candidate, job, weights, anchor)
+        moved = {} if is_exact or candidate.record.delta_rms else _drift_rms(candidate, job, weights, anchor)
         written = write_file(
             file,
             weights.state,
-            with_steps(plan, candidate.step_rms),
+            with_steps(plan, candidate.step_rms or moved),
             anchor=anchor,
             anchor_directory=job.path,
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
@@ -122,7 +121,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         encoded = _EncodedWeights(written, weights.as_anchor)
         if written.anchor_sha256:
             bits = _bits_per_weight(written, weights.state)
-            record = candidate.after_delta(bits, {}, is_exact=is_exact)
+            record = candidate.after_delta(bits, moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
                 encoded = _EncodedWeights(written, record, _kept_files(job, candidate, anchor), anchor.base)
             else:
@@ -139,19 +138,16 @@ def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Se
     return keep_files(base, job.directory) if keeps else ()
 
 
-def _with_drift(
+def _drift_rms(
     candidate: WeightsAnchor, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
-) -> WeightsAnchor:
-    """Measure how far the weights have moved, unless an earlier delta did: it takes as long as decoding the anchor."""
-    if candidate.record.delta_rms:
-        return candidate
-    delta_rms = measure_delta_rms(weights.state, anchor)
-    # The anchor itself, made small once more, says nothing about how far weights move.
-    delta_rms = delta_rms if any(delta_rms.values()) else {}
-    if candidate.base is not None:
-        return with_measured_drift(candidate, job.path, weights.state, delta_rms)
-    record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
-    return replace(candidate, record=record)
+) -> dict[str, float]:
+    """Measure how far the weights move between two saves, which takes as long as decoding the anchor."""
+    distance_rms = measure_delta_rms(weights.state, anchor)
+    if not any(distance_rms.values()):  # the anchor itself, made small once more, says nothing about drift
+        return {}
+    if candidate.base is None:
+        return distance_rms
+    return drift_from_base(job.path, candidate.interval_steps, weights.state, distance_rms)
 
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _EncodedWeights:
