@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.manifest import (
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, list_files, zip_problem
+from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
@@ -140,7 +140,7 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
     for name, status in list_files(path).items():
         if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
             continue
-        if name.startswith(RNG_PREFIX) and zip_problem(path / name):
+        if name.startswith(RNG_PREFIX) and file_problem(path / name):
             continue  # another rank is still writing it
         files[name] = FileEntry.of(path / name, _known_report(path, name, previous))
     manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)

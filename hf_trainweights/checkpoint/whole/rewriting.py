@@ -32,10 +32,10 @@ from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriti
 from hf_trainweights.checkpoint.run.verification import (
     RESUMED_FROM,
     anchor_problem,
+    file_problem,
     require_intact,
     require_undamaged,
     weights_problem,
-    zip_problem,
 )
 from hf_trainweights.checkpoint.whole.sources import (
     ADAPTER_WEIGHTS_NAME,
@@ -81,7 +81,7 @@ class WholeLayout:
         if not weights:
             return self.missing_problem()
         others = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
-        checks = [(weights_problem, weights), (zip_problem, others), (anchor_problem, weights + others)]
+        checks = [(weights_problem, weights), (file_problem, others), (anchor_problem, weights + others)]
         return next(filter(None, (check(file) for check, files in checks for file in files)), None)
 
     def unlisted(self, directory: Path) -> list[Path]:

@@ -632,7 +632,7 @@ def test_a_damaged_anchor_beside_weights_that_stay_gets_no_digest(tmp_path):
     content = anchor.read_bytes()
     anchor.unlink()
     anchor.write_bytes(content[:-1] + b"?")
-    with pytest.raises(CorruptFileError, match="has another SHA-256"):
+    with pytest.raises(CorruptFileError, match="an anchor named by its SHA-256"):
         compress_directory(path, keep_weights=True)
     assert not (path / MANIFEST_NAME).exists()
 
