@@ -93,36 +93,27 @@ class StoredItem(WriteResult):
     is_repeated: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True)
-class Written:
-    """An item whose file is not complete yet; its `report` may have another path. The rest is as in `StoredItem`."""
-
-    item: WriteItem
-    start: int
-    size_bytes: int
-    crc32: int
-    report: TensorReport
-    anchor_sha256: str | None = None
-    delta_rms: float | None = None
-    is_repeated: bool = False
-
-    def stored(self, file: StoredFile) -> StoredItem:
-        """Return the result for DCP, once the file is complete."""
-        place = Place(file.name, self.start, self.start + self.size_bytes, self.crc32)
-        row = self._row(place)
-        return StoredItem(self.item.index, self.size_bytes, place, row, file, self.delta_rms, self.is_repeated)
-
-    def _row(self, place: Place) -> dict[str, Any]:
-        row: dict[str, Any] = {**vars(self.report), "path": self.item.index.fqn}
-        if self.is_repeated:
-            row |= {"bytes_in": 0, "bytes_out": 0}
-        row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
-        shard = shard_of(self.item)
-        if shard is not None:
-            row["shard"] = shard
-        if self.anchor_sha256 is not None:
-            row["anchor"] = self.anchor_sha256
-        return row
+def stored_item(
+    item: WriteItem,
+    place: Place,
+    report: TensorReport,
+    *,
+    anchor_sha256: str | None = None,
+    delta_rms: float | None = None,
+    is_repeated: bool = False,
+) -> StoredItem:
+    """Return the result for DCP of an item whose file is not complete yet; `report` may have another path."""
+    row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
+    row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
+    if is_repeated:
+        row |= {"bytes_in": 0, "bytes_out": 0}
+    shard = shard_of(item)
+    if shard is not None:
+        row["shard"] = shard
+    if anchor_sha256 is not None:
+        row["anchor"] = anchor_sha256
+    size_bytes = place.stop - place.start
+    return StoredItem(item.index, size_bytes, place, row, delta_rms=delta_rms, is_repeated=is_repeated)
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
