@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
+from hf_trainweights.checkpoint.dcp.description import Place, fill_whole, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
 from hf_trainweights.checkpoint.dcp.reader import read_bytes
-from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name

@@ -17,9 +17,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe
+from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe, parse_shard, shard_name
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord

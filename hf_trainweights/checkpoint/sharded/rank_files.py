@@ -12,8 +12,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItem
 
-from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, stored_item
-from hf_trainweights.checkpoint.dcp.shards import name_of
+from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
-from hf_trainweights.checkpoint.dcp.shards import name_of
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import ModeName
