@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.description import Place, fill_whole, metadata_of
+from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
 from hf_trainweights.checkpoint.dcp.reader import read_bytes
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
@@ -79,7 +79,7 @@ class ShardedContents:
         return sum(stop - start for _, start, stop in places)
 
     def require_complete(self) -> None:
-        """Check that every item lies inside a file that is there, fills its tensor, and that every anchor is found.
+        """Check that every item lies inside a file that is there, and that every anchor is found.
 
         Items are not read. CorruptFileError: one does not, or an anchor is damaged. MissingAnchorError: one is gone.
         """
@@ -95,16 +95,10 @@ class ShardedContents:
         for name, file in self.manifest.files.items() if self.manifest else ():
             if name == anchor_file_name(file.sha256):
                 find_anchor(file.sha256, str(self.directory / name))
-        for name, entry in self.tensors.items():
-            _require_filled(name, entry)
-        for name in self.metadata.state_dict_metadata:
-            if not self._indices[name]:
-                raise CorruptFileError(f"{self.directory}, {name}", "items of every name", "none", _NEXT_STEP)
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a whole tensor to the CPU, put together from the parts that the ranks saved."""
         entry = self.tensors[name]
-        _require_filled(name, entry)
         whole: Tensor | None = None
         for chunk in entry.chunks:
             part = self.read_item(MetadataIndex(name, chunk.offsets))
@@ -121,9 +115,6 @@ class ShardedContents:
 
     def read_item(self, index: MetadataIndex) -> Tensor:
         """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
-        if index not in self.places:
-            where = f"{self.directory}, {index.fqn}"
-            raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
         where = f"{self.directory / self.places[index].file}, {index.fqn}"
         value = load_item(self.read_bytes(index), where)
         if not isinstance(value, Tensor):
@@ -161,12 +152,6 @@ def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
         raise CorruptFileError(
             str(directory), f"a {METADATA_NAME}, which is written last", "none", next_step
         ) from error
-
-
-def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
-    if not fill_whole(entry.size, entry.chunks):
-        found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
-        raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)
 
 
 def model_weights(contents: ShardedContents) -> dict[str, str]:
