@@ -96,7 +96,7 @@ def _plan_model(
 ) -> dict[str, TensorPlan]:
     weights = {name: tensors[flat_name] for name, flat_name in names.items()}
     exact = buffers_of({name: weight.dim() for name, weight in weights.items()}, parameters, buffers)
-    plan = policy.plan_delta(weights, weights, buffers=exact) if is_delta else policy.plan_full(weights, buffers=exact)
+    plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
     return {names[name]: plan[name,] for name in weights}
 
 

@@ -105,7 +105,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         anchor = link_anchor(candidate.path, candidate.record.sha256, job.directory)
     if anchor is None:
         return None
-    plan = job.policy.plan_delta(weights.state, anchor, buffers=weights.buffers)
+    plan = job.policy.plan_weights(weights.state, anchor, buffers=weights.buffers)
     is_exact = all(each.is_lossless for each in plan.values())
     encoded = None
     if any(each.uses_anchor for each in plan.values()):
@@ -152,7 +152,7 @@ def _drift_rms(
 
 def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _EncodedWeights:
     """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
-    plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
+    plan = job.policy.plan_weights(weights.state, buffers=weights.buffers)
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
