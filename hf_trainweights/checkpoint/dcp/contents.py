@@ -67,10 +67,6 @@ class ShardedContents:
         entries = self.metadata.state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
 
-    def path_of(self, name: str) -> tuple[str | int, ...]:
-        """Return the keys in the nested state dict that DCP joined to a name."""
-        return (self.metadata.planner_data or {}).get(name, (name,))
-
     def stored_bytes(self, name: str) -> int:
         """Return what the items of a name take on disk."""
         places = {
@@ -181,7 +177,7 @@ def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
 def _models(contents: ShardedContents) -> Mapping[str, dict[str, str]]:
     states = optimizer_states(contents.metadata.state_dict_metadata)
     names = [name for name in contents.tensors if name not in states]
-    return models(names, {name: contents.path_of(name) for name in names})
+    return models(names, contents.metadata.planner_data or {})
 
 
 def unlisted_files(directory: Path) -> list[Path]:

@@ -19,12 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -266,9 +261,5 @@ def _owner(name: str, number: int) -> int:
 def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> list[WriteItem]:
     if not isinstance(entry, TensorStorageMetadata):
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-    return [_item(name, entry, chunk) for chunk in entry.chunks]
-
-
-def _item(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> WriteItem:
-    data = TensorWriteData(chunk, entry.properties, entry.size)
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    parts = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
+    return [WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in parts]
