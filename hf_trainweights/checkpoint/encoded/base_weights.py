@@ -202,11 +202,11 @@ class BaseWeights:
             return
         try:
             file = safe_open(path, framework="pt")
+            for each in file.keys():  # noqa: SIM118 (it is no dict)
+                self._readers[each] = lambda each=each: file.get_tensor(each)
+                self._shapes[each] = tuple(file.get_slice(each).get_shape())
         except SafetensorError as error:
             raise corrupt(f"{name} of {self.base}", "a safetensors file", error) from error
-        for each in file.keys():  # noqa: SIM118 (it is no dict)
-            self._readers[each] = lambda each=each: file.get_tensor(each)
-            self._shapes[each] = tuple(file.get_slice(each).get_shape())
 
     def _open_torch_file(self, path: Path) -> None:
         state = None if is_encoded(path) else load_file(path, map_location="cpu", mmap=True)
