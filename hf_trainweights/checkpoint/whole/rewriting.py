@@ -7,7 +7,6 @@ loaders prefer those: `model.safetensors`, the index of shards, the shards.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -51,10 +50,8 @@ from hf_trainweights.checkpoint.whole.sources import (
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import remove_files, replace_by_link, replace_file
 from hf_trainweights.files.reading import is_torch_file
-from hf_trainweights.files.save_errors import save_errors
-from hf_trainweights.files.temporary import Claim
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
@@ -215,30 +212,14 @@ def _compress_others(
     return entries
 
 
-def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
-    """Save weights in a checkpoint directory under a temporary name, plain and as fast as torch.save.
-
-    They may change afterwards. The claim is for `adopt_weights`; the data may not be on the disk yet.
-    """
-    path = Path(path).absolute()
-    with save_errors(path, "Its files are as they were."), create_file_aside(path) as (claim, file):
-        torch.save(dict(weights), file)
-    return claim
-
-
-def adopt_weights(path: str | Path, aside: Claim) -> None:
-    """Put weights that were set aside in the place of a checkpoint's weight files.
+def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Put weights in the place of a checkpoint's weight files, plain and as fast as torch.save writes them.
 
     A Trainer resumes exactly from the module's names, and its own files may have others. After an error the old weights
-    are there, or the new ones; the file aside is gone.
+    are there, or the new ones.
     """
-    path = Path(path).absolute()
-    try:
-        inventory = take_inventory(path)
-        with rewriting(path):
-            move_file(aside.path, path / WEIGHTS_NAME)
-            remove_files(inventory.replaced_by(WEIGHTS_NAME))
-    finally:
-        with contextlib.suppress(OSError):  # it is moved, or the next save removes it
-            aside.path.unlink()
-        aside.release()
+    inventory = take_inventory(path)
+    with rewriting(path):
+        with replace_file(path / WEIGHTS_NAME) as file:
+            torch.save(dict(weights), file)
+        remove_files(inventory.replaced_by(WEIGHTS_NAME))

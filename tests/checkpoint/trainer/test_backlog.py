@@ -147,14 +147,14 @@ def test_a_callback_that_removes_each_checkpoint_is_no_error(
 def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = callback_module.set_weights_aside
+    real = callback_module.replace_weights
 
     def full(path: Path, weights: Any) -> Any:
         if path.name == "checkpoint-8":
             raise SaveError(str(path), "enough free disk space", "a full disk", "Free some space.")
         return real(path, weights)
 
-    monkeypatch.setattr(callback_module, "set_weights_aside", full)
+    monkeypatch.setattr(callback_module, "replace_weights", full)
     assert run(tmp_path, model="gpt_neox") == STEPS
     assert "checkpoint-8 stays as the Trainer wrote it" in caplog.text
     with pytest.warns(UserWarning, match="checkpoint-8 is passed over"):
