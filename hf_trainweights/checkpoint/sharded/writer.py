@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
-from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
+from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight
 from hf_trainweights.errors import SaveError, UnsupportedError
@@ -268,8 +268,7 @@ class TrainWeightsWriter(StorageWriter):
         """
         with save_errors(self._path, _OUTCOME):
             anchor = {"anchor": self._anchor, "is_exact": self._is_exact}
-            manifest = commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
-            remove_unlisted(self._path, manifest)
+            commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
 
     def storage_meta(self) -> StorageMeta:
         """Return where the checkpoint is saved, and the identity of the save."""
