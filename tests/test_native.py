@@ -10,6 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from hf_trainweights.checkpoint.codecs.coding import compiled as compiled_levels
+from hf_trainweights.files import byte_planes
+from hf_trainweights.formats import compiled_search
 from hf_trainweights.kernels import compiled
 
 ROOT = Path(__file__).parent.parent
@@ -140,9 +143,20 @@ def test_without_a_compiler_nothing_is_compiled(
     assert capsys.readouterr().err == "hf_trainweights: compiled nothing (there is no C compiler no-such-compiler)\n"
 
 
-def test_the_number_of_the_interface_is_that_of_the_sources() -> None:
-    text = (ROOT / "hf_trainweights" / "kernels" / "native" / "product.h").read_text(encoding="utf-8")
-    assert re.findall(r"#define ABI (\d+)", text) == [str(compiled.ABI)]
+@pytest.mark.parametrize(
+    ("native", "number"),
+    [
+        ("kernels", compiled.ABI),
+        ("formats", compiled_search._ABI),
+        ("checkpoint/codecs", compiled_levels._ABI),
+        ("files", byte_planes._ABI),
+    ],
+)
+def test_the_number_of_an_interface_is_that_of_its_sources(native: str, number: int) -> None:
+    sources = (ROOT / "hf_trainweights" / native / "native").iterdir()
+    texts = [path.read_text(encoding="utf-8") for path in sources if path.suffix in (".c", ".h")]
+    found = [each for text in texts for each in re.findall(r"#define ABI (\d+)|int abi\(void\) { return (\d+)", text)]
+    assert ["".join(each) for each in found] == [str(number)]
 
 
 @pytest.mark.exhaustive

@@ -20,8 +20,8 @@ from hf_trainweights.native_library import load_library
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
-_ABI = 1
-_FUNCTIONS = {"split_2": "-alal", "split_4": "-alal", "split_8": "-alal", "join_2": "-plia", "join_4": "-plia"}
+_ABI = 2
+_FUNCTIONS = {"split_2": "-alial", "split_4": "-alial", "split_8": "-alial", "join_2": "-plia", "join_4": "-plia"}
 
 
 @functools.cache
@@ -51,23 +51,24 @@ def fold(words: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return folded
 
 
-def split_planes(words: np.ndarray, planes: np.ndarray) -> None:
-    """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous unsigned words."""
-    library = compiled()
+def split_planes(words: np.ndarray, planes: np.ndarray, folded: torch.dtype | None = None) -> None:
+    """Fill `planes`, [itemsize, len(words)], with the bytes of contiguous words; with a dtype, as `fold` makes them."""
+    library, is_rotated = compiled(), folded is not None and _is_rotated(words, folded)
     if library and words.itemsize > 1:
-        getattr(library, f"split_{words.itemsize}")(words, len(words), planes, planes.strides[0])
+        getattr(library, f"split_{words.itemsize}")(words, len(words), is_rotated, planes, planes.strides[0])
     else:
-        planes[:] = words.view(np.uint8).reshape(-1, words.itemsize).T
+        given = words if folded is None else fold(words, folded)
+        planes[:] = given.view(np.uint8).reshape(-1, words.itemsize).T
 
 
 def join_planes(planes: Sequence[np.ndarray], words: np.ndarray, folded: torch.dtype | None = None) -> None:
     """Fill contiguous words, 1-D, with their bytes of each significance, lowest first.
 
-    With a dtype the bytes are those of words that `fold` returned, and what it was given comes back.
+    With a dtype the bytes are those of words that `fold` made, and what it was given comes back.
     """
     library, is_rotated = compiled(), folded is not None and _is_rotated(words, folded)
     if library and words.itemsize in (2, 4):
-        pointers = (ctypes.c_void_p * len(planes))(*(plane.ctypes.data for plane in planes))
+        pointers = (ctypes.c_void_p * len(planes))(*(plane.__array_interface__["data"][0] for plane in planes))
         getattr(library, f"join_{words.itemsize}")(ctypes.addressof(pointers), len(words), is_rotated, words)
         return
     for place, plane in enumerate(planes):

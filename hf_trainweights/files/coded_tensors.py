@@ -20,7 +20,6 @@ from __future__ import annotations
 import json
 import math
 import struct
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import accumulate
@@ -29,9 +28,10 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.byte_planes import fold, join_planes, split_planes, words_of
+from hf_trainweights.files.byte_planes import join_planes, split_planes, words_of
 from hf_trainweights.files.huffman import decode_block, encode_block
 
 _MAGIC = b"TWC1"
@@ -102,9 +102,9 @@ def encode_tensors(tensors: Mapping[str, Tensor]) -> Tensor:
         parts += [block for blocks in _map(_encode_chunk, pieces, words.nbytes) for block in blocks]
     listed = [[name, str(spec.dtype).removeprefix("torch."), list(spec.shape)] for name, spec in specs.items()]
     text = json.dumps(listed, separators=(",", ":")).encode()
-    table = np.array([(len(block), zlib.crc32(block.data)) for block in parts], _ENTRY).tobytes()
+    table = np.array([(len(block), zlib_ng.crc32(block.data)) for block in parts], _ENTRY).tobytes()
     rest = struct.pack("<I", len(text)) + text + table
-    head = _MAGIC + struct.pack("<I", zlib.crc32(rest)) + rest
+    head = _MAGIC + struct.pack("<I", zlib_ng.crc32(rest)) + rest
     return torch.from_numpy(np.concatenate([np.frombuffer(head, np.uint8), *parts]))
 
 
@@ -114,7 +114,7 @@ def _encode_chunk(piece: tuple[np.ndarray, slice, _Spec]) -> list[np.ndarray]:
     if spec.planes == 1:
         return [encode_block(words)]
     planes = np.empty((spec.planes, len(words)), np.uint8)
-    split_planes(fold(words, spec.dtype).view(f"u{spec.planes}"), planes)
+    split_planes(words, planes, spec.dtype)
     return [encode_block(plane) for plane in planes]
 
 
@@ -144,7 +144,7 @@ class CodedTensors:
         self.specs = self._read_specs(bytes(self._data[_PREFIX.size : start]))
         firsts = list(accumulate((spec.blocks for spec in self.specs.values()), initial=0))
         end = start + firsts[-1] * _ENTRY.itemsize
-        if end > len(self._data) or zlib.crc32(self._data[8:end].data) != crc32:
+        if end > len(self._data) or zlib_ng.crc32(self._data[8:end].data) != crc32:
             raise self._corrupt("the header", "the one that its checksum is of", "another one, or the end")
         table = self._data[start:end].view(_ENTRY)
         self._firsts = dict(zip(self.specs, firsts, strict=False))
@@ -187,7 +187,7 @@ class CodedTensors:
         start = self._edges[index]
         stored = self._data[start : self._edges[index + 1]]
         where = f"block {index} at byte {start}"
-        if zlib.crc32(stored.data) != self._crc32s[index]:
+        if zlib_ng.crc32(stored.data) != self._crc32s[index]:
             raise self._corrupt(where, f"the CRC-32 {self._crc32s[index]:08x}", "another one")
         return decode_block(stored, size, lambda expected, found: self._corrupt(where, expected, found))
 

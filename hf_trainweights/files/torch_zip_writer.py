@@ -6,11 +6,11 @@ may grow while it is written. The first one begins at byte 64.
 
 from __future__ import annotations
 
-import functools
 import struct
-import zlib
 from dataclasses import dataclass
 from typing import Protocol
+
+from zlib_ng import zlib_ng
 
 _ARCHIVE = "archive/"
 # Bit 3: checksum and lengths follow the data. Bit 11: names are UTF-8.
@@ -19,10 +19,6 @@ _ZIP64_VERSION = 45
 _UNIX_ZIP64 = 3 << 8 | _ZIP64_VERSION
 _MIDNIGHT, _FIRST_OF_1980 = 0, 1 << 5 | 1
 _UNKNOWN_16, _UNKNOWN_32 = 0xFFFF, 0xFFFFFFFF
-
-_POLYNOMIAL = 0xEDB88320
-# Below it, reading the bytes takes less time than joining two checksums.
-_JOINED_BYTES = 1 << 16
 
 
 class Writable(Protocol):
@@ -65,11 +61,9 @@ class TorchZipWriter:
         self._put(header + self._name + sizes)
 
     def write(self, data: bytes | memoryview, crc32: int | None = None) -> None:
-        """Append bytes to the record."""
-        if crc32 is None or len(data) < _JOINED_BYTES:
-            self._crc32 = zlib.crc32(data, self._crc32)
-        else:
-            self._crc32 = join_crc32(self._crc32, crc32, len(data))
+        """Append bytes to the record, given their checksum if that is known."""
+        crc32 = zlib_ng.crc32(data) if crc32 is None else crc32
+        self._crc32 = zlib_ng.crc32_combine(self._crc32, crc32, len(data))
         self._size_bytes += len(data)
         self._put(data)
 
@@ -113,34 +107,3 @@ def _directory_entry(record: _Record) -> bytes:
         *(record.crc32, size_bytes, size_bytes, len(record.name), len(extra), 0, 0, 0, 0, start),
     )
     return entry + record.name + extra
-
-
-def join_crc32(first: int, second: int, second_bytes: int) -> int:
-    """Return the CRC-32 of two byte strings one after the other, without reading them."""
-    return _product(_shift(second_bytes), first) ^ second if first else second
-
-
-def _shift(size_bytes: int) -> int:
-    """Return x**(8 * size_bytes) modulo the polynomial: what a checksum is multiplied by for so many bytes behind."""
-    power, exponent = 1 << 31, 8 * size_bytes
-    for place in range(exponent.bit_length()):
-        if exponent >> place & 1:
-            power = _product(_square(place), power)
-    return power
-
-
-@functools.cache
-def _square(place: int) -> int:
-    """Return x**(2**place) modulo the polynomial."""
-    return _product(_square(place - 1), _square(place - 1)) if place else 1 << 30
-
-
-def _product(a: int, b: int) -> int:
-    """Multiply two polynomials modulo that of CRC-32; the highest bit is the constant term."""
-    product = 0
-    while a:
-        if a & 0x80000000:
-            product ^= b
-        a = a << 1 & 0xFFFFFFFF
-        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
-    return product

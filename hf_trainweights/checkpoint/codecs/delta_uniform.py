@@ -148,7 +148,7 @@ class DeltaUniform(Codec):
         cls.check_count(payloads, 2)
 
         def decode(rows: Rows, columns: slice, levels: np.ndarray, out: Placed) -> None:
-            near = _rows_of(anchor, rows, columns, "anchor")
+            near = None if anchor is None else rows_of(anchor, rows, columns, "anchor")
             _decode_tile(levels, near, _dither_starts(rows, columns, matrix[1], shift), step, out)
 
         return decode_tiles(cls, payloads, shape, dtype, decode)
@@ -168,10 +168,6 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
             delta = delta - flat_anchor[chunk].to(torch.float32)
         total += torch.linalg.vector_norm(delta, dtype=torch.float64).item() ** 2
     return math.sqrt(total / len(flat)) if total else 0.0
-
-
-def _rows_of(matrix: Tensor | None, rows: Rows, columns: slice, use: str) -> Placed | None:
-    return None if matrix is None else rows_of(matrix, rows, columns, use)
 
 
 def _encode_tile(

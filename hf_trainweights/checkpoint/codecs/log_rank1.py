@@ -46,12 +46,10 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     empty,
     fill,
     matrix_shape,
-    put,
     rounded_to,
     scratch,
     tiles,
     to_float32,
-    work_in,
 )
 from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
 from hf_trainweights.checkpoint.codecs.coding.rank1 import MEAN_UNITS, decode_means, encode_means, log_means
@@ -107,13 +105,15 @@ class LogRank1(Codec):
         for tile in tiles(*shape):
             rows, columns = tile
             logs, factors = (row_logs[rows], column_logs[columns]), (row_factors[rows], column_factors[columns])
-            decoded = work_in(out[tile], "decoded")
+            target = out[tile]
+            decoded = target.numpy() if target.dtype == torch.float32 else scratch("decoded", target.shape)
             quotients = _encode_tile(original[tile], logs, factors, self.step, decoded, *writer.place(tile))
             misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
-            put(decoded, out[tile])
+            if target.dtype != torch.float32:
+                target.copy_(torch.from_numpy(decoded))
             if misfit is not None:
                 writer.mark_exact(tile, original[tile], misfit)
-                out[tile].view(-1)[misfit] = original[tile].reshape(-1)[misfit]
+                target.view(-1)[misfit] = original[tile].reshape(-1)[misfit]
             bound = max(bound, worst)
         # The errors are logarithms of float32 quotients.
         payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]

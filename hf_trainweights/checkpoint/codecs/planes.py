@@ -127,10 +127,11 @@ def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
     near = None if anchor is None else words_of(anchor)
 
     def write(writer: BlockWriter, chunk: slice) -> bool:
-        if near is None or not _delta_is_smaller(words[chunk], near[chunk], dtype):
-            write_plain(writer, words[chunk], dtype)
+        x = words[chunk]
+        if near is None or not _delta_is_smaller(x, near[chunk], dtype):
+            write_planes(writer, x.itemsize, len(x), [x], dtype)
             return False
-        x, y = words[chunk], near[chunk]
+        y = near[chunk]
         differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
         write_planes(writer, words.itemsize, len(x), differences)
         return True
@@ -199,18 +200,17 @@ def plane_bits(words: np.ndarray) -> float:
     return -float(np.dot(share, np.log2(share)))
 
 
-def write_plain(writer: BlockWriter, words: np.ndarray, dtype: torch.dtype) -> None:
-    """Write the planes of a chunk of the tensor itself, not of a difference."""
-    parts = (fold(words[part], dtype) for part in chunk_ranges(len(words), CACHED))
-    write_planes(writer, words.itemsize, len(words), parts)
+def write_planes(
+    writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray], folded: torch.dtype | None = None
+) -> None:
+    """Write one block per byte of significance, lowest first, of `count` words in 1-D arrays.
 
-
-def write_planes(writer: BlockWriter, itemsize: int, count: int, parts: Iterable[np.ndarray]) -> None:
-    """Write one block per byte of significance, lowest first, of `count` words in 1-D arrays."""
+    With `folded`, the tensor's dtype, the words are those of the tensor itself, and `fold` decides how they are split.
+    """
     planes = scratch("planes", [itemsize, count], np.uint8)
     start = 0
     for part in parts:
-        split_planes(part.view(f"u{itemsize}"), planes[:, start : start + len(part)])
+        split_planes(part, planes[:, start : start + len(part)], folded)
         start += len(part)
     for plane in planes:
         writer.write(plane)
@@ -221,10 +221,10 @@ def read_planes(
 ) -> Iterator[slice]:
     """Fill `out` with the words whose planes start at block `first_block`, and yield each slice as it is filled.
 
-    `folded` is the dtype of words that `write_plain` wrote. What else is done to them should be done at once.
+    `folded` is what `write_planes` got. What else is done to the words of a slice should be done at once.
     CorruptFileError: a block is damaged.
     """
     planes = [reader.read(first_block + index, len(out)) for index in range(out.itemsize)]
-    for part in chunk_ranges(len(out), size):
+    for part in chunk_ranges(len(out), size if folded is None else len(out)):
         join_planes([plane[part] for plane in planes], out[part], folded)
         yield part

@@ -44,7 +44,6 @@ from hf_trainweights.checkpoint.codecs.planes import (
     read_planes,
     sample_step,
     unzigzag_,
-    write_plain,
     write_planes,
     zigzag_,
 )
@@ -85,7 +84,7 @@ class PlanesRank1(ChunkedCodec):
             if is_difference:
                 write_planes(writer, words.itemsize, tile[0].size, _codes(*tile))
             else:
-                write_plain(writer, tile[0].reshape(-1), dtype)
+                write_planes(writer, words.itemsize, tile[0].size, [tile[0].reshape(-1)], dtype)
             return is_difference
 
         others = (encode_means(*means),)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import os
 import zipfile
-import zlib
 from collections import defaultdict
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,6 +16,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
@@ -173,7 +173,7 @@ def read_bytes(file: BinaryIO, place: Place, path: Path) -> bytes:
         raise CorruptFileError(where, f"{size_bytes} bytes", f"{len(data)}", _NEXT_STEP)
     if place.crc32 is None:
         _require_whole_zip(data, where)
-    elif (found := zlib.crc32(data)) != place.crc32:
+    elif (found := zlib_ng.crc32(data)) != place.crc32:
         raise CorruptFileError(where, f"crc32 {place.crc32}", str(found), _NEXT_STEP)
     return data
 

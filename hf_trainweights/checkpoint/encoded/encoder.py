@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch._utils import _rebuild_tensor_v2
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import Json
 from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
@@ -36,7 +37,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.checkpoint.encoded.tree import flatten
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu, in_order, worker_count
-from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable, join_crc32
+from hf_trainweights.files.torch_zip_writer import TorchZipWriter, Writable
 
 _ZEROS = bytes(1 << 20)
 
@@ -193,7 +194,7 @@ class _Collector:
     def _append(self, piece: Tensor, crc32: int) -> int:
         """Append a piece, or more of it, and return how long it is by now."""
         self._payload.append(piece, crc32, continues=self._size_bytes > 0)
-        self._crc32 = join_crc32(self._crc32, crc32, piece.numel())
+        self._crc32 = zlib_ng.crc32_combine(self._crc32, crc32, piece.numel())
         self._size_bytes += piece.numel()
         return self._size_bytes
 

@@ -34,12 +34,12 @@ import hashlib
 import json
 import math
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.encoded.base_identity import Base
@@ -181,7 +181,7 @@ def payload_crc32(pieces: Iterable[Tensor]) -> int:
     """Return the CRC-32 of the bytes of 1-D uint8 CPU tensors, one after the other."""
     value = 0
     for piece in pieces:
-        value = zlib.crc32(piece.numpy().data, value)
+        value = zlib_ng.crc32(piece.numpy().data, value)
     return value
 
 

@@ -5,12 +5,12 @@ The others are states of optimizers, and objects as torch.save wrote them.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.distributed.checkpoint.planner import WriteItem
+from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
@@ -151,7 +151,7 @@ class _Target:
             self.file.write(data)
             if key is not None:
                 self.starts[key] = start
-        place = Place(self.name, start, start + len(data), zlib.crc32(data))
+        place = Place(self.name, start, start + len(data), zlib_ng.crc32(data))
         return stored_item(item, place, report, is_repeated=is_repeated)
 
 

@@ -34,7 +34,6 @@ from numpy.typing import DTypeLike
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
-from hf_trainweights.files.byte_planes import WORDS
 from hf_trainweights.files.huffman import decode_block, encode_block
 
 Tile = tuple[slice, slice]
@@ -78,32 +77,21 @@ def rows_of(matrix: Tensor, rows: Rows, columns: slice, use: str) -> Placed:
         return to_float32(matrix[rows, columns], use), None
     if matrix.dtype == torch.float32:
         return matrix.numpy(), rows
-    words = matrix.view(WORDS[matrix.itemsize])[torch.from_numpy(rows)]
-    return to_float32(words.view(matrix.dtype), use), None
-
-
-def work_in(out: Tensor, use: str) -> np.ndarray:
-    """Return float32 memory in which the tile `out` [r, c] is computed: its own, or scratch if it has another dtype."""
-    return out.numpy() if out.dtype == torch.float32 else scratch(use, out.shape)
+    return to_float32(matrix[torch.from_numpy(rows)], use), None
 
 
 def to_float32(elements: Tensor, use: str) -> np.ndarray:
     """Return the elements of a tile as float32 [r, c]: a view, or scratch if they have another dtype."""
-    values = work_in(elements, use)
-    if elements.dtype != torch.float32:
-        torch.from_numpy(values).copy_(elements)
+    if elements.dtype == torch.float32:
+        return elements.numpy()
+    values = scratch(use, elements.shape)
+    torch.from_numpy(values).copy_(elements)
     return values
 
 
 def rounded_to(dtype: torch.dtype, values: np.ndarray) -> np.ndarray:
     """Return float32 values rounded to what `dtype` can hold."""
     return torch.from_numpy(values).to(dtype).to(torch.float32).numpy()
-
-
-def put(decoded: np.ndarray, out: Tensor) -> None:
-    """Complete the contiguous tile `out` [r, c], which was decoded in the memory that `work_in(out)` returned."""
-    if out.dtype != torch.float32:
-        out.copy_(torch.from_numpy(decoded))
 
 
 def dense(placed: Placed) -> np.ndarray:
