@@ -92,17 +92,9 @@ def compress_directory(
     """
     path = Path(path).absolute()
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
-    job = SaveJob(
-        path,
-        Policy(mode, rules or {}),
-        anchor_every,
-        base,
-        keep_weights=keep_weights,
-        buffers=buffers,
-        optimizer_names=optimizer_names or {},
-        metrics=metrics,
-        weights_only=weights_only,
-    )
+    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
+    known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
+    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base, **wanted, **known)
     return layout_of(path).compress(job)
 
 
