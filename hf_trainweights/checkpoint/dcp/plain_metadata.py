@@ -118,8 +118,7 @@ def _metadata(root: Any) -> Metadata:
         chunks += len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
         if chunks > len(places):  # a small pickle may refer to one long list many times
             raise _corrupt(name, f"{len(places)} chunks in all, as many as have a place", "more")
-        if not places.keys() >= _items(name, entry):
-            raise _corrupt(name, f"a place for each item of {name}", "none of one")
+        _require_items(name, entry, places)
     planner = fields.get("planner_data") or {}
     paths = {
         _require(name, str, "a name"): tuple(_path(path))
@@ -129,10 +128,16 @@ def _metadata(root: Any) -> Metadata:
     return Metadata(tensors, paths, places, StorageMeta(), version if isinstance(version, str) else None)
 
 
-def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> set[MetadataIndex]:
+def _require_items(name: str, entry: Any, places: Mapping[MetadataIndex, Place]) -> None:
+    """Check that each item of a name has a place, and that those of a tensor fill it."""
+    items = {MetadataIndex(name)}
     if isinstance(entry, TensorStorageMetadata):
-        return {MetadataIndex(name, chunk.offsets) for chunk in entry.chunks}
-    return {MetadataIndex(name)}
+        if not fill_whole(entry.size, entry.chunks):
+            found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
+            raise _corrupt(name, f"items of {name} that together are {tuple(entry.size)}", found)
+        items = {MetadataIndex(name, chunk.offsets) for chunk in entry.chunks}
+    if not places.keys() >= items:
+        raise _corrupt(name, f"a place for each item of {name}", "none of one")
 
 
 def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -152,9 +157,6 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
         if len(offsets) != len(sizes):
             raise _corrupt(name, f"as many sizes as the {len(offsets)} offsets", f"{len(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
-    if not fill_whole(size, chunks):
-        found = f"{len(chunks)} that leave a hole, or lie one over another"
-        raise _corrupt(name, f"items of {name} that together are {tuple(size)}", found)
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 
 
