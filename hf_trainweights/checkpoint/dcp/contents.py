@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ class ShardedContents:
         """Where each item lies: `file`, `start` and `stop`, in bytes."""
         return self.metadata.storage_data
 
-    @property
+    @cached_property  # asked once for each name
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """The tensors by name; what else was saved is left out."""
         entries = self.metadata.state_dict_metadata
