@@ -81,13 +81,13 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def run(source: Path, files: Sequence[str], edit: Edit, conftest: str = "") -> Outcomes:
+def run(source: Path, files: Sequence[str], edits: Sequence[Edit] = (), conftest: str = "") -> Outcomes:
     """Run test files of a package, edited; return what each case reported, nothing if it passed.
 
     Args:
         source: The folder that has the package's `tests`.
         files: The files, relative to `tests`.
-        edit: What changes the text of each module below `tests`.
+        edits: What changes the texts of the modules below `tests`; each has to change one of them at least.
         conftest: A plugin of pytest that is loaded before them.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -95,8 +95,12 @@ def run(source: Path, files: Sequence[str], edit: Edit, conftest: str = "") -> O
         tests = shutil.copytree(source / "tests", root / "tests")
         (tests / "__init__.py").touch()
         (root / "conftest.py").write_text(conftest)
-        for module in tests.rglob("*.py"):
-            module.write_text(edit(module.read_text()))
+        for edit in edits:
+            texts = {module: module.read_text() for module in tests.rglob("*.py")}
+            changed = {module: edit(text) for module, text in texts.items() if edit(text) != text}
+            assert changed, "the tests are of another version: there is nothing to edit"
+            for module, text in changed.items():
+                module.write_text(text)
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={root / 'report.xml'}"]
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         named = [f"tests/{file}" for file in files]
@@ -123,21 +127,16 @@ def passing(in_float: Outcomes, quantized: Outcomes) -> Outcomes:
     return {case: report for case, report in quantized.items() if in_float.get(case) == {}}
 
 
-def replace(*pairs: tuple[str, str]) -> Edit:
-    """Return what exchanges each text for the one that stands for it."""
-
-    def edit(text: str) -> str:
-        for old, new in pairs:
-            text = text.replace(old, new)
-        return text
-
-    return edit
+def replace(old: str, new: str) -> Edit:
+    """Return what exchanges a text for another one."""
+    return lambda text: text.replace(old, new)
 
 
 def accelerate(source: Path, _: Path) -> tuple[Outcomes, Outcomes]:
     """Return the outcomes for models that quantize themselves when they are built."""
-    in_float = run(source, _ACCELERATE, replace())
-    return in_float, run(source, _ACCELERATE, lambda text: _LAST_LINEAR.sub(rf"\1{_QUANTIZE}\2", text))
+    return run(source, _ACCELERATE), run(
+        source, _ACCELERATE, [lambda text: _LAST_LINEAR.sub(rf"\1{_QUANTIZE}\2", text)]
+    )
 
 
 def sentence_transformers(source: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
@@ -156,10 +155,11 @@ def sentence_transformers(source: Path, directory: Path) -> tuple[Outcomes, Outc
     quantized.save(str(directory / "int8"))
 
     def outcomes(model: Path) -> Outcomes:
-        names = ("sentence-transformers-testing/stsb-bert-tiny-safetensors", str(model))
-        words = ('from_pretrained("google-bert/bert-base-uncased")', f'from_file("{MODEL}/tokenizer.json")')
-        files = [f"sentence_transformer/{file}" for file in _SENTENCES]
-        return run(source, files, replace(names, words), _SENTENCE_ROWS)
+        edits = [
+            replace("sentence-transformers-testing/stsb-bert-tiny-safetensors", str(model)),
+            replace('from_pretrained("google-bert/bert-base-uncased")', f'from_file("{MODEL}/tokenizer.json")'),
+        ]
+        return run(source, [f"sentence_transformer/{file}" for file in _SENTENCES], edits, _SENTENCE_ROWS)
 
     return outcomes(directory / "float"), outcomes(directory / "int8")
 
@@ -168,7 +168,7 @@ def trl(source: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
     """Return the outcomes for a Llama: the tests of SFT that train an adapter, because the others train all weights."""
     models = llama(directory), quantized_llama(directory)
     name = "trl-internal-testing/tiny-Qwen2ForCausalLM-2.5"
-    in_float, quantized = (run(source, _TRL, replace((name, str(model))), _TEXT_ROWS) for model in models)
+    in_float, quantized = (run(source, _TRL, [replace(name, str(model))], _TEXT_ROWS) for model in models)
     return in_float, quantized
 
 

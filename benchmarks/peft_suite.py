@@ -74,7 +74,7 @@ def quantization_tests(sdist: Path) -> dict[str, Any]:
         config = OPTConfig(vocab_size=256, word_embed_proj_dim=64, max_position_embeddings=64, **sizes)
         OPTForCausalLM(config).save_pretrained(Path(directory) / "opt")
         loaders = _LOADERS.format(model=str(Path(directory) / "opt"), formats=FORMATS)
-        outcomes = run(sdist, [_TESTS], replace((_LIST, loaders + _LIST)))
+        outcomes = run(sdist, [_TESTS], [replace(_LIST, loaders + _LIST)])
     return {
         name: counts({case: report for case, report in outcomes.items() if f"-{name}]" in case or f"[{name}-" in case})
         for name in FORMATS
@@ -83,8 +83,8 @@ def quantization_tests(sdist: Path) -> dict[str, Any]:
 
 def custom_model_tests(sdist: Path) -> dict[str, Any]:
     """Return the counts of `test_custom_models.py` in int8, over the cases that pass in float."""
-    in_float = run(sdist, [_CUSTOM], replace(), _SELECTION)
-    return counts(passing(in_float, run(sdist, [_CUSTOM], replace((_MADE, _QUANTIZED)), _SELECTION)))
+    in_float = run(sdist, [_CUSTOM], conftest=_SELECTION)
+    return counts(passing(in_float, run(sdist, [_CUSTOM], [replace(_MADE, _QUANTIZED)], _SELECTION)))
 
 
 def main() -> None:

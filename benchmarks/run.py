@@ -88,7 +88,7 @@ def measure(
         "loading": lambda: loading.loading(paths["llama"], bf16, 1 if quick else 2, failures),
         "linear": lambda: linear.speed(micro, rounds, seconds, failures),
         "gradients": lambda: linear.gradients([*FLOATS, *alone], rounds, seconds, failures),
-        "bandwidth": lambda: linear.bandwidth([*FLOATS, *alone], rounds, failures),
+        "bandwidth": lambda: linear.bandwidth([*FLOATS, *alone], rounds, seconds, failures),
         "casting": lambda: linear.casting(rounds),
         "errors": lambda: linear.errors(alone, failures),
         "quantization": lambda: linear.quantization(micro, rounds, failures),

@@ -16,7 +16,7 @@ from hf_trainweights.kernels import compiled
 from hf_trainweights.native_library import load_library
 
 # What hatch_build.py makes the library of.
-SOURCES = ("interface.c", "dequantize.c", "float8.c", "words/uint.c", "bytes/*.c")
+SOURCES = ("interface.c", "dequantize.c", "float8.c", "words/uint*.c", "bytes/*.c")
 _FLAGS = ("-std=gnu11", "-fPIC", "-fopenmp", "-ffp-contract=off", "-w", "-mavx2", "-mfma", "-mf16c", "-D__ARM_NEON")
 
 

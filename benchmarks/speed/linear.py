@@ -47,9 +47,8 @@ def speed(methods: Sequence[Method], rounds: int, seconds: float, failures: dict
         for M in ROWS:
             runs: dict[str, Run] = {}
             for method, rotated in layers.items():
-                x = torch.randn(M, K, generator=torch.Generator().manual_seed(0)).to(method.dtype)
                 if rotated is not None:
-                    run = guarded(failures, method.name, _run, rotated, x, seconds)
+                    run = guarded(failures, method.name, _run, rotated, _rows(M, K, method.dtype), seconds)
                     runs |= {method.name: run} if run else {}
             for versus in ("bf16", "fp32"):
                 chosen = {m.name: runs[m.name] for m in layers if m.versus == versus and m.name in runs}
@@ -61,6 +60,10 @@ def _weight(N: int, K: int, dtype: torch.dtype) -> Tensor:
     return (torch.randn(N, K, generator=torch.Generator().manual_seed(1)) / K**0.5).to(dtype)
 
 
+def _rows(M: int, K: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(M, K, generator=torch.Generator().manual_seed(0)).to(dtype)
+
+
 def _layer(method: Method, weight: Tensor) -> nn.Module:
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta", dtype=weight.dtype)
     layer.weight = nn.Parameter(weight, requires_grad=False)
@@ -69,17 +72,16 @@ def _layer(method: Method, weight: Tensor) -> nn.Module:
     return holder[0]
 
 
-def _layers(method: Method, N: int, K: int) -> list[nn.Module]:
+def _layers(method: Method, N: int, K: int, rotated_bytes: int = _ROTATED_BYTES) -> list[nn.Module]:
     weight = _weight(N, K, method.dtype)
     first = _layer(method, weight)
-    others = range(max(1, _ROTATED_BYTES * 8 // (N * K * method.bits) - 1))
+    others = range(max(1, rotated_bytes * 8 // (N * K * method.bits) - 1))
     try:
         return [first, *(copy.deepcopy(first) for _ in others)]
     except RuntimeError:  # quanto's weights refuse deepcopy
         return [first, *(_layer(method, weight.clone()) for _ in others)]
 
 
-@torch.no_grad()
 def _run(layers: list[nn.Module], x: Tensor, seconds: float) -> Run:
     @torch.no_grad()
     def call(index: int) -> Tensor:
@@ -114,7 +116,7 @@ def gradients(methods: Sequence[Method], rounds: int, seconds: float, failures: 
 
 def _gradient(method: Method, N: int, K: int, seconds: float) -> Run:
     layer = _layer(method, _weight(N, K, method.dtype))
-    x = torch.randn(GRADIENT_ROWS, K, generator=torch.Generator().manual_seed(0)).to(method.dtype).requires_grad_()
+    x = _rows(GRADIENT_ROWS, K, method.dtype).requires_grad_()
     out = layer(x)
     given = torch.ones_like(out)
 
@@ -124,13 +126,13 @@ def _gradient(method: Method, N: int, K: int, seconds: float) -> Run:
     return timed(call, repeats_for(call, seconds, at_most=2000))
 
 
-@torch.no_grad()
-def bandwidth(methods: Sequence[Method], rounds: int, failures: dict[str, str]) -> list[dict[str, Any]]:
+def bandwidth(methods: Sequence[Method], rounds: int, seconds: float, failures: dict[str, str]) -> list[dict[str, Any]]:
     """Measure how fast products of one token read their weights, beside a sum, which does little but read.
 
     Args:
         methods: What is measured.
         rounds: Interleaved rounds.
+        seconds: Roughly how long one method takes in one round.
         failures: Filled with what could not run, and why.
 
     Returns:
@@ -143,23 +145,17 @@ def bandwidth(methods: Sequence[Method], rounds: int, failures: dict[str, str]) 
         runs: dict[str, Run] = {"read": timed(lambda _: memory.sum(), 1)}
         sizes = {"read": memory.nbytes}
         for method in methods:
-            layer = guarded(failures, f"{method.name}, bandwidth", _layer, method, _weight(N, K, method.dtype))
-            if layer is not None:
-                weight = layer.weight
+            layers = guarded(failures, f"{method.name}, bandwidth", _layers, method, N, K, _READ_BYTES)
+            if layers is not None:
+                weight = layers[0].weight
                 sizes[method.name] = weight.stored_bytes if isinstance(weight, QuantizedTensor) else weight.nbytes
-                runs[method.name] = _one_token(layer, method.dtype, _READ_BYTES // sizes[method.name])
+                runs[method.name] = _run(layers, _rows(1, K, method.dtype), seconds)
         found = interleave(runs, rounds, "read")
         rows += [
             {"N": N, "K": K, **row, "share": significant(row["ratio"] * sizes[row["name"]] / memory.nbytes)}
             for row in found
         ]
     return rows
-
-
-def _one_token(layer: nn.Module, dtype: torch.dtype, count: int) -> Run:
-    layers = [layer, *(copy.deepcopy(layer) for _ in range(count))]
-    x = torch.randn(1, layers[0].weight.shape[1], generator=torch.Generator().manual_seed(0)).to(dtype)
-    return timed(lambda index: layers[index](x), len(layers))
 
 
 @torch.no_grad()

@@ -139,17 +139,18 @@ def linear_speed(report: Report) -> str:
 
 def gradient_speed(report: Report) -> str:
     """Return the gradient of x through one Linear, by shape, and where that was measured."""
-    cells = list(dict.fromkeys((row["N"], row["K"]) for row in report["gradients"]))
-    lines = _ratios(report["gradients"], ("N", "K"), cells)
-    return f"{table(['method', *(f'{N}x{K}' for N, K in cells)], lines)}\n\n{machine(report)}"
+    return _by_shape(report, report["gradients"])
 
 
 def read_speed(report: Report) -> str:
     """Return which share of the speed of reading memory products of one token reach, and where that was measured."""
-    cells = list(dict.fromkeys((row["N"], row["K"]) for row in report["bandwidth"]))
-    shares = [{**row, "ratio": row["share"]} for row in report["bandwidth"] if row["name"] != "read"]
-    lines = _ratios(shares, ("N", "K"), cells)
-    return f"{table(['method', *(f'{N}x{K}' for N, K in cells)], lines)}\n\n{machine(report)}"
+    return _by_shape(report, [{**row, "ratio": row["share"]} for row in report["bandwidth"] if row["name"] != "read"])
+
+
+def _by_shape(report: Report, rows: list[dict[str, Any]]) -> str:
+    shapes = list(dict.fromkeys((row["N"], row["K"]) for row in rows))
+    lines = _ratios(rows, ("N", "K"), shapes)
+    return f"{table(['method', *(f'{N}x{K}' for N, K in shapes)], lines)}\n\n{machine(report)}"
 
 
 def _ratios(rows: list[dict[str, Any]], key: tuple[str, ...], columns: list[tuple[Any, ...]]) -> list[list[str]]:

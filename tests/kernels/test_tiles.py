@@ -70,6 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "dequantize.c",
         "float8.c",
         "words/uint.c",
+        "words/uint_few.c",
         "bytes/integers.c",
         "bytes/few_rows.c",
         "bytes/many_rows.c",

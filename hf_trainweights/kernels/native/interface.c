@@ -6,10 +6,11 @@ int32_t abi(void) { return ABI; }
 // Return the scratch memory that a product of M rows needs, at any address.
 int64_t product_bytes(const Weight *weight, int64_t M, int threads) {
     Product product = {.weight = *weight, .M = M};
-    int64_t bytes = takes_panels(&product) ? panels_bytes(&product, threads)
-                    : weight->code_units   ? uint_bytes(&product, threads)
-                    : weight->bits         ? integers_bytes(&product, threads)
-                                           : float8_bytes(&product);
+    int64_t bytes = takes_panels(&product)     ? panels_bytes(&product, threads)
+                    : takes_few_uint(&product) ? few_uint_bytes(&product)
+                    : weight->code_units       ? uint_bytes(&product, threads)
+                    : weight->bits             ? integers_bytes(&product, threads)
+                                               : float8_bytes(&product);
     return bytes + ALIGNMENT;
 }
 
@@ -21,6 +22,7 @@ void product(const Weight *weight, const void *x, const uint8_t *qdata, const vo
     product.zero_point = zero_point;
     memory += -(intptr_t)memory & (ALIGNMENT - 1);
     if (takes_panels(&product)) multiply_panels(&product, threads, memory);
+    else if (takes_few_uint(&product)) multiply_few_uint(&product, threads, memory);
     else if (weight->code_units) multiply_uint(&product, threads, memory);
     else if (weight->bits) multiply_integers(&product, threads, memory);
     else multiply_float8(&product, threads, memory);

@@ -76,6 +76,21 @@ const int16_t *write_uint_row(const Product *p, int64_t n, int8_t *memory);
 void dequantize_uint_row(const Product *p, int64_t n, int64_t at, int8_t *memory);
 void dequantize_float8_row(const Product *p, int64_t n, int64_t at);
 
+// Of one to four rows of x with uint2 to uint6, where products of bytes are added in pairs. Tests compile NEON's library
+// with AVX2.
+#if defined(__AVX2__) && !defined(__ARM_NEON)
+#define FEW_UINT
+static inline int takes_few_uint(const Product *p) { return p->weight.code_units && p->M <= FEW_ROWS; }
+int64_t few_uint_bytes(const Product *p);
+void multiply_few_uint(const Product *p, int threads, int8_t *memory);
+#else
+static inline int takes_few_uint(const Product *p) { return (void)p, 0; }
+static inline int64_t few_uint_bytes(const Product *p) { return (void)p, 0; }
+static inline void multiply_few_uint(const Product *p, int threads, int8_t *memory) {
+    (void)p, (void)threads, (void)memory;
+}
+#endif
+
 // Of many rows of x, which native/tiles holds as panels, where AVX-512 is.
 #ifdef __AVX512F__
 int takes_panels(const Product *p);
