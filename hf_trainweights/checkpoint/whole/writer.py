@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -70,9 +70,18 @@ class Weights:
         return AnchorRecord("") if all(isinstance(value, Tensor) for value in self.state.values()) else None
 
 
-# What became of the weights; the record of the next checkpoint's anchor, without a digest where that is this file; the
-# files that reading this one takes, linked or kept in the job's directory; the weights outside the run that it needs.
-_Encoded = tuple[WrittenFile, AnchorRecord | None, Sequence[Path], Base | None]
+class _Encoded(NamedTuple):
+    """The weights of a checkpoint, encoded.
+
+    `anchor` is what the manifest records about the anchor of the next checkpoint; without a digest that is this file.
+    `links` are the files that reading this one takes, linked or kept in the job's directory. `base` are the weights
+    outside the run that the anchor is.
+    """
+
+    written: WrittenFile
+    anchor: AnchorRecord | None
+    links: Sequence[Path] = ()
+    base: Base | None = None
 
 
 def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
@@ -119,7 +128,7 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
     if isinstance(anchor, Anchor) and not links:
         # The file that is about to be replaced may need those that were there; they go after it.
         unlink_anchor(file for file in anchor.files if file not in before)
-    return written and (written, record, links, base)
+    return written and _Encoded(written, record, links, base)
 
 
 def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Sequence[Path]:
@@ -145,7 +154,7 @@ def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float],
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor, (), None
+    return _Encoded(write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor)
 
 
 def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
