@@ -1,4 +1,4 @@
-"""Test files of accelerate, sentence-transformers and TRL, on models that this package quantized.
+"""Test files of accelerate, diffusers, sentence-transformers and TRL, on models that this package quantized.
 
     pip install --no-deps --target /tmp/ecosystem trl datasets parameterized ...
     PYTHONPATH=/tmp/ecosystem python -m benchmarks.peer_suites accelerate accelerate-1.15.0
@@ -68,6 +68,47 @@ def pytest_collection_modifyitems(items):
     for item in items:
         tests.setdefault(item.originalname, []).append(item)
     items[:] = [item for cases in tests.values() for item in cases[:2]]
+"""
+
+# The checks that diffusers has for its own quantizers, which no test calls without an accelerator.
+_CHECKS = "models/testing_utils/quantization.py"
+_MIXIN = "class QuantizationTesterMixin:"
+_OURS = """
+
+import hf_trainweights
+import hf_trainweights.diffusers
+from diffusers import UNet2DConditionModel
+
+CONFIGS = {{"int8": {{}}, "int4": {{"group_size": 32}}, "uint4": {{}}, "float8_e4m3": {{}}}}
+CHECKS = [name for name in vars(QuantizationTesterMixin) if name.startswith("_test_")]
+FILES = ("_test_quantization_serialization",)
+
+
+class TestTrainWeights(QuantizationTesterMixin):
+    model_class = UNet2DConditionModel
+    pretrained_model_name_or_path = {model!r}
+    sharded_serialization_config = {{"format": "int8"}}
+
+    def get_dummy_inputs(self):
+        torch.manual_seed(0)
+        return {{"sample": torch.randn(1, 4, 8, 8), "timestep": 1, "encoder_hidden_states": torch.randn(1, 3, 32)}}
+
+    def _create_quantized_model(self, config_kwargs, **options):
+        config = hf_trainweights.TrainWeightsConfig(**config_kwargs)
+        return self.model_class.from_pretrained(
+            self.pretrained_model_name_or_path, quantization_config=config, **options
+        )
+
+    def _verify_if_layer_quantized(self, name, module, config_kwargs):
+        assert isinstance(module.weight, hf_trainweights.QuantizedTensor), name
+
+    @pytest.mark.parametrize("check", CHECKS)
+    @pytest.mark.parametrize("name", CONFIGS)
+    def test_quantization(self, check, name, tmp_path):
+        more = {{"tmp_path": tmp_path}} if check in FILES else {{}}
+        if check.endswith("modules_to_not_convert"):
+            more = {{"modules_to_not_convert": ["to_q"]}}
+        getattr(self, check)({{"format": name, **CONFIGS[name]}}, **more)
 """
 
 _TRL = ("test_sft_trainer.py",)
@@ -164,6 +205,25 @@ def sentence_transformers(source: Path, directory: Path) -> tuple[Outcomes, Outc
     return outcomes(directory / "float"), outcomes(directory / "int8")
 
 
+def diffusers(source: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
+    """Return the outcomes of the checks for quantizers, on a random UNet; of a float model there are none to pass."""
+    from diffusers import UNet2DConditionModel
+
+    torch.manual_seed(0)
+    sizes = {"block_out_channels": (32, 64), "layers_per_block": 1, "sample_size": 8, "norm_num_groups": 8}
+    blocks = {
+        "down_block_types": ("DownBlock2D", "CrossAttnDownBlock2D"),
+        "up_block_types": ("CrossAttnUpBlock2D", "UpBlock2D"),
+    }
+    UNet2DConditionModel(**sizes, **blocks, cross_attention_dim=32, attention_head_dim=8).save_pretrained(directory)
+    edits = [
+        replace(f"@require_accelerator\n{_MIXIN}", _MIXIN),
+        lambda text: text + _OURS.format(model=str(directory)) if f"\n{_MIXIN}" in text else text,
+    ]
+    outcomes = run(source, [_CHECKS], edits)
+    return {case: {} for case, report in outcomes.items() if "skipped" not in report}, outcomes
+
+
 def trl(source: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
     """Return the outcomes for a Llama: the tests of SFT that train an adapter, because the others train all weights."""
     models = llama(directory), quantized_llama(directory)
@@ -172,7 +232,12 @@ def trl(source: Path, directory: Path) -> tuple[Outcomes, Outcomes]:
     return in_float, quantized
 
 
-SUITES = {"accelerate": accelerate, "sentence-transformers": sentence_transformers, "trl": trl}
+SUITES = {
+    "accelerate": accelerate,
+    "diffusers": diffusers,
+    "sentence-transformers": sentence_transformers,
+    "trl": trl,
+}
 
 
 def main() -> None:

@@ -6,6 +6,7 @@ diffusers keeps its quantizers in two dictionaries; this module adds one entry t
 from __future__ import annotations
 
 import copy
+import types
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib import import_module
@@ -21,6 +22,7 @@ from hf_trainweights.models.choosing.summary import Choice, check_not_empty
 from hf_trainweights.models.loading.device_maps import refuse_disk
 from hf_trainweights.models.loading.experts import wrong_shape
 from hf_trainweights.models.loading.stored_weights import check_weight_files
+from hf_trainweights.models.saving.saved_tensors import get_memory_footprint
 from hf_trainweights.tensor.guards import guards_of, is_guard, is_notice
 from hf_trainweights.tensor.modules import as_parameter, dequantize_
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -70,6 +72,10 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
         """Refuse device maps that would leave weights in float, those with modules on the disk."""
         refuse_disk(device_map)
+
+    def update_torch_dtype(self, torch_dtype: torch.dtype | None) -> torch.dtype:
+        """Return the dtype of what stays float; without one, that of the float model, float32."""
+        return torch_dtype or torch.float32
 
     def adjust_target_dtype(self, torch_dtype: torch.dtype) -> torch.dtype:
         """Return the dtype by which `device_map="auto"` counts quantized weights."""
@@ -150,6 +156,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         summary = survey(model, self.quantization_config, self._skip)
         _require_all([choice.name for choice in summary.tensors if choice.reason == NOT_IN_CHECKPOINT])
         check_not_empty(summary, self.quantization_config)
+        model.get_memory_footprint = types.MethodType(get_memory_footprint, model)
         return model
 
     def get_state_dict_and_metadata(

@@ -70,6 +70,24 @@ def test_a_component_is_saved_over_the_file_that_it_was_loaded_from(source: Path
     assert (tmp_path / FILE).read_bytes() == before
 
 
+def test_without_a_dtype_devices_are_chosen_and_what_stays_float_is_float32(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(diffusers.UNet2DModel, "_no_split_modules", [])  # without it "auto" is refused
+    load(source, torch_dtype=torch.bfloat16).save_pretrained(tmp_path)
+    model = load(tmp_path, TrainWeightsConfig("int8"), device_map="auto")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+    assert model.config["_pre_quantization_dtype"] == torch.float32
+    output(model)
+
+
+def test_the_memory_footprint_is_that_of_the_stored_tensors(source: Path) -> None:
+    model, stays = load(source, TrainWeightsConfig("int8")), load(source)
+    saved = sum(p.nbytes - p.stored_bytes for p in model.parameters() if isinstance(p, QuantizedTensor))
+    assert saved > 0
+    assert model.get_memory_footprint() == stays.get_memory_footprint() - saved
+
+
 def test_overrides_hold(source: Path) -> None:
     formats = quantized(load(source, INT4))
     assert formats["time_embedding.linear_1.weight"] == "int4 g32"

@@ -18,7 +18,7 @@ from typing import BinaryIO
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.reading import read_chunks
-from hf_trainweights.files.temporary import Claim, claim_directory, claim_file, temporary_path
+from hf_trainweights.files.temporary import claim_directory, claim_file, temporary_path
 
 _BUFFER_BYTES = 1 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
@@ -49,14 +49,13 @@ class _NewFile(io.RawIOBase):
 
 
 @contextlib.contextmanager
-def _write(path: Path, descriptor: int, *, durable: bool = True) -> Iterator[BinaryIO]:
+def _write(path: Path, descriptor: int) -> Iterator[BinaryIO]:
     raw = _NewFile(descriptor)
     try:
         with io.BufferedWriter(raw, _BUFFER_BYTES) as file:
             yield file
             file.flush()
-            if durable:
-                raw.sync()
+            raw.sync()
     except BaseException:
         with contextlib.suppress(OSError):
             raw.close()
@@ -70,21 +69,6 @@ def create_file(path: Path) -> Iterator[BinaryIO]:
     """Yield a new binary file; when the block ends its data is on the disk, its name not yet."""
     with _write(path, disk.file_system.create(path)) as file:
         yield file
-
-
-@contextlib.contextmanager
-def create_file_aside(directory: Path) -> Iterator[tuple[Claim, BinaryIO]]:
-    """Yield the claim on a new file under a temporary name, and the file, which stays when the block ends.
-
-    Nobody waits for the disk. The caller releases the claim once `move_file` has given the file its final name.
-    """
-    claim, descriptor = claim_file(directory)
-    try:
-        with _write(claim.path, descriptor, durable=False) as file:
-            yield claim, file
-    except BaseException:
-        claim.release()
-        raise
 
 
 @contextlib.contextmanager

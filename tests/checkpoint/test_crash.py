@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.checkpoints import mark_run
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import CorruptFileError, SaveError
 from hf_trainweights.files import atomic, disk
 from hf_trainweights.files.temporary import claim_directory
@@ -203,7 +203,7 @@ def test_weights_under_other_names_are_all_there_or_their_checkpoint_is_passed_o
     mark_run(root, "w")
 
     def action():
-        adopt_weights(path, set_weights_aside(path, renamed(stored)))
+        replace_weights(path, renamed(stored))
         compress_directory(path)
 
     found, killed = [], []
@@ -278,15 +278,15 @@ def compress(path):
     compress_directory(path)
 
 
-def adopt_and_compress(path):
-    adopt_weights(path, set_weights_aside(path, loaded_by_transformers(path)))
+def replace_and_compress(path):
+    replace_weights(path, loaded_by_transformers(path))
     compress_directory(path)
 
 
 @pytest.mark.filterwarnings("ignore:.*stored without reference")
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["disk full", "input/output error"])
-@pytest.mark.parametrize("action", [compress, adopt_and_compress])
+@pytest.mark.parametrize("action", [compress, replace_and_compress])
 def test_a_failing_disk_leaves_a_trainers_checkpoint_loadable(tmp_path, monkeypatch, number, action):
     root, source = tmp_path / "run", tmp_path / "source"
     trainer_directory(source, 2, shards=False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,6 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from hf_trainweights.checkpoint.dcp.description import Place, metadata_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, read_plain_metadata
 from hf_trainweights.checkpoint.dcp.reader import read_bytes
-from hf_trainweights.checkpoint.dcp.shards import fill_whole
 from hf_trainweights.checkpoint.encoded.anchor import find_anchor, register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
@@ -62,15 +62,11 @@ class ShardedContents:
         """Where each item lies: `file`, `start` and `stop`, in bytes."""
         return self.metadata.storage_data
 
-    @property
+    @cached_property  # asked once for each name
     def tensors(self) -> dict[str, TensorStorageMetadata]:
         """The tensors by name; what else was saved is left out."""
         entries = self.metadata.state_dict_metadata
         return {name: entry for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
-
-    def path_of(self, name: str) -> tuple[str | int, ...]:
-        """Return the keys in the nested state dict that DCP joined to a name."""
-        return (self.metadata.planner_data or {}).get(name, (name,))
 
     def stored_bytes(self, name: str) -> int:
         """Return what the items of a name take on disk."""
@@ -80,7 +76,7 @@ class ShardedContents:
         return sum(stop - start for _, start, stop in places)
 
     def require_complete(self) -> None:
-        """Check that every item lies inside a file that is there, fills its tensor, and that every anchor is found.
+        """Check that every item lies inside a file that is there, and that every anchor is found.
 
         Items are not read. CorruptFileError: one does not, or an anchor is damaged. MissingAnchorError: one is gone.
         """
@@ -96,16 +92,10 @@ class ShardedContents:
         for name, file in self.manifest.files.items() if self.manifest else ():
             if name == anchor_file_name(file.sha256):
                 find_anchor(file.sha256, str(self.directory / name))
-        for name, entry in self.tensors.items():
-            _require_filled(name, entry)
-        for name in self.metadata.state_dict_metadata:
-            if not self._indices[name]:
-                raise CorruptFileError(f"{self.directory}, {name}", "items of every name", "none", _NEXT_STEP)
 
     def read_tensor(self, name: str) -> Tensor:
         """Read a whole tensor to the CPU, put together from the parts that the ranks saved."""
         entry = self.tensors[name]
-        _require_filled(name, entry)
         whole: Tensor | None = None
         for chunk in entry.chunks:
             part = self.read_item(MetadataIndex(name, chunk.offsets))
@@ -122,9 +112,6 @@ class ShardedContents:
 
     def read_item(self, index: MetadataIndex) -> Tensor:
         """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
-        if index not in self.places:
-            where = f"{self.directory}, {index.fqn}"
-            raise CorruptFileError(where, f"an item at {tuple(index.offset or ())}", "none", _NEXT_STEP)
         where = f"{self.directory / self.places[index].file}, {index.fqn}"
         value = load_item(self.read_bytes(index), where)
         if not isinstance(value, Tensor):
@@ -164,12 +151,6 @@ def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
         ) from error
 
 
-def _require_filled(name: str, entry: TensorStorageMetadata) -> None:
-    if not fill_whole(entry.size, entry.chunks):
-        found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
-        raise CorruptFileError(name, f"items that together are {tuple(entry.size)}", found, _NEXT_STEP)
-
-
 def model_weights(contents: ShardedContents) -> dict[str, str]:
     """Return the weights of the one model, or of the one under a key `model`: names in it to DCP's names.
 
@@ -197,7 +178,7 @@ def optimizer_tensors(contents: ShardedContents) -> dict[str, str]:
 def _models(contents: ShardedContents) -> Mapping[str, dict[str, str]]:
     states = optimizer_states(contents.metadata.state_dict_metadata)
     names = [name for name in contents.tensors if name not in states]
-    return models(names, {name: contents.path_of(name) for name in names})
+    return models(names, contents.metadata.planner_data or {})
 
 
 def unlisted_files(directory: Path) -> list[Path]:

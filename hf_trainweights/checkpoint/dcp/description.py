@@ -15,18 +15,23 @@ state dict:
 
     {"shard": "0:256,0:128", "bytes": "4096:5321", "crc32": 1234567890, "anchor": "<sha256>"}
 
-`shard` is the part of the whole tensor that the item holds (shards.py); an object has none, and its `codec` is
-`torch.save`. `bytes` is the range of the item in the file, `crc32` that of these bytes. `anchor` is the digest of the
-anchor that the item refers to, if it does. Of items with the same bytes all but the first count no `bytes_in` and
-`bytes_out`.
+`shard` is the part of the whole tensor that the item holds, here rows 0 to 255 of columns 0 to 127; a tensor without
+dimensions has the empty text, an object has none, and its `codec` is `torch.save`. `bytes` is the range of the item in
+the file, `crc32` that of these bytes. `anchor` is the digest of the anchor that the item refers to, if it does. Of
+items with the same bytes all but the first count no `bytes_in` and `bytes_out`.
+
+The name of a shard in an anchor is `model.embed.weight[0:256,0:128]`: a tensor that is cut otherwise has another name,
+and therefore no reference.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import re
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,7 +48,6 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.shards import fill_whole, parse_range, parse_shard, shard_of
 from hf_trainweights.checkpoint.encoded.encoder import TensorReport
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest
@@ -51,6 +55,10 @@ from hf_trainweights.errors import CorruptFileError
 
 VERSION = 1
 
+# A mesh of devices has fewer dimensions; with each, a shard has twice as many corners.
+_MOST_CUT_DIMENSIONS = 8
+
+_RANGE = re.compile(r"(0|[1-9]\d{0,17}):(0|[1-9]\d{0,17})")
 _OBJECT = "object"
 _TENSOR = re.compile(r"(\w+)\[((?:\d{1,18}(?:,\d{1,18})*)?)\]")
 
@@ -93,36 +101,27 @@ class StoredItem(WriteResult):
     is_repeated: bool = field(default=False, compare=False)
 
 
-@dataclass(frozen=True)
-class Written:
-    """An item whose file is not complete yet; its `report` may have another path. The rest is as in `StoredItem`."""
-
-    item: WriteItem
-    start: int
-    size_bytes: int
-    crc32: int
-    report: TensorReport
-    anchor_sha256: str | None = None
-    delta_rms: float | None = None
-    is_repeated: bool = False
-
-    def stored(self, file: StoredFile) -> StoredItem:
-        """Return the result for DCP, once the file is complete."""
-        place = Place(file.name, self.start, self.start + self.size_bytes, self.crc32)
-        row = self._row(place)
-        return StoredItem(self.item.index, self.size_bytes, place, row, file, self.delta_rms, self.is_repeated)
-
-    def _row(self, place: Place) -> dict[str, Any]:
-        row: dict[str, Any] = {**vars(self.report), "path": self.item.index.fqn}
-        if self.is_repeated:
-            row |= {"bytes_in": 0, "bytes_out": 0}
-        row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
-        shard = shard_of(self.item)
-        if shard is not None:
-            row["shard"] = shard
-        if self.anchor_sha256 is not None:
-            row["anchor"] = self.anchor_sha256
-        return row
+def stored_item(
+    item: WriteItem,
+    place: Place,
+    report: TensorReport,
+    *,
+    anchor_sha256: str | None = None,
+    delta_rms: float | None = None,
+    is_repeated: bool = False,
+) -> StoredItem:
+    """Return the result for DCP of an item whose file is not complete yet; `report` may have another path."""
+    row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
+    row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
+    if is_repeated:
+        row |= {"bytes_in": 0, "bytes_out": 0}
+    shard = shard_of(item)
+    if shard is not None:
+        row["shard"] = shard
+    if anchor_sha256 is not None:
+        row["anchor"] = anchor_sha256
+    size_bytes = place.stop - place.start
+    return StoredItem(item.index, size_bytes, place, row, delta_rms=delta_rms, is_repeated=is_repeated)
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,3 +223,56 @@ def _keys(name: str, text: object) -> tuple[str | int, ...]:
     if type(keys) is not list or not all(type(key) in (str, int) for key in keys):
         raise corrupt(f"sharded.keys[{name!r}]", "strings and integers in a JSON array", text)
     return tuple(keys)
+
+
+def parse_shard(where: str, text: str) -> tuple[list[int], list[int]]:
+    """Return the offsets and sizes of a shard; CorruptFileError if `text` only pretends to be one."""
+    ranges = [parse_range(where, part) for part in text.split(",")] if text else []
+    return [start for start, _ in ranges], [stop - start for start, stop in ranges]
+
+
+def parse_range(where: str, text: str) -> tuple[int, int]:
+    """Return start and stop of a range such as `128:256`; CorruptFileError if it is none, or stops before it starts."""
+    match = _RANGE.fullmatch(text)
+    if match is None or int(match[2]) < int(match[1]):
+        raise corrupt(where, "a range such as 0:64", text)
+    return int(match[1]), int(match[2])
+
+
+def shard_of(item: WriteItem) -> str | None:
+    """Return which part of its tensor an item of a plan is; None for an object."""
+    if item.tensor_data is None:
+        return None
+    chunk = item.tensor_data.chunk
+    return ",".join(f"{start}:{start + size}" for start, size in zip(chunk.offsets, chunk.sizes, strict=True))
+
+
+def shard_name(fqn: str, shard: str) -> str:
+    """Return the name of a shard in an anchor."""
+    return f"{fqn}[{shard}]"
+
+
+def name_of(item: WriteItem) -> str:
+    """Return the name of an item of a tensor in an anchor."""
+    return shard_name(item.index.fqn, shard_of(item) or "")
+
+
+def fill_whole(size: Sequence[int], shards: Iterable[ChunkStorageMetadata]) -> bool:
+    """Return whether shards fill a tensor of that shape, no element twice; each of them is looked at once.
+
+    Give the corners of a box the signs of a chess board. Where boxes lie side by side, the signs of the corners that
+    meet add up to 0, so a filled box shows its own corners alone. Any overlap or hole leaves others.
+    """
+    boxes = [(shard.offsets, shard.sizes) for shard in shards]
+    if any(len(offsets) != len(size) for offsets, _ in boxes):
+        return False
+    cut = [i for i, length in enumerate(size) if any((each[i], sizes[i]) != (0, length) for each, sizes in boxes)]
+    if len(cut) > _MOST_CUT_DIMENSIONS:
+        return False
+    signs: Counter[tuple[int, ...]] = Counter()
+    for sign, offsets, sizes in [*((1, *box) for box in boxes), (-1, [0] * len(size), size)]:
+        if math.prod(sizes):
+            ends = [((offsets[i], 1), (offsets[i] + sizes[i], -1)) for i in cut]
+            for corner in itertools.product(*ends):
+                signs[tuple(place for place, _ in corner)] += sign * math.prod(each for _, each in corner)
+    return not any(signs.values())

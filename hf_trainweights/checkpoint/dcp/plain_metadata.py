@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from hf_trainweights.checkpoint.dcp.description import Place
+from hf_trainweights.checkpoint.dcp.description import Place, fill_whole
 from hf_trainweights.checkpoint.encoded.storages import DTYPES
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.files.reading import is_safe_name, open_regular_file
@@ -118,6 +118,7 @@ def _metadata(root: Any) -> Metadata:
         chunks += len(entry.chunks) if isinstance(entry, TensorStorageMetadata) else 1
         if chunks > len(places):  # a small pickle may refer to one long list many times
             raise _corrupt(name, f"{len(places)} chunks in all, as many as have a place", "more")
+        _require_items(name, entry, places)
     planner = fields.get("planner_data") or {}
     paths = {
         _require(name, str, "a name"): tuple(_path(path))
@@ -125,6 +126,18 @@ def _metadata(root: Any) -> Metadata:
     }
     version = fields.get("version")
     return Metadata(tensors, paths, places, StorageMeta(), version if isinstance(version, str) else None)
+
+
+def _require_items(name: str, entry: Any, places: Mapping[MetadataIndex, Place]) -> None:
+    """Check that each item of a name has a place, and that those of a tensor fill it."""
+    items = {MetadataIndex(name)}
+    if isinstance(entry, TensorStorageMetadata):
+        if not fill_whole(entry.size, entry.chunks):
+            found = f"{len(entry.chunks)} that leave a hole, or lie one over another"
+            raise _corrupt(name, f"items of {name} that together are {tuple(entry.size)}", found)
+        items = {MetadataIndex(name, chunk.offsets) for chunk in entry.chunks}
+    if not places.keys() >= items:
+        raise _corrupt(name, f"a place for each item of {name}", "none of one")
 
 
 def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadata:
@@ -141,9 +154,8 @@ def _entry(name: str, value: Any) -> TensorStorageMetadata | BytesStorageMetadat
     for chunk in _require(fields["chunks"], list, "chunks"):
         parts = _fields(chunk, "ChunkStorageMetadata")
         offsets, sizes = _size(parts["offsets"]), _size(parts["sizes"])
-        ends = [start + length for start, length in zip(offsets, sizes, strict=False)]
-        if not len(offsets) == len(sizes) == len(size) or any(end > all_ for end, all_ in zip(ends, size, strict=True)):
-            raise _corrupt(name, f"chunks inside {tuple(size)}", f"{tuple(sizes)} at {tuple(offsets)}")
+        if len(offsets) != len(sizes):
+            raise _corrupt(name, f"as many sizes as the {len(offsets)} offsets", f"{len(sizes)}")
         chunks.append(ChunkStorageMetadata(offsets, sizes))
     return TensorStorageMetadata(TensorProperties(dtype=dtype), size, chunks)
 

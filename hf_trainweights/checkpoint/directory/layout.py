@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -92,9 +92,10 @@ def compress_directory(
     """
     path = Path(path).absolute()
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
-    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base)
-    choices = Choices(keep_weights, buffers, optimizer_names or {}, metrics, weights_only)
-    return layout_of(path).compress(job, choices)
+    wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
+    known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
+    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base, **wanted, **known)
+    return layout_of(path).compress(job)
 
 
 def restore_directory(path: str | Path) -> Manifest:

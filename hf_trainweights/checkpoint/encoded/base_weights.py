@@ -197,21 +197,18 @@ class BaseWeights:
         return self
 
     def _open(self, name: str, path: Path) -> None:
+        if not name.endswith(".safetensors"):
+            self._open_torch_file(path)
+            return
         try:
-            if name.endswith(".safetensors"):
-                self._add_safetensors(path)
-            else:
-                self._add_torch_file(path)
+            file = safe_open(path, framework="pt")
+            for each in file.keys():  # noqa: SIM118 (it is no dict)
+                self._readers[each] = lambda each=each: file.get_tensor(each)
+                self._shapes[each] = tuple(file.get_slice(each).get_shape())
         except SafetensorError as error:
             raise corrupt(f"{name} of {self.base}", "a safetensors file", error) from error
 
-    def _add_safetensors(self, path: Path) -> None:
-        file = safe_open(path, framework="pt")
-        for name in file.keys():  # noqa: SIM118 (it is no dict)
-            self._readers[name] = lambda name=name: file.get_tensor(name)
-            self._shapes[name] = tuple(file.get_slice(name).get_shape())
-
-    def _add_torch_file(self, path: Path) -> None:
+    def _open_torch_file(self, path: Path) -> None:
         state = None if is_encoded(path) else load_file(path, map_location="cpu", mmap=True)
         if not isinstance(state, dict):
             raise corrupt(f"{path} of {self.base}", "a plain state dict", type(state).__name__)

@@ -131,13 +131,19 @@ def state_sha256(state: Mapping[str, Any]) -> str:
 def _plain(tensor: Tensor, name: str) -> Tensor | dict[str, Any]:
     if type(tensor) in (Tensor, nn.Parameter):
         return tensor
-    if isinstance(tensor, QuantizedTensor):
-        return dict(tensor.tensors)
-    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
-    if flatten is None:
+    tensors = _inner_tensors(tensor)
+    if not tensors:
         expected = "a plain tensor or a subclass with __tensor_flatten__"
         raise ConfigError(name, expected, type(tensor).__qualname__, "Give the class __tensor_flatten__.")
-    return {inner: _plain(getattr(tensor, inner), f"{name}.{inner}") for inner in flatten()[0]}
+    return {inner: _plain(each, f"{name}.{inner}") for inner, each in tensors.items()}
+
+
+def _inner_tensors(tensor: Tensor) -> Mapping[str, Tensor]:
+    """Return the tensors that a quantized weight or another subclass consists of; none if it does not say."""
+    if isinstance(tensor, QuantizedTensor):
+        return tensor.tensors
+    flatten: Any = getattr(tensor, "__tensor_flatten__", None)
+    return {name: getattr(tensor, name) for name in flatten()[0]} if flatten else {}
 
 
 def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
@@ -147,19 +153,7 @@ def _copy_inner(target: Tensor, stored: Any, name: str) -> None:
             raise _mismatch(f"{name} as {stored.dtype} {list(stored.shape)}", found)
         target.copy_(stored)
         return
-    if isinstance(target, QuantizedTensor):
-        _copy_quantized(target, stored, name)
-        return
-    flatten: Any = getattr(target, "__tensor_flatten__", None)
-    inner_names = flatten()[0] if flatten else []
-    if set(inner_names) != set(stored):
-        raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(inner_names)))
-    for inner in inner_names:
-        _copy_inner(getattr(target, inner), stored[inner], f"{name}.{inner}")
-
-
-def _copy_quantized(target: QuantizedTensor, stored: Mapping[str, Any], name: str) -> None:
-    tensors = target.tensors
+    tensors = _inner_tensors(target)
     if tensors.keys() != stored.keys():
         raise _mismatch(f"{name} with inner tensors {sorted(stored)}", str(sorted(tensors)))
     for inner, tensor in tensors.items():

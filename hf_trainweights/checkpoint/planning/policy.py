@@ -100,61 +100,33 @@ class Policy:
             raise ConfigError("policy", "mode and rules", found, "Pass what to_dict returned.")
         return cls(**value)
 
-    def plan_weights(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
-        """Plan a weights file that stands alone and is exact but for rules that name a codec.
+    def plan_weights(
+        self, weights: Mapping[str, Any], anchor: Container[str] = (), *, buffers: Collection[str] = ()
+    ) -> Plan:
+        """Plan a weights file that stands alone, or is stored against an anchor.
+
+        Alone a lossy mode rounds float32 only: weights of half precision are small as they are.
 
         Args:
             weights: A flat state dict under module names.
-            buffers: Which of them are buffers.
-
-        Returns:
-            A plan for `encode_file(weights, plan)`.
-        """
-        return {
-            (name,): TensorPlan(role, name, allowed_codecs(choice, tensor))
-            for name, tensor, role, choice in self._choices(weights, buffers)
-        }
-
-    def plan_full(self, weights: Mapping[str, Any], *, buffers: Collection[str] = ()) -> Plan:
-        """Plan a weights file that stands alone, becomes an anchor and is rounded where the mode is lossy.
-
-        A lossy mode rounds float32 only: weights of half precision are small as they are.
-
-        Args:
-            weights: A flat state dict under module names.
-            buffers: Which of them are buffers.
-
-        Returns:
-            The plan, which lacks the steps of the lossy modes: how far a weight moves between saves.
-        """
-        plan: dict[KeyPath, TensorPlan] = {}
-        for name, tensor, role, choice in self._choices(weights, buffers):
-            mode = lossy_mode_of(choice, role, tensor) if tensor.dtype == torch.float32 else None
-            if mode:
-                plan[name,] = TensorPlan(role, name, (Planes(),), steps_per_rms=mode.steps_per_rms, or_exact=True)
-            else:
-                plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
-        return plan
-
-    def plan_delta(self, weights: Mapping[str, Any], anchor: Container[str], *, buffers: Collection[str] = ()) -> Plan:
-        """Plan a weights file that is stored against an anchor.
-
-        Args:
-            weights: A flat state dict under module names.
-            anchor: The names that are in the anchor; other weights are stored exactly.
+            anchor: The names that are in the anchor.
             buffers: Which of the weights are buffers.
 
         Returns:
-            The plan, which lacks the steps of the lossy modes.
+            A plan for `encode_file(weights, plan)`, exact without the steps of the lossy modes: how far a weight moves
+            between saves.
         """
         plan: dict[KeyPath, TensorPlan] = {}
         for name, tensor, role, choice in self._choices(weights, buffers):
-            if name not in anchor:
+            mode, is_half = lossy_mode_of(choice, role, tensor), tensor.dtype != torch.float32
+            lossy: dict[str, Any] = {"steps_per_rms": mode.steps_per_rms} if mode else {}
+            if name in anchor:
+                codecs = exact_delta_codecs(choice, tensor)
+                plan[name,] = TensorPlan(role, name, codecs, anchor=name, or_exact=bool(mode and is_half), **lossy)
+            elif mode and not is_half:
+                plan[name,] = TensorPlan(role, name, (Planes(),), or_exact=True, **lossy)
+            else:
                 plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
-                continue
-            mode = lossy_mode_of(choice, role, tensor)
-            lossy = {"steps_per_rms": mode.steps_per_rms, "or_exact": tensor.dtype != torch.float32} if mode else {}
-            plan[name,] = TensorPlan(role, name, exact_delta_codecs(choice, tensor), anchor=name, **lossy)
         return plan
 
     def plan_tree(self, tree: Any, names: Mapping[Key, str] | None = None) -> Plan:

@@ -85,7 +85,7 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
     buffer, which costs nothing: an exact difference of what does not change is next to nothing.
     """
     tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
-    trained = _recorded_names(optimizer)
+    trained = set(recorded_names(optimizer).values()) if optimizer else set()
     if trained and trained <= tensors.keys():
         return tensors.keys() - trained
     shapes = _state_shapes(optimizer)
@@ -93,10 +93,6 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
         return {name for name, tensor in tensors.items() if tensor.dim() < 2}
     found = Counter(tensor.shape for tensor in tensors.values())
     return {name for name, tensor in tensors.items() if found[tensor.shape] > shapes[tensor.shape]}
-
-
-def _recorded_names(optimizer: Mapping[str, Any]) -> set[str]:
-    return {name for group in optimizer.get("param_groups", ()) for name in group.get("param_names", ())}
 
 
 def _state_shapes(optimizer: Mapping[str, Any]) -> Counter[torch.Size] | None:

@@ -109,7 +109,7 @@ class AnchorCandidate:
         Each resume adds the error of its checkpoint to the run. With the square root of the interval between saves in
         the step, errors add up to the same over as many training steps, however often a run is saved and resumed.
         """
-        if self.interval_steps is None or self.record.interval_steps is None:
+        if not self.record.delta_rms or self.interval_steps is None or self.record.interval_steps is None:
             return 1.0
         return min(math.sqrt(self.interval_steps / self.record.interval_steps), 1.0)
 
@@ -120,11 +120,10 @@ class AnchorCandidate:
 
     def after_delta(self, bits_per_weight: float, measured_rms: Mapping[str, float], *, is_exact: bool) -> AnchorRecord:
         """Return the record once the next checkpoint is stored against the anchor, which may have measured drift."""
-        record = replace(self.record, saves=self.record.saves + 1)
-        if is_exact and record.delta_rms:  # the best one of a rounded run: its bits say nothing of the next one's
+        delta_rms = {**self.record.delta_rms, **measured_rms}
+        record = replace(self.record, saves=self.record.saves + 1, delta_rms=delta_rms)
+        if is_exact and delta_rms:  # the best one of a rounded run: its bits say nothing of the next one's
             return record
-        if any(measured_rms.values()):  # the anchor itself, made small once more, says nothing about drift
-            record = replace(record, delta_rms={**record.delta_rms, **measured_rms})
         if not (is_exact or self.record.delta_rms):
             record = replace(record, interval_steps=self.interval_steps)
         bits = bits_per_weight + math.log2(self.fineness)

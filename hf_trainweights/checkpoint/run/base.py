@@ -12,7 +12,6 @@ import contextlib
 import json
 import warnings
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -175,23 +174,22 @@ def keep_files(base: BaseWeights, directory: Path) -> tuple[Path, ...]:
     return tuple(kept)
 
 
-def with_measured_drift(
-    candidate: WeightsAnchor, path: Path, weights: Mapping[str, Any], distance_rms: Mapping[str, float]
-) -> WeightsAnchor:
-    """Record how far weights move between two saves, given by name the rms of their distance to the base.
+def drift_from_base(
+    path: Path, interval_steps: int | None, weights: Mapping[str, Any], distance_rms: Mapping[str, float]
+) -> dict[str, float]:
+    """Return how far weights move between two saves, given by name the rms of their distance to the base.
 
     The steps of the lossy modes may not be coarser for a run that is old already: they are taken from the share of the
     way that one interval between saves has, as if weights had drifted steadily. Weights that did not begin at the base
     have no entry, so they are exact.
     """
-    step, interval_steps = _step_of(path), candidate.interval_steps
+    step = _step_of(path)
     share = min(interval_steps / step, 1.0) if step and interval_steps else 1.0
-    drift = {
+    return {
         name: rms * share
         for name, rms in distance_rms.items()
         if rms <= _LARGEST_DRIFT * rms_difference(weights[name].cpu())
     }
-    return replace(candidate, record=replace(candidate.record, delta_rms=drift, interval_steps=interval_steps))
 
 
 def _step_of(path: Path) -> int | None:

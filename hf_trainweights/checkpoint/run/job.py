@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.manifest import (
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, list_files, zip_problem
+from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
@@ -48,10 +48,11 @@ class BaseChoice:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """One checkpoint that is being saved.
+    """One checkpoint that is being saved: in a `temporary` directory that becomes `path`, or else where it lies.
 
-    `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other.
-    `temporary` is a directory that becomes `path`; None where files are replaced one by one where they lie.
+    `anchor_every` is the most checkpoints that one anchor serves; None for a checkpoint that needs no other. The last
+    five serve where it lies: `buffers` is None if the checkpoint itself tells, `optimizer_names` are by their index in
+    the optimizer's state, and `weights_only` takes a model without training state as well.
     """
 
     path: Path
@@ -60,6 +61,11 @@ class SaveJob:
     base: BaseChoice | None = None
     ranks: Ranks = field(default_factory=Ranks)
     temporary: Path | None = None
+    keep_weights: bool = False
+    buffers: Collection[str] | None = None
+    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
+    metrics: Mapping[str, Any] | None = None
+    weights_only: bool = False
 
     @property
     def directory(self) -> Path:
@@ -71,21 +77,6 @@ class SaveJob:
         """Open a file of the directory for writing."""
         with (create_file if self.temporary else replace_file)(self.directory / name) as file:
             yield DigestedFile(file)
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a checkpoint that is made small where it lies shall keep, and what is known of it.
-
-    `buffers` are names of weights; None if the checkpoint itself tells. `optimizer_names` are those of parameters by
-    their index in its state. `weights_only` takes a model without training state as well.
-    """
-
-    keep_weights: bool = False
-    buffers: Collection[str] | None = None
-    optimizer_names: Mapping[Any, str] = field(default_factory=dict)
-    metrics: Mapping[str, Any] | None = None
-    weights_only: bool = False
 
 
 @contextlib.contextmanager
@@ -149,7 +140,7 @@ def write_complete_manifest(path: Path, previous: Manifest | None, manifest: Man
     for name, status in list_files(path).items():
         if name in files or name == MANIFEST_NAME or not stat.S_ISREG(status.st_mode):
             continue
-        if name.startswith(RNG_PREFIX) and zip_problem(path / name):
+        if name.startswith(RNG_PREFIX) and file_problem(path / name):
             continue  # another rank is still writing it
         files[name] = FileEntry.of(path / name, _known_report(path, name, previous))
     manifest = with_earlier_rounding(replace(manifest, files=files), previous, manifest.files)

@@ -12,11 +12,11 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory, sha256_once
+from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
-from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, open_regular_file, open_zip, require_regular_file
@@ -32,6 +32,7 @@ RNG_PREFIX = "rng_state"
 # What a Trainer loads beside the weights, on one machine and under FSDP with FULL_STATE_DICT.
 RESUMED_FROM = ("optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin")
 
+_READ_BY_A_RESUME = frozenset({STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS})
 # Loaders open these before pytorch_model.bin and adapter_model.bin, so one that is not listed changes what is loaded.
 _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors" in name)
 
@@ -44,7 +45,7 @@ _READ_BYTES = 1 << 20
 def progress_problem(directory: Path) -> str | None:
     """Say why a resume would not find out how far a checkpoint's training had come, or return None."""
     state = directory / STATE_NAME
-    return zip_problem(state) if state.is_file() else _trainer_state_problem(directory / TRAINER_STATE_NAME)
+    return file_problem(state if state.is_file() else directory / TRAINER_STATE_NAME)
 
 
 def anchor_problem(path: Path) -> str | None:
@@ -77,7 +78,7 @@ def require_undamaged(directory: Path, verified: Collection[str]) -> None:
         if name in verified or name.startswith(RNG_PREFIX) or not stat.S_ISREG(status.st_mode):
             continue
         path = directory / name
-        problem = _damage(path)
+        problem = file_problem(path, is_torch=path.name in _READ_BY_A_RESUME)
         if problem:
             next_step = "Nothing was changed. Use another checkpoint, restore the file from a copy, or remove it."
             raise CorruptFileError(str(path), "a whole file", problem, next_step)
@@ -85,75 +86,58 @@ def require_undamaged(directory: Path, verified: Collection[str]) -> None:
             _require_anchor(path)
 
 
-def _damage(path: Path) -> str | None:
-    """Say why a file is not as it was written; None also where its format has nothing that shows it."""
-    if path.name == TRAINER_STATE_NAME:
-        return _trainer_state_problem(path)
-    if path.suffix == ".safetensors":
-        return _safetensors_problem(path)
-    if path.suffix == ANCHOR_SUFFIX:
-        return None if path.name == anchor_file_name(sha256_once(path)) else f"{path.name} has another SHA-256"
-    if path.suffix not in TORCH_SUFFIXES:
-        return None
-    with open_regular_file(path) as file:
-        is_zip = file.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(file)  # it begins like one, or ends like one
-    if is_zip:
-        return zip_problem(path)
-    if path.name not in (STATE_NAME, *RESUMED_FROM, *ENTRY_POINTS):
-        return None
+def file_problem(path: Path, *, is_torch: bool = True) -> str | None:
+    """Say why a file is not as it was written, as far as its checksums or structure show, or return None.
+
+    Without `is_torch` it may be another program's, although its suffix is one of torch's.
+    """
     try:
-        load_file(path)  # PyTorch before 1.6 wrote no zip archives
-    except CorruptFileError as error:
+        _read_through(path, is_torch)
+    except (CorruptFileError, OSError, SafetensorError, TypeError, ValueError, RecursionError) as error:
         return f"{path.name} cannot be read: {error}"
     return None
 
 
-def _trainer_state_problem(path: Path) -> str | None:
-    try:
+def _read_through(path: Path, is_torch: bool) -> None:
+    """Raise what a damaged file causes; nothing where its format has nothing that shows it."""
+    if path.name == TRAINER_STATE_NAME:
         with open_regular_file(path) as file:
-            if isinstance(json.load(file), dict):
-                return None
-    except (OSError, ValueError, RecursionError) as error:
-        return f"{path.name} cannot be read: {error}"
-    return f"{path.name} is not a JSON object"
+            if not isinstance(json.load(file), dict):
+                raise TypeError("it is not a JSON object")
+    elif path.suffix == ".safetensors":
+        require_regular_file(path)
+        with safe_open(path, framework="pt") as tensors:
+            tensors.keys()
+    elif path.suffix == ANCHOR_SUFFIX:
+        verify_anchor(path)
+    elif path.suffix in TORCH_SUFFIXES:
+        with open_regular_file(path) as file:
+            is_zip = file.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(file)  # it begins like one, or ends like one
+        if is_zip:
+            _read_zip(path)
+        elif is_torch:
+            load_file(path)  # PyTorch before 1.6 wrote no zip archives
+
+
+def _read_zip(path: Path) -> None:
+    with open_zip(path) as archive:
+        for member in archive.infolist():
+            # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
+            if member.CRC != 0:
+                with archive.open(member) as file:
+                    while file.read(_READ_BYTES):
+                        pass
 
 
 def weights_problem(path: Path) -> str | None:
     """Say why a weight file or an index cannot be loaded, as far as its structure shows, or return None."""
-    if path.suffix == ".bin":
-        return zip_problem(path)
-    if path.suffix == ".safetensors":
-        return _safetensors_problem(path)
+    if not path.name.endswith(".index.json"):
+        return file_problem(path)
     try:
         names = shard_names(path)
-    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        return f"{path.name} cannot be read: {error!r}"
-    return next(filter(None, (weights_problem(path.parent / name) for name in names)), None)
-
-
-def zip_problem(path: Path) -> str | None:
-    """Say why a file of torch.save cannot be loaded, as far as its zip structure and checksums show, or return None."""
-    try:
-        with open_zip(path) as archive:
-            for member in archive.infolist():
-                # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
-                if member.CRC != 0:
-                    with archive.open(member) as file:
-                        while file.read(_READ_BYTES):
-                            pass
     except (CorruptFileError, OSError) as error:
         return f"{path.name} cannot be read: {error}"
-    return None
-
-
-def _safetensors_problem(path: Path) -> str | None:
-    try:
-        require_regular_file(path)
-        with safe_open(path, framework="pt") as file:
-            file.keys()
-    except (CorruptFileError, OSError, SafetensorError) as error:
-        return f"{path.name} cannot be read: {error}"
-    return None
+    return next(filter(None, (file_problem(path.parent / name) for name in names)), None)
 
 
 @dataclass(frozen=True)

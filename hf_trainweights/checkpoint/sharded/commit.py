@@ -17,9 +17,8 @@ from typing import Any
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe
+from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe, parse_shard, shard_name
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, stock_metadata
-from hf_trainweights.checkpoint.dcp.shards import parse_shard, shard_name
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord
@@ -49,8 +48,8 @@ def commit(
     anchor: ShardedAnchor | None = None,
     is_exact: bool = False,
     **manifest_fields: Any,
-) -> Manifest:
-    """Make a checkpoint of the files that all ranks have written, each a list of `StoredItem`; other files stay.
+) -> None:
+    """Make a checkpoint of the files that all ranks have written, each a list of `StoredItem`, in the place of another.
 
     `anchor` is what weights are stored against; `is_exact` says that none may be rounded. ConfigError: fields of the
     manifest (mode, step, metadata, ...) hold what JSON cannot. OSError: the checkpoint that was there is whole.
@@ -62,17 +61,12 @@ def commit(
     files = _file_entries(directory, items)
     files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
     record = _anchor_of(items, anchor, is_exact)
-    manifest = Manifest(files, sharded=describe(dcp_metadata, record.to_dict()), **manifest_fields)
-    write_manifest(directory, manifest)
+    write_manifest(directory, Manifest(files, sharded=describe(dcp_metadata, record.to_dict()), **manifest_fields))
     with replace_file(directory / METADATA_NAME) as file:
         file.write(pickled)
-    return manifest
-
-
-def remove_unlisted(directory: Path, manifest: Manifest) -> None:
-    """Remove items and anchors that the manifest does not list: of earlier saves, and of saves that were killed."""
+    # Of earlier saves, and of saves that were killed.
     present = [*directory.glob(f"__*{ITEM_SUFFIX}"), *directory.glob(f"*{ANCHOR_SUFFIX}")]
-    remove_files(sorted(path for path in present if path.name not in manifest.files))
+    remove_files(sorted(path for path in present if path.name not in files))
 
 
 def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, FileEntry]:
@@ -111,5 +105,6 @@ def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_e
     used = {sha256 for file in files.values() for sha256 in file.anchors}
     if previous is None or not used:
         return ShardedAnchor(record=AnchorRecord(NO_DIGEST), files=full)
-    record = previous.after_delta(bits / max(elements, 1), measured, is_exact=is_exact)
+    moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift
+    record = previous.after_delta(bits / max(elements, 1), moved, is_exact=is_exact)
     return ShardedAnchor(record=record, files={sha256: previous.files[sha256] for sha256 in sorted(used)} | full)

@@ -12,7 +12,8 @@ import json
 import pickle
 import shutil
 import uuid
-from collections.abc import Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
@@ -138,21 +139,19 @@ def _files(contents: ShardedContents) -> list[str]:
 
 def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str, str]) -> bytes:
     """Write every item plainly, and return the `.metadata` that goes with the files."""
+    items: dict[str, list[MetadataIndex]] = defaultdict(list)
+    for index, place in sorted(contents.places.items(), key=lambda item: item[1].start):
+        items[place.file].append(index)
     places: dict[MetadataIndex, tuple[str, int, int]] = {}
     for name, new_name in new_names.items():
         start = 0
         with replace_file(target / new_name) as file:
-            for index in _items_of(contents, name):
+            for index in items[name]:
                 data = _plain_bytes(contents, index)
                 file.write(data)
                 places[index] = new_name, start, len(data)
                 start += len(data)
     return pickle.dumps(stock_metadata(dataclasses.replace(contents.metadata), places, save_id=uuid.uuid4().hex))
-
-
-def _items_of(contents: ShardedContents, name: str) -> Iterator[MetadataIndex]:
-    of_file = [(place.start, index) for index, place in contents.places.items() if place.file == name]
-    yield from (index for _, index in sorted(of_file, key=lambda item: item[0]))
 
 
 def _plain_bytes(contents: ShardedContents, index: MetadataIndex) -> bytes:

@@ -67,6 +67,11 @@ class Item:
         return -self.payload_start % ALIGNMENT_BYTES
 
     @property
+    def content(self) -> memoryview:
+        """The zip file."""
+        return self.data.numpy().data
+
+    @property
     def size_bytes(self) -> int:
         """Length of the zip file."""
         return len(self.data)

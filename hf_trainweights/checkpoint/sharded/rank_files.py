@@ -9,12 +9,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
-from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, Written
-from hf_trainweights.checkpoint.dcp.shards import name_of
+from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
@@ -45,18 +43,21 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
         written, file = _write_differences(rank, own, found, anchor.step_rms)
     else:
         written, file = _write_full(rank, own)
-    by_index = {each.item.index: each for each in written}
-    results = []
-    for item, first in zip(items, firsts, strict=True):
-        each = by_index[first.index]
-        results.append((each if item is first else replace(each, item=item, is_repeated=True)).stored(file))
-    return results
+    by_index = {each.index: replace(each, file=file) for each in written}
+    pairs = zip(items, firsts, strict=True)
+    return [by_index[item.index] if item is first else _repeated(by_index[first.index], item) for item, first in pairs]
 
 
-def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written], StoredFile]:
+def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
+    """Return the result of an item that is tied to one that is stored."""
+    row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
+    return replace(stored, index=item.index, row=row, is_repeated=True)
+
+
+def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[StoredItem], StoredFile]:
     """Write an anchor."""
     path = rank.directory / rank.orders.weights_name
-    states, written = AdamStates(rank), []
+    states, joined = AdamStates(rank), []
     with replace_file(path) as file:
         digested = DigestedFile(file)
         joiner = Joiner(digested)
@@ -64,11 +65,14 @@ def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[Written],
             encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
             joiner.add(name_of(item), each)
-            written.append(Written(item, 0, each.size_bytes, each.crc32, encoded.report[0]))
+            joined.append((item, each.size_bytes, each.crc32, encoded.report[0]))
         starts = joiner.finish()
     with path.open("rb") as whole:
-        start = payload_start(whole)
-    written = [replace(each, start=start + starts[name_of(each.item)]) for each in written]
+        payload = payload_start(whole)
+    written = []
+    for item, item_bytes, crc32, report in joined:
+        start = payload + starts[name_of(item)]
+        written.append(stored_item(item, Place(path.name, start, start + item_bytes, crc32), report))
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True)
 
 
@@ -83,7 +87,7 @@ def _encode_full(rank: RankItems, item: WriteItem, states: AdamStates) -> Encode
 
 def _write_differences(
     rank: RankItems, items: Iterable[WriteItem], found: Mapping[str, Anchor], step_rms: Mapping[str, float]
-) -> tuple[list[Written], StoredFile]:
+) -> tuple[list[StoredItem], StoredFile]:
     path = rank.directory / rank.orders.weights_name
     written = []
     states = AdamStates(rank)
@@ -102,9 +106,10 @@ def _write_differences(
             encoded = encode_file(tensor, {(): plan}, **options)
             each = Item.of(encoded)
             start = digested.size_bytes
-            digested.write(each.data.numpy().data)
-            report, sha256 = encoded.report[0], encoded.anchor_sha256
-            written.append(Written(item, start, each.size_bytes, each.crc32, report, sha256, measured))
+            digested.write(each.content)
+            place = Place(path.name, start, digested.size_bytes, each.crc32)
+            of_anchor = {"anchor_sha256": encoded.anchor_sha256, "delta_rms": measured}
+            written.append(stored_item(item, place, encoded.report[0], **of_anchor))
     digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=digests)
 
@@ -119,33 +124,35 @@ def write_others(rank: RankItems) -> list[StoredItem]:
     if not rank.others:
         return []
     path = rank.directory / rank.orders.others_name
-    written: list[Written] = []
+    written: list[StoredItem] = []
     with replace_file(path) as file:
-        target = _Target(DigestedFile(file))
+        target = _Target(path.name, DigestedFile(file))
         for items in _units(rank):
             written += _write_moments(rank, items, target) if len(items) == 2 else [_write_one(rank, items[0], target)]
     stored = StoredFile(path.name, target.file.size_bytes, target.file.sha256())
-    return [each.stored(stored) for each in written]
+    return [replace(each, file=stored) for each in written]
 
 
 @dataclass
 class _Target:
-    """The file, and where in it the small items are."""
+    """The file under its name, and where in it the small items are."""
 
+    name: str
     file: DigestedFile
     starts: dict[bytes, int] = field(default_factory=dict)
 
-    def put(self, data: Tensor | bytes) -> tuple[int, bool]:
-        """Write an item unless it is there already; return where it begins, and whether it was there."""
-        view = data if isinstance(data, bytes) else data.numpy().data
-        key = bytes(view) if len(view) <= _REPEATED_BYTES else None
-        if key in self.starts:
-            return self.starts[key], True
-        start = self.file.size_bytes
-        self.file.write(view)
-        if key is not None:
-            self.starts[key] = start
-        return start, False
+    def put(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
+        """Write an item, unless the same bytes are there already."""
+        key = bytes(data) if len(data) <= _REPEATED_BYTES else None
+        start = None if key is None else self.starts.get(key)
+        is_repeated = start is not None
+        if start is None:
+            start = self.file.size_bytes
+            self.file.write(data)
+            if key is not None:
+                self.starts[key] = start
+        place = Place(self.name, start, start + len(data), zlib_ng.crc32(data))
+        return stored_item(item, place, report, is_repeated=is_repeated)
 
 
 def _units(rank: RankItems) -> Iterator[list[WriteItem]]:
@@ -165,19 +172,16 @@ def _units(rank: RankItems) -> Iterator[list[WriteItem]]:
             yield [item]
 
 
-def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> Written:
+def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> StoredItem:
     plan = rank.plan(item)
     if plan is None:
-        data = rank.data(item)
-        start, is_repeated = target.put(data)
-        name, size_bytes = item.index.fqn, len(data)
-        report = TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, size_bytes, size_bytes)
-        return Written(item, start, size_bytes, zlib_ng.crc32(data), report, is_repeated=is_repeated)
+        data, name = rank.data(item), item.index.fqn
+        return target.put(item, data, TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data)))
     encoded = encode_file(rank.tensor(item), {(): replace(plan, exp_avg_sq=None)})
-    return _put(item, Item.of(encoded), encoded.report[0], target)
+    return target.put(item, Item.of(encoded).content, encoded.report[0])
 
 
-def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> list[Written]:
+def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> list[StoredItem]:
     first, second = items
     plans = {item.index.fqn: rank.orders.plans[item.index.fqn] for item in items}
     plan: dict[KeyPath, TensorPlan] = {
@@ -187,14 +191,10 @@ def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> 
     moments = {"exp_avg_sq": rank.tensor(second), "exp_avg": rank.tensor(first)}
     encoded = encode_file(moments, plan)
     mean, square, offset = split_moments(encoded)
+    of_square, of_mean = encoded.report
     if offset is None:
-        reports = encoded.report
-        return [_put(second, square, reports[0], target), _put(first, mean, reports[1], target)]
-    of_mean = _put(first, mean, encoded.report[1], target)
-    start = of_mean.start + offset
-    return [of_mean, Written(second, start, square.size_bytes, square.crc32, encoded.report[0])]
-
-
-def _put(item: WriteItem, encoded: Item, report: TensorReport, target: _Target) -> Written:
-    start, is_repeated = target.put(encoded.data)
-    return Written(item, start, encoded.size_bytes, encoded.crc32, report, is_repeated=is_repeated)
+        return [target.put(second, square.content, of_square), target.put(first, mean.content, of_mean)]
+    outer = target.put(first, mean.content, of_mean)
+    start = outer.storage_data.start + offset
+    place = Place(target.name, start, start + square.size_bytes, square.crc32)
+    return [outer, stored_item(second, place, of_square)]

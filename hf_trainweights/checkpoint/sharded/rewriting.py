@@ -14,17 +14,12 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -51,7 +46,7 @@ from hf_trainweights.checkpoint.manifest import (
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob, manifest_fields, rewriting, write_complete_manifest
+from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
 from hf_trainweights.checkpoint.run.verification import require_intact, size_bytes
 from hf_trainweights.checkpoint.sharded.conversion import write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
@@ -93,7 +88,7 @@ class ShardedLayout:
         """Return the free space that rewriting takes: old files of a directory stay until all new ones are there."""
         return max(map(size_bytes, self._parts))
 
-    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
+    def compress(self, job: SaveJob) -> Manifest:
         """Make the files small; what was rounded before stays as it is. Of several ranks the coordinator calls this.
 
         Each rank encodes the files that it wrote.
@@ -111,8 +106,8 @@ class ShardedLayout:
             contents = [ShardedContents(part) for part in self._parts]
             for each in contents:
                 each.require_complete()
-            fields = manifest_fields(self.path, previous, choices.metrics, recorded)
-            for each, writer in self._writers(job, contents, choices.buffers, fields.get("step"), recorded):
+            fields = manifest_fields(self.path, previous, job.metrics, recorded)
+            for each, writer in self._writers(job, contents, fields.get("step"), recorded):
                 results = job.ranks.share(_shares(writer, each, job.ranks.size))
                 writer.finish(replace(each.metadata), results)
             return self._finish(previous, job.policy.mode, fields)
@@ -154,7 +149,6 @@ class ShardedLayout:
         self,
         job: SaveJob,
         contents: Sequence[ShardedContents],
-        buffers: Collection[str] | None,
         step: int | None,
         metadata: Mapping[str, Any],
     ) -> Iterator[tuple[ShardedContents, TrainWeightsWriter]]:
@@ -162,6 +156,7 @@ class ShardedLayout:
         weights = [name for each in contents for name in all_weights(each)]
         states = [name.split(".", 1)[1].rpartition(".")[0] for each in contents for name in optimizer_tensors(each)]
         job.policy.require_used([*weights, *states])
+        buffers = job.buffers
         if buffers is None and set(states) & set(weights):
             buffers = sorted(set(weights) - set(states))
         options: dict[str, Any] = {"buffers": buffers, "anchor_every": job.anchor_every}
@@ -266,9 +261,5 @@ def _owner(name: str, number: int) -> int:
 def _items(name: str, entry: TensorStorageMetadata | BytesStorageMetadata) -> list[WriteItem]:
     if not isinstance(entry, TensorStorageMetadata):
         return [WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO)]
-    return [_item(name, entry, chunk) for chunk in entry.chunks]
-
-
-def _item(name: str, entry: TensorStorageMetadata, chunk: ChunkStorageMetadata) -> WriteItem:
-    data = TensorWriteData(chunk, entry.properties, entry.size)
-    return WriteItem(MetadataIndex(name, chunk.offsets), WriteItemType.SHARD, tensor_data=data)
+    parts = [TensorWriteData(chunk, entry.properties, entry.size) for chunk in entry.chunks]
+    return [WriteItem(MetadataIndex(name, each.chunk.offsets), WriteItemType.SHARD, tensor_data=each) for each in parts]

@@ -23,8 +23,8 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
-from hf_trainweights.checkpoint.dcp.shards import name_of
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import ModeName
@@ -32,7 +32,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
-from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number, remove_unlisted
+from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight
 from hf_trainweights.errors import SaveError, UnsupportedError
@@ -96,7 +96,7 @@ def _plan_model(
 ) -> dict[str, TensorPlan]:
     weights = {name: tensors[flat_name] for name, flat_name in names.items()}
     exact = buffers_of({name: weight.dim() for name, weight in weights.items()}, parameters, buffers)
-    plan = policy.plan_delta(weights, weights, buffers=exact) if is_delta else policy.plan_full(weights, buffers=exact)
+    plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
     return {names[name]: plan[name,] for name in weights}
 
 
@@ -268,8 +268,7 @@ class TrainWeightsWriter(StorageWriter):
         """
         with save_errors(self._path, _OUTCOME):
             anchor = {"anchor": self._anchor, "is_exact": self._is_exact}
-            manifest = commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
-            remove_unlisted(self._path, manifest)
+            commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
 
     def storage_meta(self) -> StorageMeta:
         """Return where the checkpoint is saved, and the identity of the save."""

@@ -15,45 +15,13 @@ from pathlib import Path
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.checkpoint.directory.layout import layout_of
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
 ON_ERROR = ("warn", "raise")
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Compression:
-    """One checkpoint that is to be made small, of a sharded one by all ranks, each of which has one of these."""
-
-    job: SaveJob
-    choices: Choices
-
-    def run(self, savings: Savings) -> str | None:
-        """Make the checkpoint small and count it; return on every rank why there is no room, or None.
-
-        CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is
-        whole.
-        """
-        return self.job.ranks.decide(lambda: self._compress(savings))
-
-    def _compress(self, savings: Savings) -> str | None:
-        if not self.job.path.is_dir():
-            return None
-        drop_stale_manifest(self.job.path)
-        layout, plain_bytes = layout_of(self.job.path), size_bytes(self.job.path)
-        if is_plain(self.job.path):
-            problem = progress_problem(self.job.path) or layout.missing_problem()
-            if problem:
-                next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
-                raise CorruptFileError(str(self.job.path), "a whole checkpoint", problem, next_step)
-        needed, free = layout.rewriting_bytes(), shutil.disk_usage(self.job.path).free
-        if free < needed:
-            return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
-        savings.add(plain_bytes, layout.compress(self.job, self.choices), size_bytes(self.job.path))
-        return None
 
 
 @dataclass
@@ -98,6 +66,28 @@ def drop_stale_manifest(directory: Path) -> None:
         manifest.unlink()
 
 
+def make_small(job: SaveJob, savings: Savings) -> str | None:
+    """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
+
+    CorruptFileError: a file of it is damaged, and nothing has changed. TrainWeightsError: every file in it is whole.
+    """
+    path = job.path
+    if not path.is_dir():
+        return None
+    drop_stale_manifest(path)
+    layout, plain_bytes = layout_of(path), size_bytes(path)
+    if is_plain(path):
+        problem = progress_problem(path) or layout.missing_problem()
+        if problem:
+            next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
+            raise CorruptFileError(str(path), "a whole checkpoint", problem, next_step)
+    needed, free = layout.rewriting_bytes(), shutil.disk_usage(path).free
+    if free < needed:
+        return f"rewriting it takes {needed // 10**6} MB of free disk space, there are {free // 10**6} MB"
+    savings.add(plain_bytes, layout.compress(job), size_bytes(path))
+    return None
+
+
 class Backlog:
     """The checkpoints of a run that wait to be made small.
 
@@ -111,19 +101,19 @@ class Backlog:
         if on_error not in ON_ERROR:
             raise ConfigError("on_error", " or ".join(ON_ERROR), repr(on_error), "Choose one of these.")
         self._on_error = on_error
-        self._waiting: list[Compression] = []
-        self._failed: dict[Path, Compression] = {}
+        self._waiting: list[SaveJob] = []
+        self._failed: dict[Path, SaveJob] = {}
         self._stayed: dict[Path, str] = {}
-        self._outcomes: list[tuple[Compression, Exception | str]] = []
+        self._outcomes: list[tuple[SaveJob, Exception | str]] = []
         self._fatal: BaseException | None = None
         self._thread: threading.Thread | None = None
         self._savings = Savings()
         self._said: set[tuple[Path, str]] = set()
 
-    def add(self, compression: Compression) -> None:
+    def add(self, job: SaveJob) -> None:
         """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
-        self._failed.pop(compression.job.path, None)
-        self._waiting += [*self._failed.values(), compression]
+        self._failed.pop(job.path, None)
+        self._waiting += [*self._failed.values(), job]
         self._failed.clear()
 
     def start(self) -> None:
@@ -143,9 +133,9 @@ class Backlog:
         outcomes, self._outcomes = self._outcomes, []
         fatal, self._fatal = self._fatal, None
         errors = [] if fatal is None else [fatal]
-        for compression, outcome in outcomes:
+        for job, outcome in outcomes:
             try:
-                self._keep_plain(compression, outcome)
+                self._keep_plain(job, outcome)
             except Exception as error:
                 errors.append(error)
         if errors:
@@ -180,18 +170,18 @@ class Backlog:
         except BaseException as error:  # raised again by finish, in the thread that asks
             self._fatal = error
 
-    def _try(self, compression: Compression) -> None:
+    def _try(self, job: SaveJob) -> None:
+        outcome: Exception | str | None
         try:
-            no_room = compression.run(self._savings)
+            outcome = job.ranks.decide(lambda: make_small(job, self._savings))
         except Exception as error:
-            self._outcomes.append((compression, error))
-        else:
-            if no_room:
-                self._outcomes.append((compression, no_room))
+            outcome = error
+        if outcome:
+            self._outcomes.append((job, outcome))
 
-    def _keep_plain(self, compression: Compression, outcome: Exception | str) -> None:
-        directory = compression.job.path
-        self._failed[directory] = compression
+    def _keep_plain(self, job: SaveJob, outcome: Exception | str) -> None:
+        directory = job.path
+        self._failed[directory] = job
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
         if isinstance(outcome, Exception):
             self.blame(directory, outcome, message)

@@ -27,10 +27,10 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, drop_stale_manifest
-from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.trainer.backlog import Backlog, drop_stale_manifest
+from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
 
@@ -70,6 +70,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     Raises:
         ConfigError: Mode, rules, `anchor` or `on_error` are wrong.
+        Exception: By any method, whatever went wrong in the background, where it ends the training; see `on_error`.
 
     Examples:
         >>> TrainWeightsCheckpointCallback(mode="near-lossless", rules={"re:.*embed.*": "lossless"}).policy.mode
@@ -140,31 +141,23 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._backlog.start()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint if another is about to be saved.
-
-        Raises:
-            Exception: Whatever went wrong in the background, where it ends the training; see `on_error`.
-        """
+        """Wait for the last checkpoint if another is about to be saved."""
         if control.should_save or control.should_training_stop:
             self._backlog.finish()
 
     def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint if another is about to be saved; see `on_step_end`."""
+        """Wait for the last checkpoint if another is about to be saved."""
         self.on_step_end(args, state, control)
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint where the evaluation decides whether another is saved; see `on_step_end`."""
+        """Wait for the last checkpoint where the evaluation decides whether another is saved."""
         if args.save_strategy == SaveStrategy.BEST:
             self._backlog.finish()
 
     def on_push_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do.
-
-        Raises:
-            Exception: Whatever went wrong, where it ends the training; see `on_error`.
-        """
+        """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do."""
         if self._sharding(args) is Sharding.SHARDED:  # only one rank hears of a push
             return
         self._backlog.finish()
@@ -172,11 +165,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._backlog.finish()
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop.
-
-        Raises:
-            Exception: Whatever went wrong, where it ends the training; see `on_error`.
-        """
+        """Have the checkpoint made small: from the next step on, or at once where the Trainer is about to stop."""
         self._backlog.finish()
         self._add(args, state, **kwargs)
         # No event lies between the last save and the loading of the best model.
@@ -184,11 +173,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._backlog.finish()
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint and say in one line what was saved and what stayed plain.
-
-        Raises:
-            Exception: Whatever went wrong, where it ends the training; see `on_error`.
-        """
+        """Wait for the last checkpoint and say in one line what was saved and what stayed plain."""
         self._backlog.finish()
         summary = str(self._backlog)
         if summary and self._backlog.speaks:
@@ -217,10 +202,18 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
             return
         policy = Policy(self.policy.mode, self._rules(state, directory))
-        job = SaveJob(directory, policy, self.anchor_every, self._base.choice, self._ranks)
-        buffers = _plain_buffer_names(module) if module is not None else None
-        choices = Choices(bool(args.push_to_hub), buffers, names, _newest_metrics(state))
-        self._backlog.add(Compression(job, choices))
+        job = SaveJob(
+            directory,
+            policy,
+            self.anchor_every,
+            self._base.choice,
+            self._ranks,
+            keep_weights=bool(args.push_to_hub),
+            buffers=_plain_buffer_names(module) if module is not None else None,
+            optimizer_names=names,
+            metrics=_newest_metrics(state),
+        )
+        self._backlog.add(job)
 
     def _replace_converted_weights(self, module: nn.Module, directory: Path, *, keep: bool) -> None:
         """Put weights under the module's names into a checkpoint whose files name them otherwise, unless it is pushed.
@@ -236,7 +229,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if keep:
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
-        adopt_weights(directory, set_weights_aside(directory, weights))
+        replace_weights(directory.absolute(), weights)
 
     def _rules(self, state: TrainerState, directory: Path) -> Mapping[str, Any]:
         best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name

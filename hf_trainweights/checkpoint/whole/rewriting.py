@@ -7,7 +7,6 @@ loaders prefer those: `model.safetensors`, the index of shards, the shards.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -28,20 +27,14 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import converted_weights_problem
-from hf_trainweights.checkpoint.run.job import (
-    Choices,
-    SaveJob,
-    manifest_fields,
-    rewriting,
-    write_complete_manifest,
-)
+from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
 from hf_trainweights.checkpoint.run.verification import (
     RESUMED_FROM,
     anchor_problem,
+    file_problem,
     require_intact,
     require_undamaged,
     weights_problem,
-    zip_problem,
 )
 from hf_trainweights.checkpoint.whole.sources import (
     ADAPTER_WEIGHTS_NAME,
@@ -57,10 +50,8 @@ from hf_trainweights.checkpoint.whole.sources import (
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import create_file_aside, move_file, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import remove_files, replace_by_link, replace_file
 from hf_trainweights.files.reading import is_torch_file
-from hf_trainweights.files.save_errors import save_errors
-from hf_trainweights.files.temporary import Claim
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
@@ -87,7 +78,7 @@ class WholeLayout:
         if not weights:
             return self.missing_problem()
         others = [self.path / name for name in RESUMED_FROM if (self.path / name).exists()]
-        checks = [(weights_problem, weights), (zip_problem, others), (anchor_problem, weights + others)]
+        checks = [(weights_problem, weights), (file_problem, others), (anchor_problem, weights + others)]
         return next(filter(None, (check(file) for check, files in checks for file in files)), None)
 
     def unlisted(self, directory: Path) -> list[Path]:
@@ -100,25 +91,25 @@ class WholeLayout:
         shards = sum(file.stat().st_size for file in safetensors_files(self.path))  # they become one file
         return max([shards, *sizes])
 
-    def compress(self, job: SaveJob, choices: Choices) -> Manifest:
+    def compress(self, job: SaveJob) -> Manifest:
         """Make the files small; with the same choices a second call changes nothing."""
         path, inventory = self.path, take_inventory(self.path)
-        if not choices.weights_only:
+        if not job.weights_only:
             inventory.require_training_state()
         previous = self._verified()
-        recorded = _recorded(job, choices.keep_weights)
+        recorded = _recorded(job)
         if previous and recorded.items() <= previous.metadata.items():
             return previous
         self._require_undamaged(previous)
-        optimizer = OptimizerFile.read(path, job.policy, choices.optimizer_names)
-        keeps = choices.keep_weights or _must_keep_weights(path)
-        weights = None if keeps else weights_to_store(inventory, job.policy, previous, choices.buffers, optimizer)
+        optimizer = OptimizerFile.read(path, job.policy, job.optimizer_names)
+        keeps = job.keep_weights or _must_keep_weights(path)
+        weights = None if keeps else weights_to_store(inventory, job.policy, previous, job.buffers, optimizer)
         with rewriting(path):
             entries, fields = _compress_weights(job, inventory, previous, weights)
             entries |= _compress_others(job, inventory, optimizer, done=entries)
-            fields |= manifest_fields(path, previous, choices.metrics, recorded)
+            fields |= manifest_fields(path, previous, job.metrics, recorded)
             had_safetensors = any(file.suffix == ".safetensors" for file in inventory.weight_files)
-            if choices.weights_only and weights is not None and had_safetensors:
+            if job.weights_only and weights is not None and had_safetensors:
                 fields["metadata"][_WAS_SAFETENSORS] = weights.file_name
             return write_complete_manifest(path, previous, Manifest(entries, job.policy.mode, **fields))
 
@@ -158,9 +149,9 @@ class WholeLayout:
         register_anchor_directory(self.path)
 
 
-def _recorded(job: SaveJob, keep_weights: bool) -> dict[str, Any]:
+def _recorded(job: SaveJob) -> dict[str, Any]:
     """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
-    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": keep_weights}
+    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
     return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
 
 
@@ -221,30 +212,14 @@ def _compress_others(
     return entries
 
 
-def set_weights_aside(path: str | Path, weights: Mapping[str, Any]) -> Claim:
-    """Save weights in a checkpoint directory under a temporary name, plain and as fast as torch.save.
-
-    They may change afterwards. The claim is for `adopt_weights`; the data may not be on the disk yet.
-    """
-    path = Path(path).absolute()
-    with save_errors(path, "Its files are as they were."), create_file_aside(path) as (claim, file):
-        torch.save(dict(weights), file)
-    return claim
-
-
-def adopt_weights(path: str | Path, aside: Claim) -> None:
-    """Put weights that were set aside in the place of a checkpoint's weight files.
+def replace_weights(path: Path, weights: Mapping[str, Any]) -> None:
+    """Put weights in the place of a checkpoint's weight files, plain and as fast as torch.save writes them.
 
     A Trainer resumes exactly from the module's names, and its own files may have others. After an error the old weights
-    are there, or the new ones; the file aside is gone.
+    are there, or the new ones.
     """
-    path = Path(path).absolute()
-    try:
-        inventory = take_inventory(path)
-        with rewriting(path):
-            move_file(aside.path, path / WEIGHTS_NAME)
-            remove_files(inventory.replaced_by(WEIGHTS_NAME))
-    finally:
-        with contextlib.suppress(OSError):  # it is moved, or the next save removes it
-            aside.path.unlink()
-        aside.release()
+    inventory = take_inventory(path)
+    with rewriting(path):
+        with replace_file(path / WEIGHTS_NAME) as file:
+            torch.save(dict(weights), file)
+        remove_files(inventory.replaced_by(WEIGHTS_NAME))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,17 +48,15 @@ def weight_files(path: Path) -> list[Path]:
     family = [name for name in present if name.startswith("adapter") == present[0].startswith("adapter")]
     files = [path / name for name in family]
     for index in [file for file in files if file.name.endswith(".index.json")]:
-        with _readable(index):
-            files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
+        files += [path / shard for shard in shard_names(index) if (path / shard).is_file()]
     return files
 
 
 def read_weights(first: Path) -> dict[str, Any]:
     """Return the state dict in a weight file, or in the shards of an index, on the CPU, mapped where it can be."""
     state: dict[str, Any] = {}
-    with _readable(first):
-        for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
-            state |= _read_weight_file(first.parent / name)
+    for name in shard_names(first) if first.name.endswith(".index.json") else [first.name]:
+        state |= _read_weight_file(first.parent / name)
     return state
 
 
@@ -71,24 +68,19 @@ def load_if_possible(path: Path) -> Any:
         return None
 
 
-@contextlib.contextmanager
-def _readable(path: Path) -> Iterator[None]:
-    """Turn the errors that a damaged weight file or index causes into a CorruptFileError."""
-    try:
-        yield
-    except CorruptFileError:
-        raise
-    except (SafetensorError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        next_step = "Use another checkpoint, or restore this one from a copy."
-        raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
-
-
 def _read_weight_file(path: Path) -> dict[str, Any]:
+    next_step = "Use another checkpoint, or restore this one from a copy."
     if path.suffix == ".safetensors":
         require_regular_file(path)
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-    return _load_mapped(path)
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        except SafetensorError as error:
+            raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
+    state = _load_mapped(path)
+    if not isinstance(state, dict):
+        raise CorruptFileError(str(path), "a state dict", type(state).__name__, next_step)
+    return state
 
 
 def _load_mapped(path: Path) -> Any:

@@ -15,7 +15,7 @@ import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -38,7 +38,7 @@ from hf_trainweights.checkpoint.run.anchors import (
     second_moments,
     unlink_anchor,
 )
-from hf_trainweights.checkpoint.run.base import base_candidate, keep_files, open_base, with_measured_drift
+from hf_trainweights.checkpoint.run.base import base_candidate, drift_from_base, keep_files, open_base
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.errors import UnstorableError
@@ -70,8 +70,7 @@ class Weights:
         return AnchorRecord("") if all(isinstance(value, Tensor) for value in self.state.values()) else None
 
 
-@dataclass(frozen=True)
-class _EncodedWeights:
+class _Encoded(NamedTuple):
     """The weights of a checkpoint, encoded.
 
     `anchor` is what the manifest records about the anchor of the next checkpoint; without a digest that is this file.
@@ -85,7 +84,7 @@ class _EncodedWeights:
     base: Base | None = None
 
 
-def _encode(job: SaveJob, weights: Weights, file: Writable) -> _EncodedWeights:
+def _encode(job: SaveJob, weights: Weights, file: Writable) -> _Encoded:
     """Encode weights into a file, as a difference to the run's anchor or base if there is one and no new one is due."""
     if job.anchor_every is None:
         return _encode_full(job, weights, {}, file)
@@ -96,7 +95,7 @@ def _encode(job: SaveJob, weights: Weights, file: Writable) -> _EncodedWeights:
     return encoded or _encode_full(job, weights, candidate.step_rms, file)
 
 
-def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _EncodedWeights | None:
+def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file: Writable) -> _Encoded | None:
     """Link the anchor and encode against it, tensor by tensor where that is smaller; None where it is of no use."""
     before = {*job.directory.glob(f"*{ANCHOR_SUFFIX}")}
     if candidate.base:
@@ -105,33 +104,31 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         anchor = link_anchor(candidate.path, candidate.record.sha256, job.directory)
     if anchor is None:
         return None
-    plan = job.policy.plan_delta(weights.state, anchor, buffers=weights.buffers)
+    plan = job.policy.plan_weights(weights.state, anchor, buffers=weights.buffers)
     is_exact = all(each.is_lossless for each in plan.values())
-    encoded = None
+    written, record, links, base = None, weights.as_anchor, (), None
     if any(each.uses_anchor for each in plan.values()):
-        if not is_exact:
-            candidate = _with_drift(candidate, job, weights, anchor)
+        moved = {} if is_exact or candidate.record.delta_rms else _drift_rms(candidate, job, weights, anchor)
         written = write_file(
             file,
             weights.state,
-            with_steps(plan, candidate.step_rms),
+            with_steps(plan, candidate.step_rms or moved),
             anchor=anchor,
             anchor_directory=job.path,
             second_moments=second_moments(weights.optimizer, weights.optimizer_names),
         )
-        encoded = _EncodedWeights(written, weights.as_anchor)
         if written.anchor_sha256:
-            bits = _bits_per_weight(written, weights.state)
-            record = candidate.after_delta(bits, {}, is_exact=is_exact)
+            record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                encoded = _EncodedWeights(written, record, _kept_files(job, candidate, anchor), anchor.base)
+                links, base = _kept_files(job, candidate, anchor), anchor.base
             else:
-                goes_on = not is_exact and weights.as_anchor and len(anchor.files) + 1 < MOST_FILES
-                encoded = _EncodedWeights(written, replace(record, sha256="") if goes_on else record, anchor.files)
-    if isinstance(anchor, Anchor) and (encoded is None or not encoded.links):
+                links = anchor.files
+                if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
+                    record = replace(record, sha256="")  # this file is the next one's anchor
+    if isinstance(anchor, Anchor) and not links:
         # The file that is about to be replaced may need those that were there; they go after it.
         unlink_anchor(file for file in anchor.files if file not in before)
-    return encoded
+    return written and _Encoded(written, record, links, base)
 
 
 def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Sequence[Path]:
@@ -139,28 +136,25 @@ def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Se
     return keep_files(base, job.directory) if keeps else ()
 
 
-def _with_drift(
+def _drift_rms(
     candidate: WeightsAnchor, job: SaveJob, weights: Weights, anchor: Anchor | BaseWeights
-) -> WeightsAnchor:
-    """Measure how far the weights have moved, unless an earlier delta did: it takes as long as decoding the anchor."""
-    if candidate.record.delta_rms:
-        return candidate
-    delta_rms = measure_delta_rms(weights.state, anchor)
-    # The anchor itself, made small once more, says nothing about how far weights move.
-    delta_rms = delta_rms if any(delta_rms.values()) else {}
-    if candidate.base is not None:
-        return with_measured_drift(candidate, job.path, weights.state, delta_rms)
-    record = replace(candidate.record, delta_rms=delta_rms, interval_steps=candidate.interval_steps)
-    return replace(candidate, record=record)
+) -> dict[str, float]:
+    """Measure how far the weights move between two saves, which takes as long as decoding the anchor."""
+    distance_rms = measure_delta_rms(weights.state, anchor)
+    if not any(distance_rms.values()):  # the anchor itself, made small once more, says nothing about drift
+        return {}
+    if candidate.base is None:
+        return distance_rms
+    return drift_from_base(job.path, candidate.interval_steps, weights.state, distance_rms)
 
 
-def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _EncodedWeights:
+def _encode_full(job: SaveJob, weights: Weights, drift_rms: Mapping[str, float], file: Writable) -> _Encoded:
     """Encode without reference; where the mode is lossy, in steps as fine as those of the next delta are expected."""
-    plan = job.policy.plan_full(weights.state, buffers=weights.buffers)
+    plan = job.policy.plan_weights(weights.state, buffers=weights.buffers)
     if any(each.steps_per_rms for each in plan.values()) and not drift_rms:
         interval_steps = steps_since_last_save(job.path)
         drift_rms = expected_drift_rms(weights.optimizer, weights.optimizer_names, interval_steps)
-    return _EncodedWeights(write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor)
+    return _Encoded(write_file(file, weights.state, with_steps(plan, drift_rms)), weights.as_anchor)
 
 
 def _bits_per_weight(written: WrittenFile, weights: Mapping[str, Any]) -> float:
@@ -208,11 +202,11 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
     may use. UnstorableError names file and key. ConfigError: there are no plain weights where the base should be.
     """
     with job.open_file(weights.file_name) as file, _named_in_errors(weights.file_name):
-        encoded = _encode(job, weights, file)
-    entry, anchor = _entry(file, encoded.written), encoded.anchor
-    links = {link.name: FileEntry(link.stat().st_size, link.stem) for link in encoded.links}  # verified when opened
-    record = anchor and replace(anchor, sha256=anchor.sha256 or entry.sha256).to_dict()
-    return {weights.file_name: entry, **links}, {"anchor": record, "base": encoded.base}
+        written, record, links, base = _encode(job, weights, file)
+    entry = _entry(file, written)
+    entries = {link.name: FileEntry(link.stat().st_size, link.stem) for link in links}  # verified when opened
+    anchor = record and replace(record, sha256=record.sha256 or entry.sha256).to_dict()
+    return {weights.file_name: entry, **entries}, {"anchor": anchor, "base": base}
 
 
 def save_tree(job: SaveJob, name: str, tree: Any, plan: Plan) -> FileEntry:

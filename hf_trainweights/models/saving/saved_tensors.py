@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.files.spill import Spill
@@ -84,7 +84,7 @@ def memory_key(tensor: Tensor) -> object:
     return address, tensor.device, seen
 
 
-def get_memory_footprint(self: PreTrainedModel, return_buffers: bool = True) -> int:
+def get_memory_footprint(self: nn.Module, return_buffers: bool = True) -> int:
     """Return the bytes that the model holds in this process, quantized weights by their stored tensors."""
     parameters = sum(
         p.stored_bytes if isinstance(p, QuantizedTensor) else p.numel() * p.element_size()

@@ -132,8 +132,20 @@ def replace_place(metadata: Metadata) -> None:
     metadata.storage_data[next(iter(metadata.storage_data))] = MetadataIndex("a")
 
 
+def leave_hole(metadata: Metadata) -> None:
+    entry: Any = metadata.state_dict_metadata["model.embed.weight"]
+    entry.size = torch.Size([entry.size[0] + 1, entry.size[1]])
+
+
+def lose_place(metadata: Metadata) -> None:
+    del metadata.storage_data[next(index for index in metadata.storage_data if index.fqn == "model.embed.weight")]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("change", [change_length, change_chunk, repeat_chunks, transform, replace_place])
+@pytest.mark.parametrize(
+    "change",
+    [change_length, change_chunk, repeat_chunks, leave_hole, lose_place, transform, replace_place],
+)
 def test_metadata_that_contradict_themselves_are_called_damaged(directory: Path, change: Any) -> None:
     metadata = stock(directory)
     change(metadata)

@@ -61,8 +61,8 @@ def test_mode_as_a_rule_stands_for_its_codecs(tmp_path):
     weights = {name: torch.randn(80, 64) for name in "ab"}
     anchor = Anchor(write_anchor(tmp_path, {name: tensor + 1e-3 for name, tensor in weights.items()}))
     delta_rms = measure_delta_rms(weights, anchor)
-    by_rule = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_delta(weights, anchor)
-    by_mode = Policy("near-lossless").plan_delta(weights, anchor)
+    by_rule = Policy("compact", {"re:a": "near-lossless", "weight": "lossless"}).plan_weights(weights, anchor)
+    by_mode = Policy("near-lossless").plan_weights(weights, anchor)
     assert with_steps(by_rule, delta_rms)["a",] == with_steps(by_mode, delta_rms)["a",]
     assert with_steps(by_rule, delta_rms)["b",].candidates == (PlanesDelta(),)
 
@@ -71,7 +71,7 @@ def test_optimizer_selects_every_state_and_no_weight():
     state = trained("AdamW")[1].state_dict()
     policy = Policy("compact", {"optimizer": "raw"})
     assert {each.candidates for each in policy.plan_optimizer(state).values()} == {(RAW,)}
-    assert chosen(policy) == ()
+    assert chosen(policy) == (PLANES,)
     lossless = Policy("compact", {"optimizer": "lossless"})
     candidates = {codec for each in lossless.plan_optimizer(state).values() for codec in each.candidates}
     assert all(codec.lossless for codec in candidates)

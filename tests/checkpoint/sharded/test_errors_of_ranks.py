@@ -20,9 +20,9 @@ from trees import fingerprint
 
 from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog, Compression, Savings
+from hf_trainweights.checkpoint.trainer.backlog import Backlog, Savings, make_small
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import disk
@@ -174,12 +174,12 @@ def state(step: int) -> dict[str, Any]:
     return {"model": {"w": torch.ones(64, 80) + 1e-3 * noise}, "optimizer": optimizer}
 
 
-def compression(directory: Path, ranks: Ranks) -> Compression:
-    return Compression(SaveJob(directory, Policy("lossless"), 8, ranks=ranks), Choices())
+def job_of(directory: Path, ranks: Ranks) -> SaveJob:
+    return SaveJob(directory, Policy("lossless"), 8, ranks=ranks)
 
 
 def compress(directory: Path, ranks: Ranks) -> str | None:
-    return compression(directory, ranks).run(Savings())
+    return ranks.decide(lambda: make_small(job_of(directory, ranks), Savings()))
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def trains(rank: int, root: Path) -> list[tuple[list[str], int]]:
     ranks, backlog, found = Ranks(dist.new_group(backend="gloo")), Backlog("warn"), []
     for step in (7, 8):
         disk.file_system = RefusesTimes() if step == 7 and rank == 0 else disk.FileSystem()
-        backlog.add(compression(root / f"checkpoint-{step}", ranks))
+        backlog.add(job_of(root / f"checkpoint-{step}", ranks))
         backlog.finish()
         dist.barrier()
         found.append((sorted(path.name for path in backlog._failed), len(list(root.glob("*/*/trainweights.json")))))

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.directory.layout import layout_of
 from hf_trainweights.checkpoint.encoded import anchor as anchors
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
@@ -268,7 +268,7 @@ def test_what_went_wrong_first_is_said_where_times_cannot_be_set_either(
 def compress_together(path: Path, ranks: Ranks) -> list[str]:
     """Make a checkpoint small together with the other ranks; return the names of its files."""
     job = SaveJob(path, Policy("lossless"), 8, ranks=ranks)
-    return ranks.decide(lambda: sorted(layout_of(path).compress(job, Choices()).files))
+    return ranks.decide(lambda: sorted(layout_of(path).compress(job).files))
 
 
 def compress_as_rank(rank: int, path: Path, dying_rank: int | None = None, die_at: int | None = None) -> Any:

@@ -14,9 +14,8 @@ from transformers import TrainerCallback
 
 from hf_trainweights import TrainWeightsCheckpointCallback, latest
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, Choices, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.checkpoint.trainer import backlog as work
 from hf_trainweights.checkpoint.trainer import callback as callback_module
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -39,18 +38,18 @@ def fail_for(monkeypatch: pytest.MonkeyPatch, error: BaseException, *names: str,
     """Let the first calls for some checkpoints fail, and return the list of all calls that are made."""
     calls: list[str] = []
 
-    def compress(layout: WholeLayout, job: SaveJob, choices: Choices) -> Any:
+    def compress(layout: WholeLayout, job: SaveJob) -> Any:
         calls.append(job.path.name)
         if job.path.name in names and calls.count(job.path.name) <= times:
             raise error
-        return REAL(layout, job, choices)
+        return REAL(layout, job)
 
     monkeypatch.setattr(WholeLayout, "compress", compress)
     return calls
 
 
-def waiting(path: Path) -> work.Compression:
-    return work.Compression(SaveJob(path, Policy(), ANCHOR_EVERY_SAVES), Choices())
+def waiting(path: Path) -> SaveJob:
+    return SaveJob(path, Policy(), ANCHOR_EVERY_SAVES)
 
 
 TRANSIENT = OSError(5, "Input/output error")
@@ -149,14 +148,14 @@ def test_a_callback_that_removes_each_checkpoint_is_no_error(
 def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    real = callback_module.set_weights_aside
+    real = callback_module.replace_weights
 
     def full(path: Path, weights: Any) -> Any:
         if path.name == "checkpoint-8":
             raise SaveError(str(path), "enough free disk space", "a full disk", "Free some space.")
         return real(path, weights)
 
-    monkeypatch.setattr(callback_module, "set_weights_aside", full)
+    monkeypatch.setattr(callback_module, "replace_weights", full)
     assert run(tmp_path, model="gpt_neox") == STEPS
     assert "checkpoint-8 stays as the Trainer wrote it" in caplog.text
     with pytest.warns(UserWarning, match="checkpoint-8 is passed over"):
@@ -166,7 +165,7 @@ def test_weights_that_cannot_be_replaced_are_said_and_their_checkpoint_passed_ov
 def test_an_error_that_ends_the_training_keeps_what_became_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fail(_: WholeLayout, job: SaveJob, choices: Choices) -> Any:
+    def fail(_: WholeLayout, job: SaveJob) -> Any:
         raise MemoryError("full") if job.path.name == "checkpoint-1" else TRANSIENT
 
     monkeypatch.setattr(WholeLayout, "compress", fail)

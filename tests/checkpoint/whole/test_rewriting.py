@@ -15,7 +15,7 @@ from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file
 from hf_trainweights.checkpoint.loop.training_state import build_checkpoint, save_checkpoint
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest
 from hf_trainweights.checkpoint.run.verification import size_bytes, verify_checkpoint
-from hf_trainweights.checkpoint.whole.rewriting import adopt_weights, set_weights_aside
+from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError, CorruptFileError, MissingAnchorError, SaveError, UnsupportedError
 from hf_trainweights.files import disk
 
@@ -99,7 +99,7 @@ def test_a_file_that_another_rank_is_still_writing_is_not_in_the_manifest(tmp_pa
 def test_weights_of_the_caller_need_no_weight_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path, safetensors=None)
-    adopt_weights(path, set_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    replace_weights(path, {"module.name": torch.arange(6000.0)})
     compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
 
@@ -207,19 +207,18 @@ def test_adapters_keep_their_family_of_names(tmp_path):
 def test_weights_given_by_the_caller_replace_those_of_the_file(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
-    adopt_weights(path, set_weights_aside(path, {"module.name": torch.arange(6000.0)}))
+    replace_weights(path, {"module.name": torch.arange(6000.0)})
     compress_directory(path)
     assert list(load_file(path / "pytorch_model.bin")) == ["module.name"]
     assert "model.safetensors" not in names(path)
 
 
-def test_weights_that_are_set_aside_keep_their_ties_and_may_change_afterwards(tmp_path):
+def test_weights_given_by_the_caller_keep_their_ties_and_may_change_afterwards(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
     weight = torch.arange(6000.0)
-    aside = set_weights_aside(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
+    replace_weights(path, {"embed": weight, "head": weight, "rows": weight.view(60, 100).T})
     weight.zero_()
-    adopt_weights(path, aside)
     compress_directory(path)
     loaded = load_file(path / "pytorch_model.bin")
     assert torch.equal(loaded["embed"], torch.arange(6000.0))
@@ -227,15 +226,15 @@ def test_weights_that_are_set_aside_keep_their_ties_and_may_change_afterwards(tm
     assert loaded["rows"].stride() == (1, 100)
 
 
-def test_adopting_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_old_files_away(tmp_path):
+def test_replacing_weights_keeps_the_time_of_the_directory_and_takes_the_digests_of_the_old_files_away(tmp_path):
     path = tmp_path / "checkpoint-500"
     trainer_directory(path)
     (path / "trainweights_files.json").write_text("{}")
-    aside = set_weights_aside(path, {"w": torch.ones(3)})
     os.utime(path, ns=(10**18, 10**18 + 1))
-    adopt_weights(path, aside)
+    replace_weights(path, {"w": torch.ones(3)})
     assert path.stat().st_mtime_ns == 10**18 + 1
-    assert not names(path) & {"trainweights_files.json", "model.safetensors", aside.path.name}
+    assert not names(path) & {"trainweights_files.json", "model.safetensors"}
+    assert not any(name.startswith("_trainweights") for name in names(path))
 
 
 def test_weights_may_stay_plain(tmp_path):
@@ -633,7 +632,7 @@ def test_a_damaged_anchor_beside_weights_that_stay_gets_no_digest(tmp_path):
     content = anchor.read_bytes()
     anchor.unlink()
     anchor.write_bytes(content[:-1] + b"?")
-    with pytest.raises(CorruptFileError, match="has another SHA-256"):
+    with pytest.raises(CorruptFileError, match="an anchor named by its SHA-256"):
         compress_directory(path, keep_weights=True)
     assert not (path / MANIFEST_NAME).exists()
 
