@@ -1,5 +1,7 @@
 """Runs programs as a fresh interpreter would, in forks of a server that has imported PyTorch, which takes seconds.
 
+Where a system has no fork, a fresh interpreter runs them.
+
 The server has imported neither this package nor Transformers nor the Hub's client, so these read the environment that a
 program is given. It hashes strings by a seed of its own, so that no test of equal bytes depends on an order of a set.
 """
@@ -34,13 +36,17 @@ def run_fresh(
         cwd: Where it runs; by default where the tests do.
         environment: Variables that it has beside those of the tests.
     """
+    variables = {**os.environ, **(environment or {})}
+    if not hasattr(os, "fork"):
+        command = [sys.executable, "-c", program, *map(str, arguments)]
+        return subprocess.run(command, capture_output=True, text=True, check=False, cwd=cwd, env=variables)
     server = _server()
     assert server.stdin is not None
     assert server.stdout is not None
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder, name) for name in ("out", "errors")]
         request = {"program": program, "arguments": list(map(str, arguments)), "cwd": str(cwd or Path.cwd())}
-        request |= {"environment": {**os.environ, **(environment or {})}, "said": list(map(str, said))}
+        request |= {"environment": variables, "said": list(map(str, said))}
         print(json.dumps(request), file=server.stdin, flush=True)
         code = int(server.stdout.readline())
         out, errors = (path.read_text(encoding="utf-8") for path in said)
