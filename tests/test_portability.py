@@ -21,8 +21,9 @@ from hf_trainweights.models.loading import load_state
 
 
 @pytest.fixture(autouse=True)
-def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave what Windows has too: no locks, no hard links, no descriptors of directories, no limits of processes."""
+    del tmp_path  # which is made before anything is taken away, and so removed when all is back
 
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
