@@ -138,7 +138,7 @@ def run(source: Path, files: Sequence[str], edits: Sequence[Edit] = (), conftest
         (root / "conftest.py").write_text(conftest)
         for edit in edits:
             texts = {module: module.read_text() for module in tests.rglob("*.py")}
-            changed = {module: edit(text) for module, text in texts.items() if edit(text) != text}
+            changed = {module: new for module, text in texts.items() if (new := edit(text)) != text}
             assert changed, "the tests are of another version: there is nothing to edit"
             for module, text in changed.items():
                 module.write_text(text)

@@ -108,20 +108,17 @@ def stored_item(
     *,
     anchor_sha256: str | None = None,
     delta_rms: float | None = None,
-    is_repeated: bool = False,
 ) -> StoredItem:
     """Return the result for DCP of an item whose file is not complete yet; `report` may have another path."""
     row: dict[str, Any] = {**vars(report), "path": item.index.fqn}
     row |= {"bytes": f"{place.start}:{place.stop}", "crc32": place.crc32}
-    if is_repeated:
-        row |= {"bytes_in": 0, "bytes_out": 0}
     shard = shard_of(item)
     if shard is not None:
         row["shard"] = shard
     if anchor_sha256 is not None:
         row["anchor"] = anchor_sha256
     size_bytes = place.stop - place.start
-    return StoredItem(item.index, size_bytes, place, row, delta_rms=delta_rms, is_repeated=is_repeated)
+    return StoredItem(item.index, size_bytes, place, row, delta_rms=delta_rms)
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:

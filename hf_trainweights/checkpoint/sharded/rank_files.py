@@ -49,7 +49,7 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
 
 
 def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
-    """Return the result of an item that is tied to one that is stored."""
+    """Return the result of an item with the same bytes as one that is stored."""
     row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
     return replace(stored, index=item.index, row=row, is_repeated=True)
 
@@ -152,7 +152,8 @@ class _Target:
             if key is not None:
                 self.starts[key] = start
         place = Place(self.name, start, start + len(data), zlib_ng.crc32(data))
-        return stored_item(item, place, report, is_repeated=is_repeated)
+        stored = stored_item(item, place, report)
+        return _repeated(stored, item) if is_repeated else stored
 
 
 def _units(rank: RankItems) -> Iterator[list[WriteItem]]:
