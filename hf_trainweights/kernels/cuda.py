@@ -166,7 +166,7 @@ def _stored(qdata: Tensor, scale: Tensor, K: int) -> tuple[Tensor, Tensor, tuple
     """Return tensors that kernels read, their sizes and the constants of their format."""
     # Rows may lie apart, as those of a slice do; the codes of one may not, and they begin at whole words.
     if qdata.stride(1) != 1 or (K % 4 == 0 and (qdata.stride(0) * qdata.itemsize | qdata.data_ptr()) % 4):
-        qdata = qdata.contiguous()
+        qdata = qdata.clone(memory_format=torch.contiguous_format)
     N, G = scale.shape
     kind = {"BITS": 4 if qdata.dtype == torch.int32 else 8, "GROUP": 0 if G == 1 else K // G}
     return qdata, scale.contiguous(), (N, K, qdata.stride(0), G), kind

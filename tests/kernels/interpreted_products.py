@@ -167,6 +167,14 @@ def test_strides_do_not_matter(form: Int8 | Int4, M: int) -> None:
     assert_product(x, tensors, form, bias)
 
 
+@pytest.mark.parametrize("M", [1, 5])
+def test_codes_may_begin_at_any_byte(M: int) -> None:
+    tensors = Int8().quantize(random_weight(7, 96).half())
+    memory = torch.empty(7 * 96 + 1, dtype=torch.int8)
+    shifted = {**tensors, "qdata": memory[1:].view(7, 96).copy_(tensors["qdata"])}
+    assert_product(random_weight(M, 96, seed=1).half(), shifted, Int8())
+
+
 @pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 def test_a_scale_of_another_dtype_is_used_as_it_is(form: Int8 | Int4) -> None:
     assert_product(random_weight(1, 96, seed=1), form.quantize(random_weight(80, 96, dtype=torch.bfloat16)), form)
