@@ -63,6 +63,7 @@ def test_reloading_gives_equal_outputs(
     assert torch.equal(output(reloaded), output(model))
 
 
+@pytest.mark.slow
 def test_a_component_is_saved_over_the_file_that_it_was_loaded_from(source: Path, tmp_path: Path) -> None:
     load(source, TrainWeightsConfig("int8")).save_pretrained(tmp_path)
     before = (tmp_path / FILE).read_bytes()
@@ -70,6 +71,7 @@ def test_a_component_is_saved_over_the_file_that_it_was_loaded_from(source: Path
     assert (tmp_path / FILE).read_bytes() == before
 
 
+@pytest.mark.slow
 def test_without_a_dtype_devices_are_chosen_and_what_stays_float_is_float32(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +137,7 @@ def test_a_weight_with_nan_is_refused_by_name(source: Path, tmp_path: Path) -> N
         load(tmp_path, TrainWeightsConfig("int8"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

@@ -168,6 +168,7 @@ def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
         assert used <= allowed, module
 
 
+@pytest.mark.slow
 def test_imports_between_the_rooms_of_models_go_one_way() -> None:
     for module, own, used in inner_imports("models"):
         if own in MODEL_ROOMS:

@@ -59,6 +59,7 @@ def test_columns_that_fill_no_vector_are_written_and_nothing_behind_them(form: F
     assert behind.eq(7).all()
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("cpu")
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)

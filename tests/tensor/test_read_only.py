@@ -233,6 +233,7 @@ def by_default(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READS)
 def test_reading_gives_what_a_plain_tensor_gives(name: str) -> None:
     taken, plain = row()
@@ -254,6 +255,7 @@ def test_saved_values_are_plain_and_no_more_than_they(zipped: bool) -> None:
     assert loaded["view"].untyped_storage().nbytes() == 6 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "view",
     [
@@ -307,6 +309,7 @@ def test_a_reader_who_asks_for_a_copy_gets_one() -> None:
         assert torch.equal(torch.utils.dlpack.from_dlpack(capsule), values(tensor))
 
 
+@pytest.mark.slow
 def test_gradients_flow_past_what_is_read_only() -> None:
     taken, plain = row()
     x = random_weight(128, seed=1).requires_grad_()
@@ -330,6 +333,7 @@ def test_a_compiled_function_takes_what_is_read_only() -> None:
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_compiled_function_does_not_write_to_it() -> None:
     taken, plain = row()
     for write in (lambda t: t.mul_(2), lambda t: t.view(2, 64)[0].zero_()):
@@ -339,6 +343,7 @@ def test_a_compiled_function_does_not_write_to_it() -> None:
         assert torch.equal(taken, plain)
 
 
+@pytest.mark.slow
 def test_a_compiled_view_is_plain() -> None:
     weight = quantized("int4", torch.float32)
     compiled = torch.compile(lambda w: (w[0], w.view(-1)), backend="aot_eager", fullgraph=True)

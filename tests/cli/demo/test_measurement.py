@@ -44,6 +44,7 @@ def test_perplexity_is_the_exponential_of_the_models_own_loss(result: Result, ou
     assert measurement._perplexity(model, probe.windows, lambda done: None) == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", measurement.SERIALIZATIONS)
 def test_kept_files_are_a_model_with_its_tokenizer(result: Result, out: Path, way: str) -> None:
     directory = out / "int4" / way
