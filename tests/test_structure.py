@@ -181,6 +181,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_only_where_the_table_says() -> None:
     importing = {module for module in SOURCES if any(room(name) == "transformers" for name, _ in imports(module))}
     assert {module for module in importing if not {room(module), module} & MAY_IMPORT_TRANSFORMERS} == set()

@@ -113,6 +113,7 @@ def test_a_model_in_which_only_embeddings_are_quantized_is_refused(
         assert_refused(reader.refusal(tmp_path, cls))
 
 
+@pytest.mark.slow
 def test_a_base_model_is_refused_by_the_class_with_a_head(reader: StockReader, tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build().model
     quantize_(model, TrainWeightsConfig("int8"))
@@ -161,6 +162,7 @@ def test_every_writer_writes_guards(write: Callable[[Path], None], reader: Stock
     assert_refused(reader.refusal(tmp_path / "model", "AutoModelForCausalLM"))
 
 
+@pytest.mark.slow
 def test_a_reader_that_ignores_sizes_is_not_stopped(reader: StockReader, tmp_path: Path) -> None:
     quantized("llama").save_pretrained(tmp_path)
     assert reader.refusal(tmp_path, "AutoModelForCausalLM", ignore_mismatched_sizes=True) == ""
