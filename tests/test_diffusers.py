@@ -17,6 +17,8 @@ from hf_trainweights.files.safetensors_file import read_safetensors_header
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("hf_trainweights.diffusers")
 
+pytestmark = pytest.mark.slow  # importing diffusers takes seconds
+
 INPUTS = (torch.linspace(-1, 1, 192).view(1, 3, 8, 8), 1)
 INT4 = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*to_q": "int8", "re:.*to_k": None})
 FILE = "diffusion_pytorch_model.safetensors"
@@ -46,7 +48,6 @@ def output(model: nn.Module) -> torch.Tensor:
     return model(INPUTS[0].to(model.dtype), INPUTS[1]).sample
 
 
-@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("config", [TrainWeightsConfig("int8"), INT4, TrainWeightsConfig("coded", compress=True)])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"safe_serialization": False}])
@@ -63,7 +64,6 @@ def test_reloading_gives_equal_outputs(
     assert torch.equal(output(reloaded), output(model))
 
 
-@pytest.mark.slow
 def test_a_component_is_saved_over_the_file_that_it_was_loaded_from(source: Path, tmp_path: Path) -> None:
     load(source, TrainWeightsConfig("int8")).save_pretrained(tmp_path)
     before = (tmp_path / FILE).read_bytes()
@@ -71,7 +71,6 @@ def test_a_component_is_saved_over_the_file_that_it_was_loaded_from(source: Path
     assert (tmp_path / FILE).read_bytes() == before
 
 
-@pytest.mark.slow
 def test_without_a_dtype_devices_are_chosen_and_what_stays_float_is_float32(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -97,7 +96,6 @@ def test_overrides_hold(source: Path) -> None:
     assert "mid_block.attentions.0.to_k.weight" not in formats
 
 
-@pytest.mark.slow
 def test_a_pipeline_saves_and_loads_its_quantized_component(source: Path, tmp_path: Path) -> None:
     diffusers.DDPMPipeline(load(source), diffusers.DDPMScheduler()).save_pretrained(tmp_path / "float")
     config = diffusers.PipelineQuantizationConfig(quant_mapping={"unet": TrainWeightsConfig("int8")})
@@ -137,7 +135,6 @@ def test_a_weight_with_nan_is_refused_by_name(source: Path, tmp_path: Path) -> N
         load(tmp_path, TrainWeightsConfig("int8"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "problem"),
     [

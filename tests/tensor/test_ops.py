@@ -757,6 +757,7 @@ def test_exports_are_equal_after_saving_and_loading(strict: bool, tmp_path: Any)
     assert len(b"".join(tensor.numpy().tobytes() for tensor in model.linear.weight.tensors.values())) < dense / 8
 
 
+@pytest.mark.slow
 def test_an_export_after_dequantize_names_no_class_of_ours(tmp_path: Any) -> None:
     layer = nn.Linear(128, 6)
     layer.weight = nn.Parameter(quantized_weight("int4").dequantize())

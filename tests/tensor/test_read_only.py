@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import operator
@@ -134,9 +135,13 @@ WRITTEN_WAYS = [(name, way) for name in WRITES for way in WAYS] + [(name, "store
 
 
 def quantized(form: str, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+    return nn.Parameter(copy.deepcopy(_quantized(form, dtype, transposed)), requires_grad=False)
+
+
+@functools.cache
+def _quantized(form: str, dtype: torch.dtype, transposed: bool) -> QuantizedTensor:
     shape = (128, 64) if transposed else (64, 128)
-    weight = QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
-    return nn.Parameter(weight, requires_grad=False)
+    return QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
 
 
 def values(weight: Tensor) -> Tensor:
