@@ -18,7 +18,7 @@ def _is_emulated(cpu: dict[str, object]) -> bool:
 
 
 def _named(cpus: dict[str, dict[str, object]]) -> list[Any]:
-    """Return parameters with these names. What is emulated is slow, because it is compiled first, for ten seconds."""
+    """Return parameters with these names. What is emulated is slow, because it is compiled first, for seconds."""
     slow = [pytest.mark.slow]
     return [pytest.param(cpu, id=name, marks=slow if _is_emulated(cpu) else []) for name, cpu in cpus.items()]
 
