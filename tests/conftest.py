@@ -37,11 +37,11 @@ def pytest_collection() -> None:
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "WorkStealingScheduling":
-    """Give each process neighbours, so that few build what the tests of a module share."""
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "WorkStealingScheduling | None":
+    """Give each process neighbours, so that few build what the tests of a module share, unless one chose otherwise."""
     from xdist.scheduler import WorkStealingScheduling
 
-    return WorkStealingScheduling(config, log)
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 def pytest_configure() -> None:
