@@ -7,7 +7,7 @@ import shutil
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 # Before transformers and huggingface_hub are imported: that is when both read their environment.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,16 +15,33 @@ os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
-import transformers
 from covering import covering
 
 if TYPE_CHECKING:
     from stock_reader import StockReader
+    from xdist.scheduler import WorkStealingScheduling
 
-# Tiny tensors gain nothing from threads, and test processes side by side lose from them.
-torch.set_num_threads(1)
-transformers.utils.logging.disable_progress_bar()
+
+def pytest_collection() -> None:
+    """Prepare what tests import. A process that only hands out tests does not come here: it need not wait for it.
+
+    The garbage collector would look through all modules again and again while tests are collected, and find nothing.
+    """
+    gc.disable()
+    import torch
+    import transformers
+
+    # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> "WorkStealingScheduling | None":
+    """Give each process neighbours, so that few build what the tests of a module share, unless one chose otherwise."""
+    from xdist.scheduler import WorkStealingScheduling
+
+    return WorkStealingScheduling(config, log) if config.option.dist == "load" else None
 
 
 def pytest_configure() -> None:
@@ -64,8 +81,8 @@ def _values(case: pytest.Function) -> list[tuple[int, ...]]:
 
 def pytest_collection_finish() -> None:
     """Take modules and tests out of what the garbage collector looks through: a quarter of a second, many times."""
-    gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

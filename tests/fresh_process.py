@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import functools
+import gc
 import json
 import os
 import signal
@@ -81,6 +82,7 @@ def _serve() -> None:
     import torch.export  # noqa: F401  (what Transformers imports of PyTorch)
 
     sys.path[0] = ""
+    gc.freeze()  # a garbage collector that looks through all that copies it, in each fork
     for line in sys.stdin:
         child = os.fork()
         if not child:

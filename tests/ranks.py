@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import pickle
 import tempfile
 import time
@@ -88,6 +89,7 @@ def run_ranks(world_size: int, body: Callable[..., Any], *args: Any, timeout_sec
 
 
 def _run(rank: int, world_size: int, directory: Path, body: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    gc.freeze()  # what the server has imported; to look through it would copy its memory
     torch.set_num_threads(1)
     dist.init_process_group("gloo", f"file://{directory}/store", rank=rank, world_size=world_size)
     dist.barrier()

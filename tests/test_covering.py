@@ -10,6 +10,7 @@ pytest_plugins = ["pytester"]
 SIZES = (22, 19, 3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strength", [1, 2, 3])
 def test_each_combination_of_values_is_held_by_a_case(strength: int) -> None:
     cases = [case for case in product(*map(range, SIZES)) if sum(case) % 7]

@@ -17,6 +17,8 @@ from hf_trainweights.files.safetensors_file import read_safetensors_header
 diffusers = pytest.importorskip("diffusers", reason="diffusers is not installed")
 pytest.importorskip("hf_trainweights.diffusers")
 
+pytestmark = pytest.mark.slow  # importing diffusers takes seconds
+
 INPUTS = (torch.linspace(-1, 1, 192).view(1, 3, 8, 8), 1)
 INT4 = TrainWeightsConfig("int4", group_size=32, overrides={"re:.*to_q": "int8", "re:.*to_k": None})
 FILE = "diffusion_pytorch_model.safetensors"
@@ -46,7 +48,6 @@ def output(model: nn.Module) -> torch.Tensor:
     return model(INPUTS[0].to(model.dtype), INPUTS[1]).sample
 
 
-@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("config", [TrainWeightsConfig("int8"), INT4, TrainWeightsConfig("coded", compress=True)])
 @pytest.mark.parametrize("options", [{}, {"max_shard_size": "20KB"}, {"safe_serialization": False}])
@@ -95,7 +96,6 @@ def test_overrides_hold(source: Path) -> None:
     assert "mid_block.attentions.0.to_k.weight" not in formats
 
 
-@pytest.mark.slow
 def test_a_pipeline_saves_and_loads_its_quantized_component(source: Path, tmp_path: Path) -> None:
     diffusers.DDPMPipeline(load(source), diffusers.DDPMScheduler()).save_pretrained(tmp_path / "float")
     config = diffusers.PipelineQuantizationConfig(quant_mapping={"unet": TrainWeightsConfig("int8")})

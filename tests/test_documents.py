@@ -33,12 +33,14 @@ def test_tables_are_those_of_the_result_files(path: Path) -> None:
     assert tables.filled(text) == text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_links_lead_to_files(path: Path) -> None:
     links = re.findall(r"\]\((?!https?:)([^)#]+)", path.read_text(encoding="utf-8"))
     assert [link for link in links if not (path.parent / link).exists()] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", DOCUMENTS, ids=IDS)
 def test_python_examples_parse(path: Path) -> None:
     for block in re.findall(r"```python\n(.*?)```", path.read_text(encoding="utf-8"), re.DOTALL):

@@ -54,6 +54,7 @@ def test_the_message_says_where_what_and_what_next(cls: type[TrainWeightsError])
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
 def test_errors_cross_process_boundaries_whole(cls: type[TrainWeightsError], protocol: int) -> None:

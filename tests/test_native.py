@@ -93,6 +93,7 @@ def test_a_compiler_with_threads_of_its_own_makes_libraries_of_one_thread(
         assert "__kmpc" not in calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("system", "machine"), [("linux", "aarch64"), ("darwin", "arm64")])
 def test_on_arm_there_is_one_library_of_products(
     system: str, machine: str, sources: Path, clang: None, monkeypatch: pytest.MonkeyPatch

@@ -44,6 +44,7 @@ def test_a_library_of_these_sources_is_used(compiled: Compile, caplog: pytest.Lo
     assert caplog.messages == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("source", "fault"),
     [

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow  # the first of them parses all sources
+
 PACKAGE, COMMAND = "hf_trainweights", "hf_trainweights_cli"
 ROOT = Path(__file__).parent.parent
 
@@ -146,7 +148,6 @@ def imported_modules(module: str) -> set[str]:
     return {next(each for each in several if each in SOURCES) for several in candidates}
 
 
-@pytest.mark.slow
 def test_imports_go_one_way() -> None:
     for module in SOURCES.keys() - TOP_LEVEL:
         ours = {room(name.removeprefix(f"{PACKAGE}.")) for name, _ in imports(module) if room(name) == PACKAGE}
@@ -161,7 +162,6 @@ def inner_imports(parent: str) -> Iterator[tuple[str, str, set[str]]]:
         yield module, module.split(".")[1], used
 
 
-@pytest.mark.slow
 def test_imports_between_the_rooms_of_checkpoints_go_one_way() -> None:
     for module, own, used in inner_imports("checkpoint"):
         allowed = {*CHECKPOINT_ROOMS[: CHECKPOINT_ROOMS.index(own) + 1]} - ({"whole"} if own == "sharded" else set())
@@ -174,7 +174,6 @@ def test_imports_between_the_rooms_of_models_go_one_way() -> None:
             assert used <= {*MODEL_ROOMS[: MODEL_ROOMS.index(own) + 1]}, module
 
 
-@pytest.mark.slow
 def test_no_modules_import_each_other_in_a_circle() -> None:
     graph = {module: imported_modules(module) - {module} for module in SOURCES if module not in TOP_LEVEL}
     list(TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
@@ -194,7 +193,6 @@ def test_tests_that_no_version_of_transformers_changes_import_nothing_of_it(fold
         assert re.findall(r"^\s*(?:from|import) (?:transformers|accelerate|architectures)", source, re.MULTILINE) == []
 
 
-@pytest.mark.slow
 def test_private_names_of_transformers_are_used_by_the_host_alone() -> None:
     for module in SOURCES:
         if module.startswith("models.host."):
@@ -227,7 +225,6 @@ def test_the_library_does_not_need_the_command() -> None:
     assert used == {("__main__", f"{COMMAND}.main.main")}
 
 
-@pytest.mark.slow
 def test_modules_and_functions_are_short() -> None:
     for module, path in ALL_SOURCES.items():
         functions = [node for node in ast.walk(parse(module)) if isinstance(node, ast.FunctionDef)]
@@ -257,7 +254,6 @@ def test_docstrings_of_exported_names_say_what_is_raised() -> None:
     assert len(found) > len(exported) / 2  # some show themselves under the package's name
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("module", [name for name in REGISTRIES if f"{name}.__init__" in SOURCES])
 def test_registry_keys_are_the_names_of_the_entries(module: str) -> None:
     registry_name, attribute = REGISTRIES[module]

@@ -40,6 +40,7 @@ def measure(methods: list[EncoderMethod], known: Any = ()) -> tuple[list[dict[st
     return list(speed([TINY], methods, [1], 2, 0.0, failures, known)), failures
 
 
+@pytest.mark.slow
 def test_each_method_is_timed_beside_the_float_model_and_compared_with_it() -> None:
     methods = [method for method in encoder_methods(peers=True) if method.name in NAMES]
     rows, failures = measure(methods)
@@ -66,6 +67,7 @@ def test_onnx_runtime_computes_what_the_float_model_does() -> None:
     assert 0.99 < cosines["ONNX Runtime dynamic int8"] <= 1
 
 
+@pytest.mark.slow
 def test_what_an_interrupted_run_measured_is_not_measured_again() -> None:
     first, second = (method for method in encoder_methods(peers=False) if method.name in NAMES)
     before, _ = measure([first])

@@ -134,6 +134,7 @@ def tensors(**changes):
     return report(tensors=[tensor(), tensor(**changes)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "key"),
     [

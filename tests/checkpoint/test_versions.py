@@ -300,6 +300,7 @@ class Refusing(Scores):
         raise RuntimeError("not today")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_quantized", [False, True])
 @pytest.mark.parametrize("example_inputs", [None, torch.ones(1, 64)], ids=["compiled", "traced"])
 def test_a_torchscript_copy_computes_what_the_model_computes(saver, tmp_path, is_quantized, example_inputs):

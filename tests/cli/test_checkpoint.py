@@ -91,6 +91,7 @@ def test_the_trainweights_command_has_it() -> None:
     assert all(command in result.stdout for command in ("ls", "inspect", "verify", "diff", "restore", "compress", "gc"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("command", ["ls", "inspect", "verify", "diff", "restore", "compress", "gc"])
 def test_a_missing_path_is_a_usage_error(command: str, tmp_path: Path) -> None:
     missing = [tmp_path / "missing"] * (2 if command == "diff" else 1)
@@ -110,6 +111,7 @@ def test_a_directory_that_is_no_checkpoint_is_an_error_in_one_line(command: str,
     assert [each.name for each in tmp_path.iterdir()] == ["thesis.txt"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -129,6 +131,7 @@ def test_a_wrong_choice_is_a_usage_error_and_changes_nothing(
     assert not list(run_directory.rglob(MANIFEST_NAME))
 
 
+@pytest.mark.slow
 def test_compress_makes_a_run_small_and_restore_brings_the_same_values_back(run_directory: Path) -> None:
     last = run_directory / "checkpoint-200"
     optimizer = torch.load(last / "optimizer.pt", weights_only=True)
@@ -161,6 +164,7 @@ def test_no_command_calls_rounded_weights_exact(run_directory: Path) -> None:
     assert again in run("ls", run_directory / "checkpoint-200").stdout
 
 
+@pytest.mark.slow
 def test_the_ratio_counts_an_anchor_on_neither_side(run_directory: Path) -> None:
     run_json("compress", run_directory / "checkpoint-100")
     last = run_directory / "checkpoint-200"
@@ -181,6 +185,7 @@ def test_rules_are_read_as_names_and_as_json(run_directory: Path) -> None:
     assert 0 < codecs["head.weight"][1] <= 1e-3
 
 
+@pytest.mark.slow
 def test_the_model_in_config_json_tells_weights_from_buffers(tmp_path: Path) -> None:
     """The pooler has no state and the shape of the others: the optimizer alone would leave all of these in doubt."""
     config = BertConfig(vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=1)
@@ -210,6 +215,7 @@ def test_warnings_are_lines_on_stderr(run_directory: Path) -> None:
     assert result.stderr.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_anchor_counts_once_in_the_sizes(small_run: Path) -> None:
     rows = run_json("ls", small_run)
     inodes = {path.stat().st_ino: path.stat().st_size for path in small_run.rglob("*") if path.is_file()}
@@ -217,6 +223,7 @@ def test_an_anchor_counts_once_in_the_sizes(small_run: Path) -> None:
     assert [(row["mode"], row["step"], row["problem"]) for row in rows] == [("near-lossless", n, None) for n in STEPS]
 
 
+@pytest.mark.slow
 def test_ls_names_a_damaged_manifest_and_lists_the_rest(small_run: Path) -> None:
     flip_a_bit(small_run / "checkpoint-100" / MANIFEST_NAME)
     result = run("ls", small_run)
@@ -251,6 +258,7 @@ def test_verify_mentions_foreign_files_and_exits_with_0(small_run: Path) -> None
     assert "not used: notes.txt" in result.stdout
 
 
+@pytest.mark.slow
 def test_inspect_prints_every_tensor_if_asked(small_run: Path) -> None:
     for options in ((), ("--tensors",)):
         result = run("inspect", small_run / "checkpoint-200", *options)
@@ -295,6 +303,7 @@ def test_a_dry_run_says_what_compress_would_do_and_changes_nothing(what: str, mo
         assert {**first, "bytes_after": 0} == {**second, "bytes_after": 0}
 
 
+@pytest.mark.slow
 def test_compress_prints_what_it_rounded(run_directory: Path) -> None:
     result = run("compress", run_directory, "--mode", "compact", "--dry-run")
     rounding = [row["rounding"] for row in run_json("compress", run_directory, "--mode", "compact")]
@@ -307,6 +316,7 @@ def test_compress_prints_what_it_rounded(run_directory: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_compress_says_what_would_stay_as_it_is(run_directory: Path) -> None:
     run("compress", run_directory / "checkpoint-100")
     lines = run("compress", run_directory, "--dry-run").stdout.splitlines()
@@ -343,6 +353,7 @@ def test_whoever_sits_at_a_terminal_is_asked_before_anything_is_rounded(
     assert ("compact may round 2 checkpoints in place" in said) == bool(answer)
 
 
+@pytest.mark.slow
 def test_diff_measures_what_the_mode_costs(plain_run: Path, small_run: Path) -> None:
     result = run_json("diff", plain_run / "checkpoint-200", small_run / "checkpoint-200")
     rows = {row["name"]: row for row in result["tensors"]}
@@ -366,6 +377,7 @@ def test_diff_exits_with_1_where_keys_differ(plain_run: Path, tmp_path: Path) ->
     assert f"problem: optimizer: state.0.step is only in {plain_run / 'checkpoint-200'}\n" in result.stderr
 
 
+@pytest.mark.slow
 def test_gc_removes_what_a_dead_process_left(small_run: Path) -> None:
     child = os.fork()
     if child == 0:
@@ -390,6 +402,7 @@ def test_what_save_checkpoint_wrote_is_a_checkpoint_under_any_name(tmp_path: Pat
     assert run("verify", tmp_path / "best").stdout == f"{tmp_path / 'best'}: intact\n"
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_compared_and_restored(small_run: Path, tmp_path: Path) -> None:
     before = tensors_of(small_run / "checkpoint-200")
     moved = small_run.rename(tmp_path / "moved")
@@ -414,6 +427,7 @@ def test_an_error_of_the_disk_is_one_line_and_debug_shows_the_traceback(
         run("restore", small_run, "--debug")
 
 
+@pytest.mark.slow
 def test_ls_draws_the_run_into_a_file(small_run: Path, tmp_path: Path) -> None:
     out = tmp_path / "out.svg"
     result = run("ls", small_run, "--plot", out)
@@ -425,6 +439,7 @@ def test_ls_draws_the_run_into_a_file(small_run: Path, tmp_path: Path) -> None:
     assert (tmp_path / "again.svg").exists()
 
 
+@pytest.mark.slow
 def test_ls_takes_no_other_picture_and_draws_no_single_checkpoint(small_run: Path, tmp_path: Path) -> None:
     wrong = run("ls", small_run, "--plot", tmp_path / "out.png")
     assert (wrong.exit_code, wrong.stdout) == (2, "")

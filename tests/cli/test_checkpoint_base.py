@@ -24,6 +24,7 @@ def plain_run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
+@pytest.mark.slow
 def test_compress_ls_verify_and_restore_with_a_base_of_the_hub(
     plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,6 +44,7 @@ def test_compress_ls_verify_and_restore_with_a_base_of_the_hub(
     assert torch.equal(loaded["layer.weight"], weights(2)["layer.weight"])
 
 
+@pytest.mark.slow
 def test_a_local_base_is_named_again_or_kept(plain_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     mine = tmp_path / "mine"
     mine.mkdir()

@@ -44,6 +44,7 @@ def hostile_checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "arguments",
     [("checkpoint", "ls"), ("checkpoint", "inspect"), ("checkpoint", "inspect", "--tensors"), ("checkpoint", "verify")],

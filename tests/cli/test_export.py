@@ -85,6 +85,7 @@ def test_export_overwrites_nothing(layout: str, kind: str, int4: Path, tmp_path:
     assert file.read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_export_overwrites_no_data_beside_an_onnx_file(int4: Path, tmp_path: Path) -> None:
     (tmp_path / "model.onnx.data").write_text("mine")
     refused = run("export", int4, tmp_path / "model.onnx", "--to", "onnx")
@@ -92,6 +93,7 @@ def test_export_overwrites_no_data_beside_an_onnx_file(int4: Path, tmp_path: Pat
     assert (tmp_path / "model.onnx.data").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_export_takes_a_runtime_for_onnx_alone(int4: Path, tmp_path: Path) -> None:
     result = run("export", int4, tmp_path / "model.pt2", "--to", "pt2", "--runtime", "onnxruntime", width=400)
     assert (result.exit_code, result.stdout) == (2, "")
@@ -99,6 +101,7 @@ def test_export_takes_a_runtime_for_onnx_alone(int4: Path, tmp_path: Path) -> No
     assert list(tmp_path.glob("model*")) == []
 
 
+@pytest.mark.slow
 def test_export_writes_a_file_for_llama_cpp(tmp_path: Path) -> None:
     config = LlamaConfig(**{**DECODER, "vocab_size": 400, "bos_token_id": None})
     LlamaForCausalLM(config).half().save_pretrained(tmp_path / "float")
@@ -117,6 +120,7 @@ def test_export_writes_a_file_for_llama_cpp(tmp_path: Path) -> None:
     assert refused.stderr.endswith(f"Name a file, as {tmp_path / 'directory.gguf'}.\n")
 
 
+@pytest.mark.slow
 def test_export_of_what_the_layout_cannot_hold_is_an_error_in_one_line(llama: Path, tmp_path: Path) -> None:
     run_json("quantize", llama, tmp_path / "int8", "--format", "int8", "--include-embeddings")
     result = run("export", tmp_path / "int8", tmp_path / "ct", "--to", "compressed-tensors")

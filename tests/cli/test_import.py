@@ -18,6 +18,7 @@ def source(tmp_path: Path) -> Path:
     return tmp_path / "source"
 
 
+@pytest.mark.slow
 def test_import_prints_the_formats_and_sizes(source: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["import", str(source), str(tmp_path / "out")])
     assert (result.exit_code, result.stderr) == (0, "")
@@ -25,6 +26,7 @@ def test_import_prints_the_formats_and_sizes(source: Path, tmp_path: Path) -> No
     assert (tmp_path / "out" / "model.safetensors").exists()
 
 
+@pytest.mark.slow
 def test_import_as_json_names_each_weight(source: Path, tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["import", str(source), str(tmp_path / "out"), "--json"])
     rows = {row["name"]: row["format"] for row in json.loads(result.stdout)["tensors"]}

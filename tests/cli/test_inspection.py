@@ -14,6 +14,7 @@ from hf_trainweights.files.digests import write_digests
 from hf_trainweights.kernels import compiled
 
 
+@pytest.mark.slow
 def test_inspect_sums_up_by_format_and_shows_the_ten_largest(int4: Path) -> None:
     result = run("inspect", int4)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -27,6 +28,7 @@ def test_inspect_sums_up_by_format_and_shows_the_ten_largest(int4: Path) -> None
     assert result.stdout.endswith("\nand 11 smaller ones; --tensors shows them all\n")
 
 
+@pytest.mark.slow
 def test_inspect_shows_all_tensors_if_asked(int4: Path) -> None:
     result = run("inspect", int4, "--tensors")
     rows = [line.split() for line in result.stdout.splitlines()]
@@ -36,6 +38,7 @@ def test_inspect_shows_all_tensors_if_asked(int4: Path) -> None:
     assert "smaller" not in result.stdout
 
 
+@pytest.mark.slow
 def test_inspect_says_which_products_serve(int4: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "is_available", lambda: False)
     assert run_json("inspect", int4)["products"] == "no compiled products"
@@ -51,6 +54,7 @@ def test_inspect_warns_of_a_file_that_it_does_not_unpickle(tmp_path: Path) -> No
     assert "ApproxScalar" in run_json("inspect", tmp_path / "odd.pt")["unsafe"]["odd.pt"][0]
 
 
+@pytest.mark.slow
 def test_verify_finds_a_flipped_bit_and_a_foreign_file(int4: Path) -> None:
     result = run("verify", int4)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -71,6 +75,7 @@ def test_verify_finds_a_flipped_bit_and_a_foreign_file(int4: Path) -> None:
     assert report["foreign"] == ["pytorch_model.bin"]
 
 
+@pytest.mark.slow
 def test_verify_finds_an_edited_quantization_config_or_says_that_nothing_covers_it(int4: Path) -> None:
     config = json.loads((int4 / "config.json").read_text())
     described = config.pop("quantization_config")

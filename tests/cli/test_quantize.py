@@ -54,6 +54,7 @@ def test_a_budget_that_is_too_small_is_an_error_that_names_the_smallest(llama: P
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_quantize_keeps_the_choice_of_activations(llama: Path, tmp_path: Path) -> None:
     run_json("quantize", llama, tmp_path / "out", "--format", "int8", "--activations", "int8")
     assert load_saved(tmp_path / "out").config.quantization_config.activations == "int8"
@@ -83,6 +84,7 @@ def test_texts_that_cannot_be_read_are_wrong_usage(llama: Path, tmp_path: Path) 
     assert "none.txt cannot be read" in unwrapped(result.stderr)
 
 
+@pytest.mark.slow
 def test_quantize_prints_sizes_where_it_wrote_and_what_to_do_next(llama: Path, tmp_path: Path) -> None:
     result = run("quantize", llama, tmp_path / "out")
     assert (result.exit_code, result.stderr) == (0, "")
@@ -130,6 +132,7 @@ def test_wrong_usage_exits_with_2_and_writes_nothing(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_error_is_one_line_and_debug_shows_the_traceback(llama: Path, int4: Path) -> None:
     result = run("quantize", llama, int4, "--format", "int8")
     assert (result.exit_code, result.stdout) == (1, "")
@@ -177,12 +180,14 @@ def test_dequantize_writes_the_values_of_the_codes_for_stock_transformers(
         assert torch.equal(stored[name], weight.to(dtype)), name
 
 
+@pytest.mark.slow
 def test_dequantize_says_where_it_wrote(int4: Path, tmp_path: Path) -> None:
     result = run("dequantize", int4, tmp_path / "float")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.startswith(f"written to {tmp_path / 'float'}: ")
 
 
+@pytest.mark.slow
 def test_dequantize_refuses_a_float_model_and_a_target_that_exists(llama: Path, int4: Path, tmp_path: Path) -> None:
     refused = run("dequantize", llama, tmp_path / "out")
     assert (refused.exit_code, refused.stdout) == (1, "")

@@ -19,6 +19,7 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_plain_ones_are_listed_and_called_unverified(checkpoint: Path) -> None:
     for path in (checkpoint, checkpoint.parent, checkpoint / "optimizer_0"):
         (row,) = run_json("checkpoint", "ls", path)
@@ -46,6 +47,7 @@ def test_two_checkpoints_are_compared_whatever_their_ranks(checkpoint: Path, tmp
     assert compared["equal"] == len(compared["tensors"]) > 10
 
 
+@pytest.mark.slow
 def test_restore_writes_a_model_that_transformers_reads(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     save_plain({"model": model.state_dict()}, tmp_path / "dcp")
@@ -57,6 +59,7 @@ def test_restore_writes_a_model_that_transformers_reads(tmp_path: Path) -> None:
     assert fingerprint(dict(loaded.state_dict())) == fingerprint(dict(model.state_dict()))
 
 
+@pytest.mark.slow
 def test_restore_writes_plain_files_elsewhere(checkpoint: Path, tmp_path: Path) -> None:
     result = run("checkpoint", "restore", checkpoint, tmp_path / "out", "--to", "dcp")
     assert result.exit_code == 0, result.output
@@ -64,6 +67,7 @@ def test_restore_writes_plain_files_elsewhere(checkpoint: Path, tmp_path: Path) 
     assert fingerprint(load_stock_trainer(state, tmp_path / "out")) == fingerprint(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("arguments", [["out"], ["--to", "model"], ["out", "--to", "dcp", "--config", "config.json"]])
 def test_options_of_restore_that_do_not_fit_together_are_wrong_usage(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]

@@ -84,6 +84,7 @@ def two_files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     return [str(root / "a.safetensors"), str(root / "b.safetensors")]
 
 
+@pytest.mark.slow
 def test_piped_output_has_one_line_for_each_tensor_with_its_whole_name(
     two_files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

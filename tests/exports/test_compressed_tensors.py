@@ -103,6 +103,7 @@ def test_what_is_in_float_is_ignored(architecture: str, config: dict[str, Any], 
     assert laid_out(quantized(architecture, **config))[1]["ignore"] == ignored
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("config", "weights", "layout"),
     [

@@ -32,6 +32,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, export: Callable[..., A
     assert [path.read_bytes() != b"old" for path in tmp_path.iterdir()] == [True]
 
 
+@pytest.mark.slow
 @EXPORTERS
 @pytest.mark.parametrize("source", ["nowhere", "empty", "float"])
 def test_a_directory_without_a_quantized_model_is_refused(

@@ -163,6 +163,7 @@ def test_special_tokens_that_the_tokenizer_does_not_name_are_the_models() -> Non
     assert "padding_token_id" not in said
 
 
+@pytest.mark.slow
 @NOT_BY_5_17
 @pytest.mark.parametrize("normalizer", [METASPACE, PREPEND], ids=["metaspace", "prepend"])
 def test_transformers_reads_a_tokenizer_with_scores(tmp_path: Path, normalizer: Any) -> None:

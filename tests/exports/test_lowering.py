@@ -77,6 +77,7 @@ def test_the_places_of_a_tied_weight_share_their_tensors() -> None:
         assert state["lm_head._weight_qdata"].data_ptr() == state["model.embed_tokens._weight_qdata"].data_ptr()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_model_is_itself_again_afterwards(fails: bool) -> None:
     model = quantized("gpt2", "int4 g32")

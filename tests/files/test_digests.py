@@ -80,6 +80,7 @@ def sign(directory: Path, **fields: Any) -> None:
 # ---- what a save writes
 
 
+@pytest.mark.slow
 def test_a_saved_model_carries_a_digest_of_each_weight_file_and_versions(saved: Path) -> None:
     report = verify_model(saved)
     assert report.ok
@@ -241,6 +242,7 @@ def edit_config(directory: Path, change: Callable[[dict[str, Any]], object]) -> 
     (directory / "config.json").write_text(json.dumps(config))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
 def test_an_edit_of_the_quantization_config_is_found(name: str, directory: Path) -> None:
     assert verify_model(directory).covers_config
@@ -254,6 +256,7 @@ def test_the_rest_of_the_config_is_the_users_to_edit(directory: Path) -> None:
     assert verify_model(directory).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("put", "found"),
     [

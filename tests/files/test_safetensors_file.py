@@ -119,6 +119,7 @@ def int8_starts(file: Path) -> list[int]:
     return sorted(data + entry["data_offsets"][0] for entry in entries if entry["dtype"] == "I8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("length", range(1, 17))
 def test_int8_tensors_are_aligned_whatever_the_length_of_the_header(tmp_path: Path, length: int) -> None:
     codes = (torch.arange(9000) % 251 - 125).to(torch.int8)[:8992]

@@ -222,6 +222,7 @@ def test_files_of_an_earlier_save_go_only_where_new_ones_of_their_kind_come(tmp_
     assert tree(tmp_path) == model("B") | {"adapter_model.safetensors": b"adapter"}
 
 
+@pytest.mark.slow
 def test_the_next_save_puts_back_and_removes_what_a_killed_one_left(tmp_path):
     child = os.fork()
     if child == 0:

@@ -31,6 +31,7 @@ def shards(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir() if is_shard(path.name))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"safe_serialization": False}], ids=["safetensors", "bin"])
 @pytest.mark.parametrize("variant", [None, "fp16"])
 def test_each_shard_is_named_by_its_own_digest(tmp_path, variant, options):
@@ -44,6 +45,7 @@ def test_each_shard_is_named_by_its_own_digest(tmp_path, variant, options):
     assert sorted(set(json.loads(index.read_text())["weight_map"].values())) == names
 
 
+@pytest.mark.slow
 def test_equal_models_have_shards_of_equal_names_and_others_share_none(tmp_path):
     for directory, seed in (("one", 0), ("same", 0), ("other", 1)):
         saved(tmp_path / directory, seed)

@@ -31,6 +31,7 @@ def file_bits(form: Coded, weight: Tensor) -> float:
     return 8 * len(encode_tensors(form.quantize(weight))) / weight.numel()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 2.5, 3, 3.5, 4.25, 5.5, 6.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_a_file_takes_the_bits_that_are_asked_for(bits: float, dtype: torch.dtype) -> None:

@@ -28,6 +28,7 @@ def uneven_weight(N: int = 96, K: int = 256, dtype: torch.dtype = torch.float32)
     return (torch.randn(N, K, generator=generator) * columns * rows / 16).to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in FORMATS if name != "float8_e4m3"])
 def test_columns_of_different_size_lose_less(name: str) -> None:
     weight, plain, scaled = uneven_weight(), get_format({"format": name}), column_scaled(name)
@@ -87,6 +88,7 @@ def test_dequantize_rounds_to_float32_and_then_to_the_dtype(name: str) -> None:
             )
 
 
+@pytest.mark.slow
 @each_format
 def test_experts_have_factors_of_their_own(name: str) -> None:
     form, experts = column_scaled(name), torch.stack([uneven_weight(), uneven_weight().flip(-1)])
@@ -104,6 +106,7 @@ def test_a_weight_that_is_not_finite_is_refused(value: float) -> None:
         column_scaled("int4").quantize(weight)
 
 
+@pytest.mark.slow
 @each_dtype
 def test_the_largest_numbers_come_back_finite(dtype: torch.dtype) -> None:
     weight = (uneven_weight().sign() * torch.finfo(dtype).max * torch.logspace(-3, 0, 256)).to(dtype)

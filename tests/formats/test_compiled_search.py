@@ -37,6 +37,7 @@ def mixed_weight(rows: int, columns: int) -> Tensor:
     return weight
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_a_weight_gets_the_same_codes(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,6 +49,7 @@ def test_a_weight_gets_the_same_codes(form: Format, monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(found[name], wanted[name]) for name in form.tensor_names)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_importance_weighs_the_same(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     weight, importance = mixed_weight(70, 64), torch.rand(64, generator=torch.Generator().manual_seed(1)) + 0.01

@@ -152,6 +152,7 @@ def test_a_power_of_two_goes_into_the_scale_alone(form: Format, values: np.ndarr
     assert_same(larger, tensors | {"scale": tensors["scale"] * 2.0**exponent})
 
 
+@pytest.mark.slow
 @each_format
 def test_zero_rows_come_back_as_zeros_and_leave_the_others_alone(form: Format) -> None:
     weight = random_weight(6, 256)
@@ -204,6 +205,7 @@ def test_dequantize_rounds_the_exact_product_once(form: Format) -> None:
             assert stored_bits(values.abs()) == stored_bits(round_once(exact.view(64, 512), to).abs()), to
 
 
+@pytest.mark.slow
 @each_format
 def test_scales_have_the_dtype_of_the_weight(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -345,6 +347,7 @@ def test_no_two_formats_look_the_same() -> None:
 # Pure functions
 
 
+@pytest.mark.slow
 @each_format
 def test_the_same_weight_gives_the_same_bytes(form: Format) -> None:
     assert_same(form.quantize(random_weight(6, 256)), form.quantize(random_weight(6, 256)))
@@ -413,6 +416,7 @@ def test_experts_are_quantized_one_by_one(form: Format) -> None:
             assert torch.equal(values, form.dequantize(alone, (4, 128), torch.float32))
 
 
+@pytest.mark.slow
 @each_format
 @pytest.mark.parametrize("device", DEVICES)
 def test_work_stays_on_the_device_of_the_weight(form: Format, device: str) -> None:
@@ -426,6 +430,7 @@ def test_work_stays_on_the_device_of_the_weight(form: Format, device: str) -> No
 # Bad input
 
 
+@pytest.mark.slow
 @each_format
 def test_a_value_that_is_not_finite_is_refused_by_name(form: Format) -> None:
     for dtype in FLOAT_DTYPES:
@@ -436,6 +441,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(form: Format) -> None:
                 form.quantize(weight, "layers.0.up_proj")
 
 
+@pytest.mark.slow
 @each_format
 def test_a_value_that_is_not_finite_is_found_in_the_last_block(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(base, "BLOCK_ELEMENTS", 2 * 256)
@@ -490,6 +496,7 @@ def test_damaged_tensors_are_refused_by_name(form: Format, damage: str) -> None:
             form.check(tensors, (6, 256), "layers.3.weight")
 
 
+@pytest.mark.slow
 @each_format
 def test_tensors_of_another_shape_are_refused(form: Format) -> None:
     tensors = form.quantize(random_weight(6, 256))
@@ -528,6 +535,7 @@ def golden_weight(dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", [*VARIANTS, COLUMN_SCALED], ids=str)
 def test_golden_bytes_are_written_and_read_as_ever(form: Format) -> None:
     file = GOLDEN / f"{str(form).replace(' ', '_')}.safetensors"

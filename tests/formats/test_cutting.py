@@ -21,6 +21,7 @@ def assert_same(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
     }
 
 
+@pytest.mark.slow
 @each_form
 def test_columns_that_are_cut_are_those_of_the_weight_and_come_together_again(form) -> None:
     for shape in SHAPES:
@@ -33,6 +34,7 @@ def test_columns_that_are_cut_are_those_of_the_weight_and_come_together_again(fo
         assert_same(join_columns(form, parts, [128, 128]), stored)
 
 
+@pytest.mark.slow
 @each_form
 def test_columns_are_cut_at_every_step(form) -> None:
     for shape in SHAPES:
@@ -44,6 +46,7 @@ def test_columns_are_cut_at_every_step(form) -> None:
         assert torch.equal(values, whole[..., step : step + width])
 
 
+@pytest.mark.slow
 @each_form
 def test_rows_that_are_cut_are_those_of_the_weight(form) -> None:
     for shape in SHAPES:
@@ -53,6 +56,7 @@ def test_rows_that_are_cut_are_those_of_the_weight(form) -> None:
         assert torch.equal(values, form.dequantize(stored, shape, torch.float32)[..., 1:3, :])
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @each_form
 @pytest.mark.parametrize(("start", "stop"), [(0, 257), (-32, 32), (64, 64), (128, 0)])

@@ -53,6 +53,7 @@ def test_the_codes_are_those_of_the_dtype() -> None:
     assert every.double().tolist() == CODES.tolist()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 @pytest.mark.parametrize("exponent", [-140, -128, -22, -15, -7, 0, 6])
 def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, exponent: int) -> None:

@@ -51,6 +51,7 @@ def test_codes_and_scales_are_those_of_the_specification(dtype: torch.dtype, gro
         assert_as_specified(weight.to(dtype), Int8(group_size))
 
 
+@pytest.mark.slow
 @settings(deadline=None, derandomize=True, database=None, max_examples=60)
 @given(
     values=arrays(np.float32, (3, 12), elements=st.floats(-60000, 60000, width=16)),

@@ -26,6 +26,7 @@ def unpacked(name: str, weight: Tensor, *, as_bytes: bool = False) -> tuple[Unpa
     return found, form.dequantize(stored, weight.shape, torch.float32)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.parametrize("as_bytes", [False, True])
 @pytest.mark.parametrize("shape", [(24, 256), (3, 8, 128)])

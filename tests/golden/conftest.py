@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
+from fork_server import CONTEXT
 from golden.reader import AFresh
 
 
 @pytest.fixture(scope="session")
 def afresh() -> Iterator[AFresh]:
-    """Return a function that calls one of `reader` in a process that has imported nothing but this module.
-
-    One process serves all tests: starting it takes longer than all reading.
-    """
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+    """Return a function that calls one of `reader` in a process that knows nothing of what tests have written."""
+    with ProcessPoolExecutor(1, mp_context=CONTEXT) as pool:
         yield lambda function, *arguments: pool.submit(function, *arguments).result(timeout=120)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import hf_trainweights
 
-# Calls a function of this module with the arguments that follow it, in a process that has imported nothing else.
+# Calls a function of this module with the arguments that follow it, in a process that has written nothing.
 AFresh = Callable[..., Any]
 
 

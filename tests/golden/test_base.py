@@ -47,6 +47,7 @@ def golden(mode: str) -> Path:
     return golden_directory(f"base/{mode}", lambda directory: write(directory, mode), lambda directory: read(directory))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_a_run_against_a_base_holds_what_is_recorded(mode: str, tmp_path: Path) -> None:
     assert read(golden(mode)) == recorded(golden(mode))

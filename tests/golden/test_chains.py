@@ -75,6 +75,7 @@ def test_every_checkpoint_verifies_and_keeps_its_bound(mode: str) -> None:
         assert (load_file(path / WEIGHTS)["w"] - weight(step)).abs().max() <= report["bound"]
 
 
+@pytest.mark.slow
 def test_a_run_of_today_is_made_alike(mode: str, tmp_path: Path) -> None:
     write(tmp_path, mode)
     for step in STEPS:

@@ -95,6 +95,7 @@ def run_of_today(mode: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_fresh_process_loads_what_is_recorded(mode: str, afresh: AFresh) -> None:
     run = golden(mode)
     loaded = afresh(load_checkpoints, run)

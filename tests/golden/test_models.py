@@ -87,6 +87,7 @@ def test_guards_change_nothing_but_the_files(name: str) -> None:
     assert recorded(golden(name)) == recorded(golden(name, WRITTEN_EARLIER))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_bin_file_holds_plain_tensors_and_calls_nothing(name: str) -> None:
     file = golden(name) / "bin" / SERIALIZATIONS["bin"]

@@ -57,6 +57,7 @@ def test_earlier_sharded_checkpoints_verify(mode: str) -> None:
     assert all(verify_checkpoint(golden(mode) / f"checkpoint-{step}").ok for step in STEPS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_sharded_checkpoints_are_written_as_ever(mode: str, tmp_path: Path) -> None:
     directory = golden(mode)

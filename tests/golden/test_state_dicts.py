@@ -56,12 +56,14 @@ def golden(name: str) -> Path:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_fresh_process_loads_what_is_recorded(name: str, afresh: AFresh) -> None:
     directory = golden(name)
     assert afresh(load, directory / FILE) == recorded(directory)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_the_state_dict_is_written_in_the_same_bytes(name: str, tmp_path: Path) -> None:
     directory = golden(name)

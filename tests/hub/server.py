@@ -98,6 +98,7 @@ class Handler(BaseHTTPRequestHandler):
     """Answers one request: the first of `ROUTES` whose method and path fit."""
 
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # headers and body are two packets, of which the second would wait for an answer
     hub: LocalHub
 
     def answer(self) -> None:

@@ -68,6 +68,7 @@ def test_push_keeps_a_card_that_somebody_wrote_and_removes_older_weights(
     assert "model.safetensors" not in api.list_repo_files("user/tiny")
 
 
+@pytest.mark.slow
 def test_push_refuses_a_float_model_and_a_name_that_is_none(quantized: Path, local_hub: LocalHub) -> None:
     refused = run("push", quantized.parent / "float", "user/tiny")
     assert (refused.exit_code, refused.stdout) == (1, "")
@@ -76,6 +77,7 @@ def test_push_refuses_a_float_model_and_a_name_that_is_none(quantized: Path, loc
     assert local_hub.repositories == {}
 
 
+@pytest.mark.slow
 def test_what_the_hub_refuses_is_an_error_in_one_line(
     quantized: Path, local_hub: LocalHub, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -126,6 +128,7 @@ def test_torch_files_are_downloaded_where_there_are_no_safetensors(local_hub: Lo
     assert [each["name"] for each in run_json("inspect", "user/old")["tensors"]] == ["w"]
 
 
+@pytest.mark.slow
 def test_a_model_that_the_hub_has_not_is_said_to_be_nowhere(local_hub: LocalHub) -> None:
     result = run("inspect", "user/missing")
     assert (result.exit_code, result.stdout) == (1, "")

@@ -277,6 +277,7 @@ def test_a_card_that_someone_edited_is_kept(model: PreTrainedModel, local_hub: L
     assert local_hub.files("me/model")["README.md"].decode() == edited
 
 
+@pytest.mark.slow
 def test_a_card_in_the_directory_that_someone_wrote_is_kept_and_pushed(
     model: PreTrainedModel, local_hub: LocalHub, tmp_path: Path
 ) -> None:
@@ -287,6 +288,7 @@ def test_a_card_in_the_directory_that_someone_wrote_is_kept_and_pushed(
     assert ModelCard(local_hub.files("me/model")["README.md"].decode()).data.tags == ["mine", "new"]
 
 
+@pytest.mark.slow
 def test_tags_of_the_model_are_tags_of_the_card(model: PreTrainedModel, local_hub: LocalHub) -> None:
     tagged = copy.deepcopy(model)
     tagged.add_model_tags("of-the-model")

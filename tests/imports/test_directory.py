@@ -149,6 +149,7 @@ def test_what_this_package_exports_it_imports(
     assert [name for name in ours if not torch.equal(imported[name], ours[name])] == []
 
 
+@pytest.mark.slow
 def test_the_imported_model_is_a_whole_directory_of_this_package(source: Path, out: Path) -> None:
     write_model(source, gptq(), dtype=torch.float16)
     byte_level().save_pretrained(source)
@@ -183,6 +184,7 @@ def test_bin_files_are_read_without_running_them(shards: int, source: Path, out:
     assert_stands_for(out, expected)
 
 
+@pytest.mark.slow
 def test_what_is_known_of_activations_is_left_out(source: Path, out: Path) -> None:
     expected = write_model(source, compressed_tensors("float", 8, "tensor"))
     tensors = load_file(source / "model.safetensors")
@@ -216,6 +218,7 @@ REFUSED: dict[str, tuple[Layout, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("layout", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, source: Path, out: Path) -> None:
     write_model(source, layout)
@@ -224,6 +227,7 @@ def test_what_no_format_holds_exactly_is_refused(layout: Layout, message: str, s
     assert list(out.parent.iterdir()) == [source]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("described", [None, "gptq", {}, {"quant_method": "hqq"}, {"quant_method": ["gptq"]}])
 def test_other_descriptions_are_refused(described: object, source: Path, out: Path) -> None:
     write_model(source, Layout({}, gptq().write))
@@ -370,6 +374,7 @@ def _link_to_nothing(file: Path) -> None:
     file.symlink_to("nothing")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", [_truncate, _claim_a_huge_header, _link_to_a_device, _link_to_nothing])
 def test_files_that_are_none_are_refused(damage: Callable[[Path], None], source: Path, out: Path) -> None:
     write_model(source, gptq())
@@ -426,6 +431,7 @@ ODD_TENSORS: dict[str, Callable[[dict[Any, Any]], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ODD_TENSORS)
 def test_tensors_that_no_checkpoint_has_are_refused(change: str, source: Path, out: Path) -> None:
     write_model(source, gptq())
@@ -435,6 +441,7 @@ def test_tensors_that_no_checkpoint_has_are_refused(change: str, source: Path, o
     assert list(out.parent.iterdir()) == [source]
 
 
+@pytest.mark.slow
 def test_one_tensor_under_two_names_is_written_twice(source: Path, out: Path) -> None:
     expected = write_model(source, gptq(), dtype=torch.float16)
     norms = ("model.layers.0.input_layernorm.weight", "model.layers.1.input_layernorm.weight")
@@ -443,6 +450,7 @@ def test_one_tensor_under_two_names_is_written_twice(source: Path, out: Path) ->
     assert_stands_for(out, {**expected, norms[1]: expected[norms[0]].clone()})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -473,6 +481,7 @@ def test_a_model_that_cannot_be_built_or_filled_is_refused(
     assert list(out.parent.iterdir()) == [source]
 
 
+@pytest.mark.slow
 def test_torchao_describes_weights_by_the_names_of_the_model(source: Path, out: Path) -> None:
     model = ARCHITECTURES["vit"].build(torch.bfloat16)
     model.save_pretrained(source)

@@ -47,6 +47,7 @@ def test_weights_are_those_that_the_peer_dequantizes(name: str, tmp_path: Path) 
     assert sum(isinstance(weight, QuantizedTensor) for weight in weights.values()) == 7
 
 
+@pytest.mark.slow
 def test_scales_of_bitsandbytes_are_absmax_over_127(tmp_path: Path) -> None:
     import_directory(GOLDEN / "bitsandbytes-int8", tmp_path / "out")
     source = load_file(GOLDEN / "bitsandbytes-int8" / "model.safetensors")

@@ -43,6 +43,7 @@ def test_a_sound_weight_is_read(name: str) -> None:
     torch.testing.assert_close(weight.dequantize(torch.float32), expected.float(), rtol=1e-3, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "leaf"), NEEDED)
 def test_no_tensor_of_a_weight_may_be_missing(name: str, leaf: str) -> None:
     tensors, _ = written(name)
@@ -71,6 +72,7 @@ def test_no_tensor_of_a_weight_may_have_another_shape_or_dtype(name: str, change
             layout.read("m", {**written(name)[0], leaf: CHANGES[change](tensor)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LAYOUTS)
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.float8_e4m3fn])
 def test_codes_alone_are_no_float_weight(name: str, dtype: torch.dtype) -> None:

@@ -111,6 +111,7 @@ def test_a_small_checkpoint_is_listed_without_decoding_it(tmp_path: Path) -> Non
     assert small.stored_bytes < plain.stored_bytes
 
 
+@pytest.mark.slow
 def test_quantized_weights_in_a_small_checkpoint_are_entries_too(quantized: Path) -> None:
     load_saved(quantized).save_pretrained(quantized, safe_serialization=False)
     before = [(entry.name, entry.format, entry.shape) for entry in inspect_weights(quantized).entries]
@@ -245,6 +246,7 @@ def test_a_fifo_in_place_of_the_configuration_is_not_waited_for(quantized: Path)
         inspect_weights(quantized)
 
 
+@pytest.mark.slow
 def test_a_missing_scale_is_an_error(quantized: Path) -> None:
     tensors = load_file(quantized / "model.safetensors")
     del tensors["transformer.h.0.attn.c_attn._weight_scale"]
@@ -276,6 +278,7 @@ def test_activations_are_no_part_of_what_is_stored(tmp_path: Path) -> None:
     assert {entry.format for entry in inspect_weights(tmp_path / "int8").entries} == {"int8", "float32"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", ["[]", "{", '{"quantization_config": {"quant_method": "trainweights", "format": "int3"}}']
 )

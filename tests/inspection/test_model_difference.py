@@ -42,6 +42,7 @@ def test_the_differences_are_those_of_the_dequantized_weights(name: str, tmp_pat
     )
 
 
+@pytest.mark.slow
 def test_two_models_of_other_shapes_are_problems(tmp_path: Path) -> None:
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path / "a")
     ARCHITECTURES["llama"].build(torch.bfloat16).save_pretrained(tmp_path / "b")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,24 +13,32 @@ from emulated_neon import library as emulated_neon
 from hf_trainweights.kernels import compiled
 
 
+def _is_emulated(cpu: dict[str, object]) -> bool:
+    return cpu is GRAVITON and not runs_here(cpu)
+
+
+def _named(cpus: dict[str, dict[str, object]]) -> list[Any]:
+    """Return parameters with these names. What is emulated is slow, because it is compiled first, for seconds."""
+    slow = [pytest.mark.slow]
+    return [pytest.param(cpu, id=name, marks=slow if _is_emulated(cpu) else []) for name, cpu in cpus.items()]
+
+
 def _use(cpu: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
-    is_emulated = cpu is GRAVITON and not runs_here(cpu)
-    if not is_emulated and not runs_here(cpu):
+    if not _is_emulated(cpu) and not runs_here(cpu):
         pytest.skip("this machine does not run that CPU's library, or had no C compiler at installation")
     use_cpu(cpu, monkeypatch)
-    if is_emulated:
+    if _is_emulated(cpu):
         use_library(emulated_neon(), monkeypatch)
 
 
-@pytest.fixture(params=CPUS)
-def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+@pytest.fixture(params=_named(CPUS))
+def cpu(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply as each CPU does: by its library, for as many rows as that serves there."""
-    _use(CPUS[request.param], monkeypatch)
-    return request.param
+    _use(request.param, monkeypatch)
 
 
 @pytest.fixture(
-    params=[GENOA, ICE_LAKE, ALDER_LAKE, HASWELL, GRAVITON], ids=["avx512_bf16", "avx512", "avx_vnni", "avx2", "neon"]
+    params=_named({"avx512_bf16": GENOA, "avx512": ICE_LAKE, "avx_vnni": ALDER_LAKE, "avx2": HASWELL, "neon": GRAVITON})
 )
 def library(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Multiply by each library."""

@@ -36,6 +36,7 @@ def error(result: Tensor, exact: Tensor) -> float:
     return ((result.double() - exact).norm() / exact.norm()).item()
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @each_inner
 @each_dtype
@@ -48,6 +49,7 @@ def test_a_product_is_as_near_as_the_dequantized_one(inner: str, dtype: torch.dt
     assert found <= max(1.5 * error(F.linear(x, weight.dequantize()), exact), 1e-6)
 
 
+@pytest.mark.slow
 @each_inner
 @each_dtype
 def test_gradients_are_as_near_as_those_of_the_dequantized_weight(inner: str, dtype: torch.dtype) -> None:
@@ -59,6 +61,7 @@ def test_gradients_are_as_near_as_those_of_the_dequantized_weight(inner: str, dt
     assert error(x.grad, exact) <= max(1.5 * error(upstream @ weight.dequantize(), exact), 1e-6)
 
 
+@pytest.mark.slow
 @each_inner
 @each_dtype
 def test_rows_are_looked_up(inner: str, dtype: torch.dtype) -> None:

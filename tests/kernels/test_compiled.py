@@ -59,6 +59,7 @@ def test_products_are_as_exact_as_dequantizing(form: Format, N: int, K: int, dty
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @on_every_cpu
 @every_dtype
@@ -70,6 +71,7 @@ def test_every_number_of_rows_is_as_exact_on_every_cpu(form: Format, dtype: torc
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, (1, 17, 65, 129, 257))
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @on_every_cpu
 @pytest.mark.parametrize("K", [1, 3, 70, 130])
@@ -88,6 +90,7 @@ def test_columns_that_fill_no_vector_are_multiplied_and_nothing_behind_them(form
         assert error.norm() <= limit * x.double().norm() * weight.norm()
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @on_every_cpu
 @every_dtype

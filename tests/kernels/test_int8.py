@@ -63,6 +63,7 @@ def test_every_number_of_rows_keeps_the_bound(rows: int, dtype: torch.dtype) -> 
     assert_linear(x(rows, 96, dtype=dtype), quantized(80, 96, dtype))
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @every_dtype
 @pytest.mark.parametrize("shape", [(1, 1), (1, 257), (257, 1), (33, 65), (200, 300)])
@@ -103,12 +104,14 @@ def test_a_weight_on_the_left_gives_contiguous_rows(rows: int, monkeypatch: pyte
             assert_linear(x(rows, 96, dtype=torch.bfloat16), quantized(200, 96, torch.bfloat16), bias)
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("shape", [(96,), (2, 3, 96), (0, 96), (2, 0, 96), (1, 1, 1, 96)])
 def test_batches_keep_their_dimensions(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     assert_linear(x(*shape, dtype=dtype), quantized(80, 96, dtype), x(80, dtype=dtype, seed=2))
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("rows", [2, 20, 100])
 def test_strides_do_not_matter(rows: int, dtype: torch.dtype) -> None:
@@ -127,6 +130,7 @@ def test_threads_keep_the_bound(rows: int, dtype: torch.dtype, threads: int) -> 
     assert_linear(x(rows, 512, dtype=dtype), quantized(512, 512, dtype), x(512, dtype=dtype, seed=2))
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_very_large_and_very_small_rows_keep_their_precision(rows: int, dtype: torch.dtype) -> None:
@@ -246,6 +250,7 @@ def test_the_op_passes_the_checks_of_pytorch(quantize_x: bool, dtype: torch.dtyp
         torch.library.opcheck(stored.INT8_LINEAR, arguments)
 
 
+@pytest.mark.slow
 @every_dtype
 @pytest.mark.parametrize("rows", [1, 5, 70])
 def test_the_gradient_of_x_keeps_the_bound(rows: int, dtype: torch.dtype) -> None:

@@ -100,6 +100,7 @@ def test_an_installation_without_a_compiler_has_no_compiled_products(monkeypatch
     assert [most_rows(form, FLOAT32) for form in KINDS.values()] == [0] * 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("cpu", CPUS)
 def test_both_ways_to_a_product_change_at_the_same_row(cpu: str, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:

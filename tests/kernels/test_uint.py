@@ -45,6 +45,7 @@ def test_products_are_as_exact_as_dequantizing(form: UInt, N: int, K: int, dtype
     assert_close_products(lambda x, bias: product(x, tensors, form, bias), weight, dtype, ROWS)
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @pytest.mark.parametrize("form", FORMATS, ids=str)
@@ -72,6 +73,7 @@ def test_a_row_without_a_finite_magnitude_becomes_nan_and_no_other(form: UInt, d
     assert product(x, tensors, form).isnan().float().mean(1).tolist() == [0, 1, 0, 0, 1, 0]
 
 
+@pytest.mark.slow
 @pytest.mark.covering(2)
 @pytest.mark.usefixtures("library")
 @every_dtype

@@ -31,6 +31,7 @@ def net(name: str, dtype: torch.dtype) -> nn.Sequential:
     return module
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_weights_are_dequantized_multiplied_and_differentiated(name: str, dtype: torch.dtype) -> None:
@@ -50,6 +51,7 @@ def test_weights_are_dequantized_multiplied_and_differentiated(name: str, dtype:
     assert torch.equal(module[0].weight, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 def test_weights_are_quantized_saved_and_loaded_where_they_are(name: str, tmp_path: Path) -> None:
     expected = net(name, torch.float32)[0].weight

@@ -66,6 +66,7 @@ def test_it_writes_what_loading_and_saving_writes(name: str, options: dict[str, 
     assert str(summary) == str(model.hf_quantizer.summary())
 
 
+@pytest.mark.slow
 def test_the_head_that_was_saved_is_kept(tmp_path: Path) -> None:
     ARCHITECTURES["bert"].build().save_pretrained(tmp_path / "float")
     quantize_directory(tmp_path / "float", tmp_path / "out", TrainWeightsConfig("int8"))
@@ -73,6 +74,7 @@ def test_the_head_that_was_saved_is_kept(tmp_path: Path) -> None:
     assert "cls.predictions.transform.dense._weight_qdata" in load_file(tmp_path / "out" / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_tokenizer_and_processor_are_copied_and_the_rest_is_not(llama: Path, tmp_path: Path) -> None:
     for name in (*COMPANIONS, *LEFT_BEHIND):
         (llama / name).write_text(name)
@@ -103,6 +105,7 @@ def test_a_directory_with_anything_in_it_is_not_written_to(llama: Path, tmp_path
         assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
     with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):
@@ -228,6 +231,7 @@ def put_index(source: Path, content: object) -> None:
     (source / "model.safetensors.index.json").write_text(json.dumps(content))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SPOILED)
 def test_a_spoiled_source_is_a_typed_error_that_names_it(name: str, llama: Path, tmp_path: Path) -> None:
     spoil, expected = SPOILED[name]

@@ -67,6 +67,7 @@ def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["overrides", "modules_to_not_convert"])
 @pytest.mark.parametrize(
     ("selector", "nearest"),
@@ -89,6 +90,7 @@ def test_a_configuration_with_unknown_keys_changes_nothing(caplog: pytest.LogCap
     assert not any(isinstance(parameter, QuantizedTensor) for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_a_model_inside_another_module_saves_itself_and_reloads(tmp_path: Path) -> None:
     module = nn.ModuleDict({"encoder": ARCHITECTURES["bert"].build(), "head": nn.Linear(64, 64)})
     quantize_(module, TrainWeightsConfig("int8"))

@@ -206,6 +206,7 @@ def test_tied_quantized_embeddings_survive_offloading(
         assert saved == (tmp_path / "0" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_accelerate_offloads_a_loaded_model_to_the_cpu(
     float_directory: FloatDirectory, expected: list[Tensor], tmp_path: Path
 ) -> None:
@@ -326,6 +327,7 @@ def test_a_configuration_for_a_quantized_model_is_ignored_with_a_warning(
     assert computes(model, expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["safetensors", "bin"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, "bfloat16"])
 def test_another_dtype_on_reload_changes_what_is_shown_and_no_scale(
@@ -341,6 +343,7 @@ def test_another_dtype_on_reload_changes_what_is_shown_and_no_scale(
     assert outputs(model, LLAMA.inputs(model))[0].dtype == shown
 
 
+@pytest.mark.slow
 def test_names_of_another_code_base_are_mapped_on_load_and_back_on_save(
     float_directory: FloatDirectory, expected: list[Tensor], tmp_path: Path
 ) -> None:
@@ -362,6 +365,7 @@ def test_names_of_another_code_base_are_mapped_on_load_and_back_on_save(
     assert (tmp_path / "2" / "model.safetensors").read_bytes() == (tmp_path / "3" / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 def test_loading_saving_and_loading_again_reports_no_key(
     quantized_directory: QuantizedDirectory, expected: list[Tensor], tmp_path: Path
 ) -> None:
@@ -375,6 +379,7 @@ def test_loading_saving_and_loading_again_reports_no_key(
         assert (source / "model.safetensors").read_bytes() == (quantized_directory() / "model.safetensors").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("source", ["float", "quantized"])
 def test_a_new_head_stays_float_and_trainable_and_is_reported(
     source: str, float_directory: FloatDirectory, quantized_directory: QuantizedDirectory, tmp_path: Path
@@ -486,6 +491,7 @@ def set_dtype(tensors: dict[str, Tensor], suffix: str, dtype: torch.dtype) -> No
     tensors[STORED + suffix] = tensors[STORED + suffix].to(dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -659,6 +665,7 @@ def test_half_and_float_are_refused_and_to_changes_the_dtype_shown(quantized: Pr
 # ---- the way back
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("saved_before", [False, True])
 def test_a_dequantized_model_is_a_plain_model(
     saved_before: bool, quantized: PreTrainedModel, expected: list[Tensor], tmp_path: Path
@@ -700,6 +707,7 @@ def test_dequantize_takes_a_dtype(quantized: PreTrainedModel) -> None:
     assert model.model.layers[0].mlp.up_proj.weight.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_int8_activations_survive_saving(dtype: torch.dtype, tmp_path: Path) -> None:
     LLAMA.make().to(dtype).save_pretrained(tmp_path / "float")
@@ -712,6 +720,7 @@ def test_int8_activations_survive_saving(dtype: torch.dtype, tmp_path: Path) -> 
     assert computes(reloaded, outputs(model, LLAMA.make_inputs()))
 
 
+@pytest.mark.slow
 def test_what_is_quantized_is_told_by_the_files_not_by_the_order_of_overrides(tmp_path: Path) -> None:
     """Transformers sorts the keys in config.json, and of expressions that match the first one wins."""
     moe = ARCHITECTURES["qwen3_moe"]

@@ -82,6 +82,7 @@ def results() -> list[dict[str, Any]]:
     return json.loads(quality.RESULTS.read_text(encoding="utf-8"))["rows"]
 
 
+@pytest.mark.slow
 def test_plain_absmax_is_as_far_off_as_it_is_said_to_be(reference: PreTrainedModel) -> None:
     assert quality.linear_snr_db(quality.absmax_int4(128), reference) == pytest.approx(ABSMAX_INT4_G128_DB, abs=0.1)
 

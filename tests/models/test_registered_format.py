@@ -61,6 +61,7 @@ def model(monkeypatch: pytest.MonkeyPatch) -> PreTrainedModel:
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("safe", [True, False], ids=["safetensors", "bin"])
 def test_a_zero_point_is_saved_and_loaded(safe: bool, model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path, safe_serialization=safe, max_shard_size="40kB")

@@ -106,6 +106,7 @@ def test_a_fault_is_found_by_the_test_in_which_the_run_ends(
     assert (folder / "tiny.py").read_text(encoding="utf-8") == TINY
 
 
+@pytest.mark.slow
 def test_a_run_without_a_fault_says_which_tests_run_a_line(folder: Path) -> None:
     (folder / "conftest.py").write_text("import tiny", encoding="utf-8")  # before the tests are collected
     path = str(folder / "tiny.py")

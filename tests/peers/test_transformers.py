@@ -40,6 +40,7 @@ def quantized_modules(model: nn.Module) -> set[str]:
     }
 
 
+@pytest.mark.slow
 def test_the_number_of_parameters_stays_as_it_was(llama: Path) -> None:
     float_model = AutoModelForCausalLM.from_pretrained(llama)
     for name in ("int8", "int4", "float8_e4m3"):
@@ -66,6 +67,7 @@ def test_dequantizing_restores_the_original_dtype_after_a_cast(
     assert model(**text_inputs()).logits.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_dequantizing_to_a_dtype_gives_a_model_of_that_dtype(dtype: torch.dtype, llama: Path, tmp_path: Path) -> None:
     model = load(llama, torch.bfloat16)
@@ -88,6 +90,7 @@ def test_dequantizing_leaves_weights_that_a_model_keeps_in_float32(tmp_path: Pat
     assert model.encoder.block[0].layer[0].SelfAttention.q.weight.dtype == torch.float16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "architecture", "head"),
     [
@@ -110,6 +113,7 @@ def test_a_module_that_is_skipped_takes_all_below_it_along(llama: Path) -> None:
     assert {name.split(".")[2] for name in quantized} == {"1"}
 
 
+@pytest.mark.slow
 def test_each_layer_may_have_settings_of_its_own(llama: Path) -> None:
     """HQQ calls this its dynamic configuration: names of layers in every block to settings."""
     dynamic = {"self_attn.q_proj": {"format": "int4", "group_size": 32}, "mlp.down_proj": {"format": "int8"}}
@@ -120,6 +124,7 @@ def test_each_layer_may_have_settings_of_its_own(llama: Path) -> None:
         assert formats == ["int4 g32", "int8", "float8_e4m3"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_on_the_meta_device(llama: Path, tmp_path: Path) -> None:
     load(llama).save_pretrained(tmp_path)
     for model in (load(llama), AutoModelForCausalLM.from_pretrained(tmp_path)):

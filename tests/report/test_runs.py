@@ -37,6 +37,7 @@ def anchors_bytes(directory: Path) -> int:
     return sum(file.stat().st_size for file in directory.glob("*.anchor"))
 
 
+@pytest.mark.slow
 def test_parts_of_a_checkpoint_add_up_to_its_bytes_and_an_anchor_counts_once(run: Path) -> None:
     checkpoints = read_run(run)
     assert [each.step for each in checkpoints] == [2, 4, 6]

@@ -37,6 +37,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 def test_figures_of_a_language_model_are_its_own_losses(llama: Path) -> None:
     found = measure_with_texts(llama.with_name("small"), llama, TEXTS)
     reference = transformers.AutoModelForCausalLM.from_pretrained(llama)
@@ -68,6 +69,7 @@ def test_a_model_is_at_no_distance_from_itself(llama: Path) -> None:
     assert found.perplexities[0] == found.perplexities[1]
 
 
+@pytest.mark.slow
 def test_an_encoder_has_a_cosine(tmp_path: Path) -> None:
     torch.manual_seed(0)
     path = save(transformers.BertModel(transformers.BertConfig(**TEXT)), tmp_path / "float")
@@ -88,6 +90,7 @@ def test_padding_does_not_count(llama: Path) -> None:
     assert together.divergence == pytest.approx(sum(each.divergence * each.tokens / total for each in apart), rel=1e-3)
 
 
+@pytest.mark.slow
 def test_errors_of_layers_are_of_what_they_get(llama: Path) -> None:
     found = measure_with_texts(llama.with_name("small"), llama, TEXTS)
     name = "model.layers.1.mlp.down_proj.weight"
@@ -100,6 +103,7 @@ def test_errors_of_layers_are_of_what_they_get(llama: Path) -> None:
     assert error.output_error == pytest.approx(((x @ difference.T).norm() / (x @ reference.T).norm()).item(), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_the_report_says_what_texts_have_shown(llama: Path, tmp_path: Path) -> None:
     report = write_report(llama.with_name("small"), tmp_path / "report.html", llama, texts=TEXTS)
     assert report.lines[0].startswith("divergence on ")

@@ -70,6 +70,7 @@ def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> t
     return root / "float", root / "int4"
 
 
+@pytest.mark.slow
 def test_a_report_of_a_quantized_model_names_formats_errors_and_the_worst_weights(
     saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -93,6 +94,7 @@ def test_the_worst_weights_come_first(saved: tuple[Path, Path], tmp_path: Path) 
     assert worst.count("<title>codes of ") == 10
 
 
+@pytest.mark.slow
 def test_a_model_in_memory_and_its_directory_are_reported_alike(
     model: PreTrainedModel, saved: tuple[Path, Path], tmp_path: Path
 ) -> None:
@@ -112,6 +114,7 @@ def test_without_a_counterpart_there_are_histograms_and_no_errors(saved: tuple[P
     assert text.count("<title>codes of ") == 10
 
 
+@pytest.mark.slow
 def test_merged_experts_are_compared_with_the_experts_of_a_float_model(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = make_qwen3_moe()

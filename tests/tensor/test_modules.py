@@ -266,6 +266,7 @@ ATTENTION: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
 @pytest.mark.parametrize("name", ATTENTION)
 @pytest.mark.parametrize("padded", [False, True])
@@ -318,6 +319,7 @@ LOADS: dict[str, Callable[[Path], Any]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("load", LOADS)
@@ -676,6 +678,7 @@ REFUSED: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+@pytest.mark.slow
 @TORCHSCRIPT
 @pytest.mark.parametrize("name", REFUSED)
 @pytest.mark.parametrize("compile_", [torch.jit.script, lambda module: torch.jit.trace(module, torch.ones(2, 64))])
@@ -744,6 +747,7 @@ def tiny_llama(tie: bool) -> LlamaForCausalLM:
     ).eval()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tie", [False, True])
 @pytest.mark.parametrize("include", [False, True])
 def test_a_transformers_model_is_quantized_in_place(tie: bool, include: bool) -> None:

@@ -177,6 +177,7 @@ def test_inference_mode_may_begin_and_end_anywhere() -> None:
 COPIES = {"w[::2]", "w[list]", "w[empty]", "w[mask]", "w[tensor]", "w[0-d tensor]", "w[2-d tensor]"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("view", [name for name, (_, stays) in VIEWS.items() if stays and name not in COPIES])
 def test_quantized_views_have_the_strides_of_dense_ones(view: str) -> None:
     op, stays = VIEWS[view]
@@ -508,6 +509,7 @@ def test_products_equal_those_of_the_dense_weight(name: str, dtype: torch.dtype,
         assert not FALLBACKS
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not torch._C._dispatch_has_computed_kernel_for_dispatch_key("aten::_grouped_mm", "CPU"),
     reason="this PyTorch multiplies groups on a GPU only",
@@ -538,6 +540,7 @@ def test_embedding_refuses_a_negative_index_as_a_float_weight_does() -> None:
             F.embedding(torch.tensor([-1]), tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
 @pytest.mark.parametrize(
     "op",
@@ -686,6 +689,7 @@ def test_compiles_to_one_graph_with_equal_results_and_gradients(form: str) -> No
     assert torch.equal(grad, expected_grad)
 
 
+@pytest.mark.slow
 def test_compiles_with_dynamic_shapes_once() -> None:
     model = TwoLayers("int4")
     graphs = []
@@ -753,6 +757,7 @@ def test_exports_are_equal_after_saving_and_loading(strict: bool, tmp_path: Any)
     assert len(b"".join(tensor.numpy().tobytes() for tensor in model.linear.weight.tensors.values())) < dense / 8
 
 
+@pytest.mark.slow
 def test_an_export_after_dequantize_names_no_class_of_ours(tmp_path: Any) -> None:
     layer = nn.Linear(128, 6)
     layer.weight = nn.Parameter(quantized_weight("int4").dequantize())

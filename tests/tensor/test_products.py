@@ -146,6 +146,7 @@ BIAS: dict[str, Callable[[], Tensor]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIAS)
 def test_a_bias_is_taken_as_by_a_float_weight(case: str) -> None:
     bias = BIAS[case]()
@@ -153,6 +154,7 @@ def test_a_bias_is_taken_as_by_a_float_weight(case: str) -> None:
         assert_like_dense(lambda w: F.linear(inputs(), w, bias), quantized(form))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", BIAS)
 def test_addmm_takes_a_bias_as_of_a_float_weight(case: str) -> None:
     bias = BIAS[case]()
@@ -352,6 +354,7 @@ def test_tensors_that_are_exchanged_while_a_product_is_prepared_leave_nothing_st
 # Gradients
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transposed", [False, True], ids=["as stored", "transposed"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("form", FORMS)
@@ -413,6 +416,7 @@ def test_a_gradient_by_a_weight_that_was_freed_is_an_error_and_no_crash() -> Non
         out.backward()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["int8", "int4", "uint4", "column_scale"])
 @pytest.mark.parametrize("rows", [1, 3, 70])
 def test_what_was_freed_is_an_error_and_no_crash(rows: int, form: str) -> None:

@@ -54,6 +54,7 @@ def saved(value: object, **options: Any) -> bytes:
 # What it shows
 
 
+@pytest.mark.slow
 @every_form
 def test_shows_what_the_float_weight_shows(form: str) -> None:
     for layout in LAYOUTS:
@@ -102,6 +103,7 @@ def test_quantize_takes_the_fallback_where_the_shape_does_not_fit() -> None:
     assert weight.shape == (4, 100)
 
 
+@pytest.mark.slow
 @every_form
 def test_empty_and_tiny_weights_survive(form: str) -> None:
     for shape in ((0, 128), (4, 0), (0, 0), (2, 0, 128), (1, 1)):
@@ -191,6 +193,7 @@ def test_the_class_wraps_a_float_weight_as_a_plain_parameter() -> None:
     assert wrapped.data_ptr() == dense.data_ptr()
 
 
+@pytest.mark.slow
 @every_form
 def test_flattening_round_trips(form: str) -> None:
     for layout in LAYOUTS:
@@ -269,6 +272,7 @@ IN_PLACE: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", IN_PLACE)
 @pytest.mark.parametrize("wrap", [lambda w: w, nn.Parameter], ids=["tensor", "parameter"])
 def test_in_place_ops_raise_by_name_and_change_nothing(name: str, wrap: Callable[[Tensor], Tensor]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
 import itertools
 import operator
@@ -134,9 +135,13 @@ WRITTEN_WAYS = [(name, way) for name in WRITES for way in WAYS] + [(name, "store
 
 
 def quantized(form: str, dtype: torch.dtype, transposed: bool = False) -> nn.Parameter:
+    return nn.Parameter(copy.deepcopy(_quantized(form, dtype, transposed)), requires_grad=False)
+
+
+@functools.cache
+def _quantized(form: str, dtype: torch.dtype, transposed: bool) -> QuantizedTensor:
     shape = (128, 64) if transposed else (64, 128)
-    weight = QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
-    return nn.Parameter(weight, requires_grad=False)
+    return QuantizedTensor.quantize(random_weight(*shape, dtype=dtype), FORMS[form], transposed)
 
 
 def values(weight: Tensor) -> Tensor:
@@ -233,6 +238,7 @@ def by_default(value: Any) -> Any:
     return value.tolist() if isinstance(value, Tensor) else value
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", READS)
 def test_reading_gives_what_a_plain_tensor_gives(name: str) -> None:
     taken, plain = row()
@@ -254,6 +260,7 @@ def test_saved_values_are_plain_and_no_more_than_they(zipped: bool) -> None:
     assert loaded["view"].untyped_storage().nbytes() == 6 * 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "view",
     [
@@ -307,6 +314,7 @@ def test_a_reader_who_asks_for_a_copy_gets_one() -> None:
         assert torch.equal(torch.utils.dlpack.from_dlpack(capsule), values(tensor))
 
 
+@pytest.mark.slow
 def test_gradients_flow_past_what_is_read_only() -> None:
     taken, plain = row()
     x = random_weight(128, seed=1).requires_grad_()
@@ -330,6 +338,7 @@ def test_a_compiled_function_takes_what_is_read_only() -> None:
     assert torch.equal(x.grad, y.grad)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_a_compiled_function_does_not_write_to_it() -> None:
     taken, plain = row()
     for write in (lambda t: t.mul_(2), lambda t: t.view(2, 64)[0].zero_()):
@@ -339,6 +348,7 @@ def test_a_compiled_function_does_not_write_to_it() -> None:
         assert torch.equal(taken, plain)
 
 
+@pytest.mark.slow
 def test_a_compiled_view_is_plain() -> None:
     weight = quantized("int4", torch.float32)
     compiled = torch.compile(lambda w: (w[0], w.view(-1)), backend="aot_eager", fullgraph=True)

@@ -111,6 +111,7 @@ def test_a_tied_weight_of_a_whole_module_stays_one() -> None:
     assert reloaded.head.weight is reloaded.tied.weight
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "llama_tied", "qwen3_moe"])
 def test_a_transformers_model_is_reloaded_from_its_state_dict(architecture: str) -> None:
     model = ARCHITECTURES[architecture].build(torch.bfloat16)

@@ -59,6 +59,7 @@ def test_changed_rows_are_quantized_anew_and_the_others_keep_every_bit(form: str
                 assert same_bytes(stored[..., row, :], expected.tensors[name][..., row, :]), (name, row)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_weight_of_more_or_fewer_rows_keeps_those_that_it_had(form: str) -> None:
     for count in (3, 9):

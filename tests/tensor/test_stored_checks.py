@@ -122,6 +122,7 @@ class Hostile:
         return self.call, self.arguments
 
 
+@pytest.mark.slow
 @every_form
 def test_a_file_whose_scale_is_one_number_for_all_rows_is_refused(form: str) -> None:
     # Read by address, it would be one number and what lies behind it.
@@ -179,6 +180,7 @@ SLICES: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.slow
 @every_form
 def test_kernels_read_a_scale_whatever_its_strides(form: str) -> None:
     weight = QuantizedTensor.quantize(random_weight(64, 128, dtype=torch.bfloat16), FORMS[form])

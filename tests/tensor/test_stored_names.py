@@ -224,6 +224,7 @@ def test_damaged_tensors_are_refused_by_name(tensors: dict[str, Tensor], message
         unflatten_weight(NAME, tensors, torch.float32, FORMS["int4"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text",
     [

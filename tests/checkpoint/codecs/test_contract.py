@@ -65,6 +65,7 @@ def assert_exact_or_within_the_bound(codec, dtype, shape):
         assert error(codec, tensor, decoded, references) <= encoded.bound
 
 
+@pytest.mark.slow
 @every_codec
 def test_payloads_are_flat_bytes_that_share_nothing_with_the_input(codec):
     tensor, references = inputs(codec, [300, 300], torch.float32)
@@ -91,6 +92,7 @@ def test_decoded_tensor_shares_nothing_with_payloads_and_references(codec):
     assert all(bits_equal(references[name], each) for name, each in kept.items())
 
 
+@pytest.mark.slow
 @every_codec
 def test_same_input_gives_same_bytes(codec):
     first, second = (codec.encode(*inputs(codec, [300, 300], torch.float32)) for _ in range(2))
@@ -99,6 +101,7 @@ def test_same_input_gives_same_bytes(codec):
     assert all(torch.equal(*pair) for pair in zip(first.payloads, second.payloads, strict=True))
 
 
+@pytest.mark.slow
 @every_codec
 def test_strides_do_not_matter(codec):
     tensor, references = inputs(codec, [60, 50], torch.float32)

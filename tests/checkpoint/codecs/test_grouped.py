@@ -13,6 +13,7 @@ def weight(*shape):
     return torch.randn(shape, generator=torch.Generator().manual_seed(0)).mul_(0.02)
 
 
+@pytest.mark.slow
 @every_format
 def test_decoded_weight_is_what_the_format_makes_of_it(name):
     chosen = get_format({"format": name})
@@ -26,6 +27,7 @@ def test_decoded_weight_is_what_the_format_makes_of_it(name):
         assert encoded.bound == pytest.approx((expected.double() - tensor.double()).abs().max().item(), rel=1e-6)
 
 
+@pytest.mark.slow
 @every_format
 def test_any_shape_is_viewed_as_a_matrix(name):
     for shape in ([], [1], [64], [3, 5], [16, 8, 3, 3], [2, 3, 128]):

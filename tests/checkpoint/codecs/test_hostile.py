@@ -30,6 +30,7 @@ def encoded_example(codec):
     return tensor, references, codec.encode(tensor, references)
 
 
+@pytest.mark.slow
 @every_codec
 def test_truncated_and_extended_payloads_are_errors(codec):
     tensor, references, encoded = encoded_example(codec)
@@ -58,6 +59,7 @@ def test_missing_swapped_and_extra_payloads_are_errors(codec):
             codec.decode(each, encoded.params, SHAPE, tensor.dtype, references)
 
 
+@pytest.mark.slow
 @every_codec
 def test_payloads_that_are_not_flat_bytes_are_errors(codec):
     tensor, references, encoded = encoded_example(codec)
@@ -127,6 +129,7 @@ def like_shape(references, shape):
     return references if any(each.numel() > 1e8 for each in expanded.values()) else expanded
 
 
+@pytest.mark.slow
 @every_codec
 def test_another_dtype_is_an_error_or_harmless(codec):
     tensor, _, encoded = encoded_example(codec)

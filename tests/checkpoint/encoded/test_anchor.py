@@ -55,6 +55,7 @@ def test_anchor_may_be_a_difference_to_another_one_beside_it(tmp_path):
     assert set(anchor.files) == set((tmp_path / "moved").iterdir())
 
 
+@pytest.mark.slow
 def test_anchor_that_takes_too_many_files_is_refused(tmp_path):
     path, _ = chain(tmp_path, 8)
     assert len(Anchor(path).files) == 8

@@ -26,6 +26,7 @@ def test_the_digest_is_that_of_the_text_that_sha256sum_prints() -> None:
     assert base.sha256 == hashlib.sha256(f"{'0' * 64}  a.bin\n{'1' * 64}  b.bin\n".encode()).hexdigest()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "change",
     [

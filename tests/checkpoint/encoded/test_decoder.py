@@ -32,6 +32,7 @@ def test_plain_torch_load_gives_plain_tensors(mode, as_source, tmp_path, state):
     assert (fingerprint(back) == fingerprint(state)) is (mode == "lossless")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [

@@ -64,6 +64,7 @@ def load_bytes(data):
     return torch.load(io.BytesIO(data), weights_only=True)
 
 
+@pytest.mark.slow
 def test_truncated_file_is_a_typed_error_that_names_it(tmp_path):
     data = encoded_bytes(encode_file(small_tree(), {}))
     path = tmp_path / "optimizer.pt"
@@ -137,6 +138,7 @@ def test_payload_of_another_length_is_refused(length):
 HUGE = 1 << 40
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -232,6 +234,7 @@ def test_anchor_without_the_tensor_is_named(tmp_path):
         decode_file(*forged(structure, encoded.payload))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("codec", "references"),
     [

@@ -31,6 +31,7 @@ def nan(payload: int) -> float:
     return struct.unpack(">d", struct.pack(">Q", 0x7FF8000000000000 | payload))[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "value",
     [
@@ -205,6 +206,7 @@ def calls_of(function, *arguments):
 LONG_KEY = "k" * 100_000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "items",
     [

@@ -111,6 +111,7 @@ def test_training_keeps_its_cores_unless_it_waits(monkeypatch, ranks, in_main, c
     assert found == [expected, 1, 2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_any_number_of_workers_writes_the_same_bytes_and_reads_the_same_values(mode, use_workers):
     state = trained("AdamW")[1].state_dict()
@@ -199,6 +200,7 @@ def test_damage_of_a_second_moment_is_that_of_all_that_refers_to_it(use_workers,
         torch.load(io.BytesIO(data), weights_only=True)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork on this system")
 def test_workers_serve_after_a_fork_and_in_another_thread(use_workers):
     use_workers(2)

@@ -135,6 +135,7 @@ def test_other_trainings_go_on_exactly(tmp_path, options):
     assert last.state() == straight.state()
 
 
+@pytest.mark.slow
 def test_with_gradient_accumulation_a_checkpoint_waits_for_the_optimizer(tmp_path):
     Run(accumulate=4)(tmp_path, every_steps=5, passes=3, keep_last=None)
     assert [path.name for path in reversed(checkpoint_directories(tmp_path))] == [
@@ -195,11 +196,13 @@ def test_a_loop_that_is_left_within_its_first_gradient_saves_nothing_and_says_so
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]
 
 
+@pytest.mark.slow
 def test_checkpoints_are_saved_when_due_and_the_last_are_kept(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=2)
     assert {path.name for path in tmp_path.iterdir()} == {"checkpoint-16", "checkpoint-18"}
 
 
+@pytest.mark.slow
 def test_checkpoints_that_a_killed_process_had_still_to_remove_go_at_the_next_start(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=None)
     directories = [path.name for path in checkpoint_directories(tmp_path)]
@@ -208,6 +211,7 @@ def test_checkpoints_that_a_killed_process_had_still_to_remove_go_at_the_next_st
     assert len(directories) > 2
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_kept_beside_a_broken_newer_one(tmp_path):
     Run()(tmp_path, every_steps=4, keep_last=1, stop=8)
     shutil.copytree(tmp_path / "checkpoint-8", tmp_path / "checkpoint-12")
@@ -227,6 +231,7 @@ def test_a_run_that_is_complete_does_nothing(tmp_path):
     assert (after.st_ino, after.st_mtime_ns) == (before.st_ino, before.st_mtime_ns)
 
 
+@pytest.mark.slow
 def test_more_passes_go_on_after_the_last_one(tmp_path):
     straight = Run()(tmp_path / "a", passes=3)
     first = Run()(tmp_path / "b", passes=2)
@@ -435,6 +440,7 @@ def test_ten_steps_and_kill_and_ten_steps_are_twenty(tmp_path):
     assert resumed.state() == straight.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("where", ["in the loop", "after the loop"])
 def test_sigterm_saves_and_exits(tmp_path, where):
     def run():
@@ -451,6 +457,7 @@ def test_sigterm_saves_and_exits(tmp_path, where):
     assert load_checkpoint(latest(tmp_path))["step"] == (3 if where == "in the loop" else 5)
 
 
+@pytest.mark.slow
 def test_sigterm_waits_until_no_gradient_is_half_summed(tmp_path):
     class Terminated(Run):
         def step(self, *arguments):

@@ -58,10 +58,12 @@ def test_training_goes_on_exactly_in_bfloat16(tmp_path, optimizer):
     assert_resumes(tmp_path, optimizer=optimizer, dtype=torch.bfloat16)
 
 
+@pytest.mark.slow
 def test_training_goes_on_exactly_with_gradient_accumulation(tmp_path):
     assert_resumes(tmp_path, accumulate=3)
 
 
+@pytest.mark.slow
 def test_training_goes_on_exactly_with_a_gradient_scaler(tmp_path):
     assert_resumes(tmp_path, enabled=True)
 

@@ -114,6 +114,7 @@ def test_size_floor_holds_against_lossy_rules_but_not_against_exact_ones(choice)
     assert Policy(rules={"weight": "raw"}).plan_weights(small)["w",].candidates == (RAW,)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(FORMATS))
 def test_format_name_stands_for_groups_of_it(name):
     torch.manual_seed(0)

@@ -147,6 +147,7 @@ def test_anchor_is_rounded_where_the_policy_is_lossy_and_the_weight_moves(mode, 
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "exp_avg", "exp_avg_sq"), [("near-lossless", 0.25, 1), ("compact", 0.5, 2)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_adam_moments_are_coded_in_their_own_domains(mode, exp_avg, exp_avg_sq, dtype):
@@ -165,6 +166,7 @@ def test_adam_moments_are_coded_in_their_own_domains(mode, exp_avg, exp_avg_sq, 
         assert (back["state"][index]["exp_avg_sq"][zero] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("optimizer_name", ["SGD", "Adafactor", "AdamW-amsgrad"])
 def test_other_optimizers_are_exact(mode, optimizer_name):

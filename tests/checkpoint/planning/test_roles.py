@@ -69,6 +69,7 @@ def test_another_layout_is_stored_exactly(kind: str, mode: str, tmp_path: Path) 
     assert fingerprint(compressed(tmp_path, tree, mode)) == fingerprint(tree)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ODD_STATES)
 def test_a_state_that_is_not_adams_does_not_stop_a_lossy_mode(kind: str, tmp_path: Path) -> None:
     tree = optimizer(state={0: ADAM | ODD_STATES[kind]})

@@ -85,6 +85,7 @@ def anchors(directory):
     return sorted(directory.glob("*.anchor"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mode", "files"), [("lossless", [1, 2, 2, 2, 2, 2, 2, 2]), ("near-lossless", [1, 2, 3, 4, 5, 5, 5, 5])]
 )

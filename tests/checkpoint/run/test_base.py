@@ -43,6 +43,7 @@ def load(path: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(path)
 
 
+@pytest.mark.slow
 def test_of_several_commits_the_one_with_the_weights_of_the_model_is_the_base(pretrained: Path) -> None:
     other = build()
     with torch.no_grad():
@@ -150,6 +151,7 @@ def test_an_adapter_takes_the_base_of_its_base_model(pretrained: Path) -> None:
     assert base.path == pretrained
 
 
+@pytest.mark.slow
 def test_a_plain_loop_saves_against_a_path_and_keeps_it(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Linear(80, 64)

@@ -51,6 +51,7 @@ def steps_of(manifest: Manifest) -> float:
     return tensor["params"]["step"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 def test_every_checkpoint_is_a_difference_to_the_base(snapshot: Path, tmp_path: Path, mode: str) -> None:
     run = tmp_path / "run"
@@ -175,6 +176,7 @@ def test_a_base_of_other_content_is_never_decoded_against(snapshot: Path, tmp_pa
     assert BASE_PROBLEM in verify_checkpoint(tmp_path / "checkpoint-1").problems
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["cache", "local"])
 def test_with_keep_base_any_directory_may_be_deleted_and_the_base_too(
     snapshot: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str

@@ -32,6 +32,7 @@ def test_a_model_comes_back_from_any_number_of_ranks(tmp_path: Path, name: str, 
     assert fingerprint(dict(loaded.state_dict())) == fingerprint(dict(model.state_dict()))
 
 
+@pytest.mark.slow
 def test_a_flat_state_dict_and_a_config_elsewhere_serve_as_well(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     save_plain(model.state_dict(), tmp_path / "dcp")

@@ -488,6 +488,7 @@ def test_a_rounded_anchor_keeps_its_stated_bound(tmp_path):
     assert compact.files["pytorch_model.bin"] == near.files["pytorch_model.bin"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["near-lossless", "lossless"])
 def test_bounds_outlive_an_interrupted_conversion(tmp_path, mode):
     path = tmp_path / "checkpoint-500"
@@ -514,6 +515,7 @@ def test_another_mode_may_follow_a_lossless_one(tmp_path):
     assert verify_checkpoint(path).ok
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moved", [False, True])
 def test_restoring_gives_plain_files_that_need_nobody(tmp_path, moved):
     root = tmp_path / "run"
@@ -536,6 +538,7 @@ def test_restoring_gives_plain_files_that_need_nobody(tmp_path, moved):
     assert latest(root) == str(path)
 
 
+@pytest.mark.slow
 def test_a_moved_run_is_readable_after_the_call_that_the_error_names(tmp_path):
     for step, seed in ((1, 71), (2, 72)):  # seeds of no other test, whose anchors would be found in its directory
         weights, _ = trainer_directory(tmp_path / "here" / f"checkpoint-{step}", seed=seed)
@@ -664,6 +667,7 @@ def test_the_error_of_a_rewrite_is_the_first_one(tmp_path, monkeypatch):
         compress_directory(path)
 
 
+@pytest.mark.slow
 def test_without_hard_links_the_size_counts_copies_and_one_warning_says_so(tmp_path, monkeypatch):
     class NoLinks(disk.FileSystem):
         def link(self, source, target):

@@ -102,6 +102,7 @@ def test_of_two_files_of_weights_the_newer_counts(tmp_path, earlier_is_small):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("names", [("optimizer.pt", "optimizer.bin"), ("optimizer.bin", "optimizer.pt")])
 @pytest.mark.parametrize("earlier_is_small", [False, True])
 def test_of_two_files_of_moments_the_newer_is_made_small_and_the_other_stays(tmp_path, names, earlier_is_small):

@@ -15,6 +15,7 @@ from hf_trainweights_cli.demo.training import Recipe, train_model
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 
 
+@pytest.mark.slow
 def test_three_checkpoints_are_a_fraction_of_their_plain_size(result: Result, out: Path) -> None:
     found = result.checkpoints
     assert found is not None
@@ -25,6 +26,7 @@ def test_three_checkpoints_are_a_fraction_of_their_plain_size(result: Result, ou
     assert found.stored_bytes == sum(files.values())
 
 
+@pytest.mark.slow
 def test_a_run_that_resumes_has_the_losses_of_the_one_that_went_on(result: Result) -> None:
     found = result.checkpoints
     assert found is not None

@@ -46,6 +46,7 @@ def fixed_result(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo, "run_demo", lambda *args, **kwargs: RESULT)
 
 
+@pytest.mark.slow
 def test_module_runs_as_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["__main__.py", "--help"])
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -75,6 +76,7 @@ def test_demo_prints_only_json_on_stdout_and_touches_no_network() -> None:
     assert process.stderr.count("int4 weights") <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -106,6 +108,7 @@ def test_debug_shows_the_traceback(tmp_path: Path) -> None:
         CliRunner().invoke(app, ["demo", "--debug", "--out", str(tmp_path)], catch_exceptions=False)
 
 
+@pytest.mark.slow
 def test_without_format_the_usual_ones_are_measured_and_the_help_names_them(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[str]] = []
     monkeypatch.setattr(demo, "run_demo", lambda out, formats, *args, **kwargs: measured.append(formats) or RESULT)

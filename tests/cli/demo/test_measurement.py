@@ -17,6 +17,7 @@ from hf_trainweights_cli.demo.probe import make_probe
 from hf_trainweights_cli.demo.run import Result
 
 
+@pytest.mark.slow
 def test_quantized_perplexity_is_near_the_baseline_and_the_files_are_smaller(result: Result) -> None:
     baseline, *rows = result.rows
     for row in rows:
@@ -27,10 +28,12 @@ def test_quantized_perplexity_is_near_the_baseline_and_the_files_are_smaller(res
         assert row.format in row.summary
 
 
+@pytest.mark.slow
 def test_baseline_counts_the_bits_of_its_own_dtype(result: Result) -> None:
     assert result.rows[0].bits_per_weight == 32
 
 
+@pytest.mark.slow
 def test_bits_per_weight_counts_the_scales(result: Result) -> None:
     # int4: a float32 scale for 128 weights.
     assert next(row for row in result.rows if row.format == "int4").bits_per_weight == 4 + 32 / 128
@@ -44,6 +47,7 @@ def test_perplexity_is_the_exponential_of_the_models_own_loss(result: Result, ou
     assert measurement._perplexity(model, probe.windows, lambda done: None) == pytest.approx(math.exp(loss), rel=1e-4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", measurement.SERIALIZATIONS)
 def test_kept_files_are_a_model_with_its_tokenizer(result: Result, out: Path, way: str) -> None:
     directory = out / "int4" / way

@@ -18,16 +18,19 @@ def no_report(line: str, stage: str, done: int, total: int) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_the_machine_is_described_with_the_products_that_serve_on_it(result: Result) -> None:
     library = compiled.instructions() if compiled.is_available() else None
     assert result.machine.endswith(f"products compiled for {library}" if library else "no compiled products")
 
 
+@pytest.mark.slow
 def test_every_format_comes_back_bit_equal_after_the_baseline(formats: list[str], result: Result) -> None:
     assert [row.format for row in result.rows] == ["float32", *formats]
     assert result.failures == ()
 
 
+@pytest.mark.slow
 def test_reports_end_complete_and_never_go_back(
     formats: list[str], result: Result, reports: list[tuple[str, str, int, int]]
 ) -> None:
@@ -38,6 +41,7 @@ def test_reports_end_complete_and_never_go_back(
         assert len({total for _, total in steps}) == 1
 
 
+@pytest.mark.slow
 def test_a_model_of_the_users_is_measured_and_its_copies_removed(
     result: Result, out: Path, tmp_path: Path, tiny: Recipe
 ) -> None:

@@ -13,6 +13,7 @@ from hf_trainweights_cli.demo.speed import fast_dtype, measure_speed
 pytestmark = pytest.mark.slow  # a fixture of most of them trains a model
 
 
+@pytest.mark.slow
 def test_the_float_model_comes_first_and_formats_are_smaller(formats: list[str], result: Result) -> None:
     baseline, *rows = result.speeds
     assert baseline.format in ("bfloat16", "float32")
@@ -50,6 +51,7 @@ def test_the_dtype_is_one_that_the_cpu_has_instructions_for(
     assert fast_dtype() == dtype
 
 
+@pytest.mark.slow
 def test_the_page_shows_sizes_speeds_checkpoints_and_losses(formats: list[str], result: Result) -> None:
     html = demo_page(result).html()
     for part in ("On disk", "Speed of decoding", "x smaller", "Bytes of each checkpoint", "resumed from step 20"):

@@ -19,6 +19,7 @@ def no_report(line: str, stage: str, done: int, total: int) -> None:
     pass
 
 
+@pytest.mark.slow
 def test_training_learns(result: Result, tiny: Recipe) -> None:
     assert len(result.losses) == tiny.steps
     assert result.losses[0] == pytest.approx(math.log(tiny.vocab_size), rel=0.1)

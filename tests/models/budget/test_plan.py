@@ -199,6 +199,7 @@ def test_a_budget_below_the_smallest_model_names_that(budget: dict[str, Any]) ->
     assert quantize_(module, TrainWeightsConfig(**{key: value})).quantized
 
 
+@pytest.mark.slow
 def test_weights_of_which_no_values_are_known_are_refused(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     model.model.layers[0].mlp.up_proj.weight.data[0, 0] = torch.nan
@@ -228,6 +229,7 @@ def test_candidates_lead_from_the_smallest_to_the_most_exact() -> None:
     assert sizes == sorted(set(sizes))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_formats_for_an_export_are_among_those_that_it_holds(target: str, tmp_path: Path) -> None:
     model, tokenizer = ARCHITECTURES["llama"].build(torch.float16), byte_level(size=300)
@@ -242,6 +244,7 @@ def test_formats_for_an_export_are_among_those_that_it_holds(target: str, tmp_pa
         export_compressed_tensors(model, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_planned_for_an_export_as_it_is_loaded(tmp_path: Path) -> None:
     ARCHITECTURES["llama"].build().save_pretrained(tmp_path)
     config = TrainWeightsConfig(bits=5, for_target="gguf")

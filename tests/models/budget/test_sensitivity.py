@@ -105,6 +105,7 @@ def test_a_product_in_float32_has_the_gradient_of_a_linear(
     torch.testing.assert_close(got, expected, rtol=0.01, atol=0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama", "bert", "t5", "qwen3_moe", "gpt_oss", "gpt2"])
 def test_random_tokens_tell_of_every_weight_but_embeddings(name: str) -> None:
     model = ARCHITECTURES[name].build()
@@ -115,12 +116,14 @@ def test_random_tokens_tell_of_every_weight_but_embeddings(name: str) -> None:
     assert len(found) >= len(weights) - 1
 
 
+@pytest.mark.slow
 def test_a_model_of_images_is_planned_by_the_sizes_of_its_weights() -> None:
     model = ARCHITECTURES["vit"].build()
     assert random_tokens(model) == []
     assert quantize_(model, TrainWeightsConfig(bits=6.5)).quantized
 
 
+@pytest.mark.slow
 def test_a_model_that_random_tokens_do_not_suit_is_planned_all_the_same(caplog: pytest.LogCaptureFixture) -> None:
     model = ARCHITECTURES["llama"].build()
 

@@ -74,6 +74,7 @@ def test_a_call_after_an_interruption_chooses_only_what_is_left(
     assert [path.name for path in tmp_path.iterdir() if "calibration" in path.name] == []
 
 
+@pytest.mark.slow
 def test_a_save_that_fails_loses_no_block(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
         raise OSError(28, "No space left on device")

@@ -88,6 +88,7 @@ def test_outputs_on_other_inputs_are_nearer(options: dict[str, Any]) -> None:
     assert "the last block's outputs are off by" in str(summary)
 
 
+@pytest.mark.slow
 def test_errors_of_the_last_block_are_those_of_all() -> None:
     found = quantize_(a_llama(), CONFIG, calibration=batches()).calibrated
     assert found is not None
@@ -174,6 +175,7 @@ def side_by_side(module: Named, x: Tensor) -> Tensor:
     return sum((layer(x + 1.0 * number) for number, layer in enumerate(module.layers)), start=x)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("forward", "left"),
     [
@@ -209,6 +211,7 @@ def test_layers_of_a_block_that_run_several_times_are_named() -> None:
     }
 
 
+@pytest.mark.slow
 def test_layers_that_a_router_sends_other_tokens_to_are_calibrated_by_what_they_get() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
@@ -253,6 +256,7 @@ def test_a_module_without_blocks_is_one() -> None:
     assert summary.calibrated.tokens == 300
 
 
+@pytest.mark.slow
 def test_overrides_of_eight_bits_stay_as_they_are() -> None:
     config = TrainWeightsConfig("int4", group_size=32, overrides={"down_proj": "int8"})
     found = without(quantize_(a_llama(), config, calibration=batches()))
@@ -305,6 +309,7 @@ def test_no_batches_are_refused(calibration: Any) -> None:
         quantize_(a_llama(), CONFIG, calibration=calibration)
 
 
+@pytest.mark.slow
 def test_few_tokens_are_told(caplog: pytest.LogCaptureFixture) -> None:
     transformers.utils.logging.enable_propagation()
     quantize_(a_llama(), CONFIG, calibration=batches(1, tokens=4))

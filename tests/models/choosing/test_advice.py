@@ -71,6 +71,7 @@ def test_several_slow_formats_take_one_line(caplog: pytest.LogCaptureFixture, mo
     assert caplog.messages == ["int8 is slow. uint4 is slow."]
 
 
+@pytest.mark.slow
 def test_a_model_is_told_when_it_is_quantized_as_it_is_loaded_and_when_it_is_reloaded(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -283,6 +283,7 @@ BAD = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", BAD)
 def test_bad_values_are_refused_and_the_allowed_listed(name: str) -> None:
     arguments, message = BAD[name]

@@ -137,6 +137,7 @@ def test_merging_gives_the_merged_float_weight_quantized_alike(
     assert changed < len(before)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_merged_model_computes_what_the_adapter_did_and_is_saved_like_any_other(
     dtype: torch.dtype, tmp_path: Path
@@ -272,6 +273,7 @@ def test_an_adapter_starts_from_the_dequantized_weight(initial: str) -> None:
     assert (inputs_of(model) - plain).norm() < 0.02 * plain.norm()
 
 
+@pytest.mark.slow
 def test_an_adapter_that_starts_from_the_weight_is_saved_and_loaded_onto_the_same_base(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="2 quantized weights were changed") as caught:
         model = get_peft_model(quantized(), LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="pissa"))
@@ -319,6 +321,7 @@ def test_a_quantized_module_to_save_trains_as_a_float_copy(part: str, tmp_path: 
     assert torch.equal(inputs_of(AutoModelForCausalLM.from_pretrained(tmp_path / "merged")), inputs_of(merged))
 
 
+@pytest.mark.slow
 @ROUNDED
 @pytest.mark.parametrize("name", ["llama", "llama_tied"])
 def test_trained_tokens_change_their_rows_alone(name: str) -> None:
@@ -339,6 +342,7 @@ def test_trained_tokens_change_their_rows_alone(name: str) -> None:
 # ---- other things that are done with adapters
 
 
+@pytest.mark.slow
 def test_an_adapter_is_swapped_for_another_in_place(tmp_path: Path) -> None:
     base = quantized()
     expected = {}
@@ -416,6 +420,7 @@ def test_an_adapter_of_a_parameter_computes_beside_graphs_of_earlier_forwards(fo
     assert_same(weights(model), before)
 
 
+@pytest.mark.slow
 def test_an_adapter_of_a_parameter_trains() -> None:
     model = with_adapter(quantized(), PARAMETER)
     losses = []
@@ -430,6 +435,7 @@ def test_an_adapter_of_a_parameter_trains() -> None:
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.slow
 def test_eva_starts_from_the_activations() -> None:
     inputs = ARCHITECTURES["llama"].make_inputs()
     adapters = []
@@ -467,6 +473,7 @@ CONFIGS: dict[str, LoraConfig] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_float_model_runs_the_functions_of_peft_beside_a_quantized_one(
     name: str, monkeypatch: pytest.MonkeyPatch

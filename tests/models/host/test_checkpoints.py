@@ -49,6 +49,7 @@ def has_ours(conversions: Any) -> bool:
     return any(isinstance(op, TrainWeightsDeserialize) for op in operations)
 
 
+@pytest.mark.slow
 def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_trainweights.models.quantizer.drop_conversions", lambda *_: None)
     model = reloaded("qwen3_moe", tmp_path)
@@ -58,6 +59,7 @@ def test_a_model_keeps_its_converters_and_forgets_ours(tmp_path: Path, monkeypat
     assert model._weight_conversions == others
 
 
+@pytest.mark.slow
 def test_a_reloaded_model_knows_that_checkpoints_keep_experts_one_by_one(tmp_path: Path) -> None:
     model = reloaded("qwen3_moe", tmp_path)
     weight = torch.empty(model.get_parameter(f"{EXPERTS}.down_proj").shape, device="meta")
@@ -118,6 +120,7 @@ def test_names_that_transformers_does_not_save_are_told() -> None:
     assert names_not_saved(model) == set()
 
 
+@pytest.mark.slow
 def test_where_transformers_does_not_tell_them_all_tensors_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -50,6 +50,7 @@ def test_the_next_step_gives_a_quantized_model_of_random_weights(config: Any) ->
     assert model.dtype == torch.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("other", [None, {"quant_method": "bitsandbytes", "load_in_8bit": True}])
 def test_other_configurations_are_left_alone(config: Any, other: dict[str, Any] | None) -> None:
     config.quantization_config = other

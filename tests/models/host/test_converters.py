@@ -74,6 +74,7 @@ def test_a_converter_collects_by_pattern_and_asks_for_a_quantizers_operation() -
     assert converter.layer_targets == {"x.c": {"x.0.a"}}
 
 
+@pytest.mark.slow
 def test_scales_keep_their_dtype_by_the_mark_of_the_operation(
     directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,6 +100,7 @@ def test_without_an_attribute_transformers_own_converters_serve() -> None:
     assert type(make_converter(["_weight_qdata"], "weight", Operation())) is WeightConverter
 
 
+@pytest.mark.slow
 def test_without_an_attribute_the_same_weights_are_loaded_saved_and_loaded_again(
     directory: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:

@@ -85,6 +85,7 @@ def test_a_weight_quantized_on_load_equals_the_float_weight_quantized(
         assert same(actual, QuantizedTensor.quantize(exact, get_format(config), actual.transposed))
 
 
+@pytest.mark.slow
 def test_weights_loaded_in_another_dtype_are_quantized_in_that_dtype(directories: Callable[[str], Path]) -> None:
     for name in ("llama", "qwen3_moe"):
         rounded = ARCHITECTURES[name].build(torch.bfloat16)
@@ -95,6 +96,7 @@ def test_weights_loaded_in_another_dtype_are_quantized_in_that_dtype(directories
             assert same(actual, QuantizedTensor.quantize(exact, get_format({"format": "int8"})))
 
 
+@pytest.mark.slow
 def test_quantized_weights_are_frozen_parameters_and_float_ones_train(
     directories: Callable[[str], Path], tmp_path: Path
 ) -> None:
@@ -109,6 +111,7 @@ def test_quantized_weights_are_frozen_parameters_and_float_ones_train(
 # ---- experts
 
 
+@pytest.mark.slow
 def test_experts_are_never_merged_in_float(directories: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     def convert(*_: object, **__: object) -> None:
         raise AssertionError("experts were merged before they were quantized")
@@ -118,6 +121,7 @@ def test_experts_are_never_merged_in_float(directories: Callable[[str], Path], m
         quantized(name, directories(name), {"format": "int8"})
 
 
+@pytest.mark.slow
 def test_experts_left_in_float_are_merged_as_ever_and_reported(directories: Callable[[str], Path]) -> None:
     for name in MERGED:
         exact = ARCHITECTURES[name].build()
@@ -231,6 +235,7 @@ DOWN = ("deepseek_v3", f"{EXPERT}.3.down_proj.weight")
 MERGED_AND_TRANSPOSED = ("gpt_oss", f"{EXPERT}.gate_up_proj")
 
 
+@pytest.mark.slow
 @pytest.mark.covering(1)
 @pytest.mark.parametrize("damage", [set_nan, set_inf])
 @pytest.mark.parametrize(("name", "tensor"), [LINEAR, CONV1D, GATE, UP, DOWN, MERGED_AND_TRANSPOSED])
@@ -323,6 +328,7 @@ def test_an_error_of_the_load_is_raised_whatever_the_device_map(
         quantized("llama", directory, {"format": "int8"}, device_map=device_map)
 
 
+@pytest.mark.slow
 def test_names_of_quantized_weights_are_the_only_ones_that_are_chosen(directories: Callable[[str], Path]) -> None:
     for name in MERGED:
         model = quantized(name, directories(name), {"format": "int8"})

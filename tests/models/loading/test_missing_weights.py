@@ -41,6 +41,7 @@ def quantized(model: PreTrainedModel) -> set[str]:
     return {name for name, parameter in model.named_parameters() if isinstance(parameter, QuantizedTensor)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [AutoModelForCausalLM, AutoModel, Classifier])
 def test_a_weight_of_the_saved_model_that_is_missing_is_named_by_every_class(cls: type, tmp_path: Path) -> None:
     save("llama", tmp_path)
@@ -56,6 +57,7 @@ def test_of_many_the_first_are_named(tmp_path: Path) -> None:
         AutoModelForCausalLM.from_pretrained(tmp_path)
 
 
+@pytest.mark.slow
 def test_missing_experts_are_named(tmp_path: Path) -> None:
     save("qwen3_moe", tmp_path)
     remove(tmp_path, "experts._down_proj")
@@ -96,6 +98,7 @@ def test_a_new_head_may_be_missing(name: str, cls: type, include_embeddings: boo
     assert quantized(cls.from_pretrained(tmp_path / "again")) == quantized(model)
 
 
+@pytest.mark.slow
 def test_a_base_model_may_get_a_head(tmp_path: Path) -> None:
     save("llama", tmp_path / "whole")
     AutoModel.from_pretrained(tmp_path / "whole").save_pretrained(tmp_path / "base")

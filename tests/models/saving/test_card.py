@@ -74,6 +74,7 @@ def test_equal_models_give_equal_cards(model: PreTrainedModel) -> None:
     assert model_card(copy.deepcopy(model), "me/small") == model_card(model, "me/small")
 
 
+@pytest.mark.slow
 def test_what_calibration_was_worth_outlives_saving_and_loading(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     batches = [{"input_ids": torch.arange(96).view(4, 24)} for _ in range(2)]
@@ -88,6 +89,7 @@ def test_what_calibration_was_worth_outlives_saving_and_loading(tmp_path: Path) 
     assert Calibrated.beside(tmp_path / "second") == Calibrated.beside(tmp_path / "first") == summary.calibrated
 
 
+@pytest.mark.slow
 def test_damaged_digests_say_nothing_of_calibration(tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build()
     quantize_(model, "int4", calibration=[{"input_ids": torch.arange(96).view(4, 24)}])
@@ -103,6 +105,7 @@ def quantized_from(source: str) -> PreTrainedModel:
     return built
 
 
+@pytest.mark.slow
 def test_a_base_model_that_is_a_directory_is_nobodys(tmp_path: Path) -> None:
     for local in (str(tmp_path), "", "../models/llama", "/models/llama"):
         data = metadata(model_card(quantized_from(local), "me/small"))
@@ -143,6 +146,7 @@ def test_a_model_of_unknown_base_has_that_of_the_card_beside_it(tmp_path: Path) 
     assert metadata(model_card(reloaded, "me/small", earlier=earlier))["base_model"] == BASE
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", ["on the Hub", "beside the files"])
 def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) -> None:
     quantized_from("").save_pretrained(tmp_path)
@@ -156,6 +160,7 @@ def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) 
 LICENSE = {"license": "other", "license_name": "llama3.2", "license_link": "LICENSE.txt"}
 
 
+@pytest.mark.slow
 def test_licence_and_task_of_the_float_models_card_are_kept(tmp_path: Path) -> None:
     built = ARCHITECTURES["llama"].build()
     built.save_pretrained(tmp_path / "float")
@@ -202,6 +207,7 @@ def test_a_card_in_the_working_directory_is_no_models(tmp_path: Path, monkeypatc
     assert "license" not in metadata(model_card(quantized_from(""), "me/small"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "task"),
     [

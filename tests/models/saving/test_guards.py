@@ -113,6 +113,7 @@ def test_a_model_in_which_only_embeddings_are_quantized_is_refused(
         assert_refused(reader.refusal(tmp_path, cls))
 
 
+@pytest.mark.slow
 def test_a_base_model_is_refused_by_the_class_with_a_head(reader: StockReader, tmp_path: Path) -> None:
     model = ARCHITECTURES["llama"].build().model
     quantize_(model, TrainWeightsConfig("int8"))
@@ -121,6 +122,7 @@ def test_a_base_model_is_refused_by_the_class_with_a_head(reader: StockReader, t
         assert_refused(reader.refusal(tmp_path, cls))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("task", ["text-generation", "feature-extraction"])
 def test_a_pipeline_refuses_the_model(task: str, reader: StockReader, tmp_path: Path) -> None:
     quantized("llama").save_pretrained(tmp_path)
@@ -160,6 +162,7 @@ def test_every_writer_writes_guards(write: Callable[[Path], None], reader: Stock
     assert_refused(reader.refusal(tmp_path / "model", "AutoModelForCausalLM"))
 
 
+@pytest.mark.slow
 def test_a_reader_that_ignores_sizes_is_not_stopped(reader: StockReader, tmp_path: Path) -> None:
     quantized("llama").save_pretrained(tmp_path)
     assert reader.refusal(tmp_path, "AutoModelForCausalLM", ignore_mismatched_sizes=True) == ""
@@ -218,6 +221,7 @@ def test_one_weight_of_each_stack_is_guarded(names: list[str], expected: list[st
     assert guarded_names(names) == expected
 
 
+@pytest.mark.slow
 def test_a_dequantized_model_has_no_guards(reader: StockReader, tmp_path: Path) -> None:
     quantized("llama").save_pretrained(tmp_path / "quantized")
     model = load(AutoModelForCausalLM, tmp_path / "quantized")
@@ -228,6 +232,7 @@ def test_a_dequantized_model_has_no_guards(reader: StockReader, tmp_path: Path) 
     assert reader.refusal(tmp_path / "float", "AutoModelForCausalLM") == ""
 
 
+@pytest.mark.slow
 def test_an_export_has_no_guards(tmp_path: Path) -> None:
     quantized("llama").save_pretrained(tmp_path / "quantized")
     export_compressed_tensors(load(AutoModelForCausalLM, tmp_path / "quantized"), tmp_path / "export")

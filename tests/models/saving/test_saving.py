@@ -90,6 +90,7 @@ def zeroed(model: PreTrainedModel) -> PreTrainedModel:
 # ---- what is written
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", SERIALIZATIONS)
 def test_files_hold_flat_plain_tensors_and_nothing_else(
     serialization: str, model: PreTrainedModel, tmp_path: Path
@@ -176,6 +177,7 @@ def test_weight_files_of_an_earlier_save_are_removed(
     assert computes_the_same(load(tmp_path, variant=variant), model)
 
 
+@pytest.mark.slow
 def test_variants_do_not_touch_each_other(model: PreTrainedModel, tmp_path: Path) -> None:
     model.save_pretrained(tmp_path)
     zeroed(model).save_pretrained(tmp_path, variant="zero", safe_serialization=False)
@@ -309,6 +311,7 @@ def test_a_given_state_dict_is_not_remembered(model: PreTrainedModel, tmp_path: 
     assert computes_the_same(load(tmp_path), model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["int8", "int4"])
 def test_a_given_state_dict_of_a_tied_model_is_saved_once(name: str, tied: PreTrainedModel, tmp_path: Path) -> None:
     if name == "int4":
@@ -533,6 +536,7 @@ def test_a_file_in_the_way_is_left_alone(target: str, model: PreTrainedModel, tm
     assert contents(tmp_path) == {"file": b"keep me"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SERIALIZATIONS.values(), ids=SERIALIZATIONS)
 def test_a_directory_in_the_way_of_a_file_changes_nothing(
     options: dict[str, Any], model: PreTrainedModel, tmp_path: Path
@@ -546,6 +550,7 @@ def test_a_directory_in_the_way_of_a_file_changes_nothing(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("serialization", ["safetensors", "bin"])
 def test_a_second_save_at_the_same_time_is_refused(serialization: str, model: PreTrainedModel, tmp_path: Path) -> None:
     with saving(model, tmp_path):
@@ -570,6 +575,7 @@ def test_a_file_system_without_locks_is_written_to(
     assert computes_the_same(load(tmp_path), model)
 
 
+@pytest.mark.slow
 def test_an_error_that_is_no_matter_of_files_stays_what_it_is(
     model: PreTrainedModel, earlier_save: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

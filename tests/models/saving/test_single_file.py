@@ -49,6 +49,7 @@ def assert_same(loaded: dict[str, Tensor], state: dict[str, Any]) -> None:
         assert same(loaded[name], tensor)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_module_comes_back_exactly_onto_the_meta_device(tmp_path: Path, name: str, dtype: torch.dtype) -> None:
@@ -167,6 +168,7 @@ DAMAGES: dict[str, tuple[Callable[[dict[str, Tensor]], object], str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", DAMAGES)
 def test_a_damaged_file_is_refused(tmp_path: Path, name: str) -> None:
     file = written(tmp_path)

@@ -134,6 +134,7 @@ def test_matrix_is_the_squarest_split(shape, expected):
     assert matrix_shape(torch.Size(shape)) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shape", [(0, 1), (1, 1), (5, 7), (1, 3 * TILE + 1), (3, TILE + 5), (TILE + 1, 1), (1000, 999)]
 )

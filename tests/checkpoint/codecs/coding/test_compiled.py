@@ -65,6 +65,7 @@ def test_so_do_large_tensors(monkeypatch, codec, shape):
     assert_same_bytes(monkeypatch, codec, *inputs(codec, shape, torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("codec", LOSSY, ids=name_of)
 @pytest.mark.parametrize("dtype", sorted(LOSSY_DTYPES, key=str), ids=name_of)
 def test_so_do_numbers_of_every_kind(monkeypatch, codec, dtype):
@@ -98,6 +99,7 @@ def assert_decoded(payload, levels):
     assert exact_count == np.count_nonzero(levels == EXACT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("largest", [1, 6, 100, 500, 2000, 8000, 32000])
 @pytest.mark.parametrize("shape", [(3, 5), (600, 300), (1, 200_000)], ids=str)
 def test_symbols_of_every_width_are_the_same(monkeypatch, largest, shape):

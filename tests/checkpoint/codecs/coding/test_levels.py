@@ -60,6 +60,7 @@ def test_levels_of_any_size_come_back(shape):
         check(levels, same_share=1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("limit", [1, 2, 6, 7, 8, 126, 127, 128, 510, 511, 512, 8190, 8191, 8192, 32766])
 def test_levels_at_the_edges_of_the_symbols_come_back(limit):
     edges = torch.tensor([-limit - 2, -limit - 1, -limit, 1 - limit, 0, limit - 1, limit, limit + 1, limit + 2.0])
@@ -88,6 +89,7 @@ def entropy(levels):
     return -(share * share.log2()).sum().item()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("spread", [0.3, 1, 4, 30, 2000])
 def test_size_is_close_to_the_entropy(spread):
     levels = gaussian([700, 700], spread)
