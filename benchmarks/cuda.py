@@ -1,8 +1,8 @@
-"""Speed on a GPU, measured side by side: single products, and a Llama of 1.1B weights that decodes and reads a prompt.
+"""Speed on a GPU, measured side by side: single products, and a Llama of .6B weights that decodes and reads a prompt.
 
 Run `python -m benchmarks.cuda` on a machine with an NVIDIA GPU; it writes
-`benchmarks/results/cuda-<gpu>-<date>.json`. torchao and bitsandbytes are measured where they are installed. What the
-products say about `_KERNEL_ROWS` and `_TILES` in `hf_trainweights/kernels/cuda.py` is to be entered there.
+`benchmarks/results/cuda-<gpu>-<date>.json`, anew after each method. torchao and bitsandbytes are measured where they
+are installed. What the products say about sizes in `hf_trainweights/kernels/cuda.py` is to be entered there.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import os
 import re
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -39,11 +39,12 @@ from benchmarks.speed.rounds import Run, interleave
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda
+from hf_trainweights.kernels.dequantized import multiply_dequantized
 
 LLAMA: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
-    "num_hidden_layers": 16,
+    "num_hidden_layers": 8,
     "num_attention_heads": 32,
     "num_key_value_heads": 8,
     "vocab_size": 32000,
@@ -68,8 +69,8 @@ class Sizes:
     """
 
     llama: dict[str, Any] = field(default_factory=lambda: LLAMA)
-    shapes: Sequence[tuple[int, int]] = ((2048, 2048), (8192, 2048), (2048, 8192), (4096, 4096))
-    rows: Sequence[int] = (1, 4, 16, 64, 256, 1024)
+    shapes: Sequence[tuple[int, int]] = ((2048, 2048), (4096, 4096), (14336, 4096), (4096, 14336))
+    rows: Sequence[int] = (1, 16, 64, 256, 1024)
     rotated_bytes: int = 512_000_000
     prompt_tokens: int = 256
     decoded_tokens: int = 64
@@ -89,23 +90,30 @@ def compared() -> list[Method]:
     return [*found, Method("torchao int4 g128", _torchao_int4, bits=4)]
 
 
-def measure(device: str, sizes: Sizes, methods: Sequence[Method]) -> dict[str, Any]:
+def measure(
+    device: str, sizes: Sizes, methods: Sequence[Method], keep: Callable[[dict[str, Any]], None] = lambda report: None
+) -> dict[str, Any]:
     """Measure everything.
 
     Args:
         device: "cuda"; "cpu" only shows that the benchmark runs.
         sizes: How much.
         methods: What is compared; the float model first.
+        keep: Gets the report each time it has grown.
 
     Returns:
         The report: `products`, `model`, and what could not run in `failures`.
     """
-    failures: dict[str, str] = {}
-    return {
-        "products": [row for N, K in sizes.shapes for row in products(device, sizes, N, K, failures)],
-        "model": model_speed(device, sizes, methods, failures),
-        "failures": failures,
-    }
+    report: dict[str, Any] = {"products": [], "model": [], "failures": {}}
+    # Each model compiles the same function anew.
+    torch._dynamo.config.recompile_limit = 64
+    for N, K in sizes.shapes:
+        report["products"] += products(device, sizes, N, K, report["failures"])
+        keep(report)
+    for rows in model_speed(device, sizes, methods, report["failures"]):
+        report["model"] += rows
+        keep(report)
+    return report
 
 
 def products(device: str, sizes: Sizes, N: int, K: int, failures: dict[str, str]) -> list[dict[str, Any]]:
@@ -137,18 +145,17 @@ Way = tuple[str, dict[str, Tensor], Callable[[dict[str, Tensor]], Tensor]]
 
 
 def _ways(weight: Tensor, x: Tensor) -> list[Way]:
+    M, (N, K) = len(x), weight.shape
     ways: list[Way] = [("bf16", {"weight": weight}, lambda t: F.linear(x, t["weight"]))]
     for form in (Int8(), Int8(128), Int4(128), Int4(32)):
         tensors = form.quantize(weight)
-        ways.append((f"{form}, kernel", tensors, lambda t: cuda.multiply(x, t["qdata"], t["scale"], None)))
-        ways.append(
-            (
-                f"{form}, dequantized",
-                tensors,
-                lambda t, form=form: cuda.multiply_dequantized(x, t["qdata"], t["scale"], None, form),
+        if cuda._MOST_ROWS[x.dtype] >= M:
+            ways.append((f"{form}, kernel", tensors, lambda t: cuda.multiply(x, t["qdata"], t["scale"], None)))
+        else:
+            ways.append(
+                (f"{form}, dequantized", tensors, lambda t, form=form: multiply_dequantized(x, t, form, (N, K), None))
             )
-        )
-    if len(x) >= cuda._INTEGER_ROWS:
+    if M >= cuda._INTEGER_ROWS:
         ways.append(
             (
                 "int8, 8-bit activations",
@@ -192,8 +199,10 @@ def _seconds(device: str, function: Callable[[], Any]) -> float:
     return time.perf_counter() - start
 
 
-def model_speed(device: str, sizes: Sizes, methods: Sequence[Method], failures: dict[str, str]) -> list[dict[str, Any]]:
-    """Time decoding at batch 1 and a prompt, each method with nothing but the float model beside it.
+def model_speed(
+    device: str, sizes: Sizes, methods: Sequence[Method], failures: dict[str, str]
+) -> Iterator[list[dict[str, Any]]]:
+    """Time decoding at batch 1 and a prompt, each method beside the float model.
 
     Args:
         device: Where.
@@ -201,28 +210,35 @@ def model_speed(device: str, sizes: Sizes, methods: Sequence[Method], failures: 
         methods: What is compared; the float model first.
         failures: Filled with what could not run, and why.
 
-    Returns:
-        One row per phase and method, with the bytes that the model takes.
+    Yields:
+        For each method one row per phase, with the bytes that the model takes.
     """
-    baseline, *others = methods
-    rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as directory:
         torch.manual_seed(0)
         LlamaForCausalLM(LlamaConfig(**sizes.llama)).bfloat16().save_pretrained(directory)
+        baseline, *others = methods
+        floats = _phases(_load(directory, baseline, device), baseline.name, device, sizes, failures)
         for other in others:
-            loaded = {m.name: guarded(failures, m.name, _load, directory, m, device) for m in (baseline, other)}
-            models = {name: model for name, model in loaded.items() if model is not None}
-            for phase, make in (("decode", _decode), ("prefill", _prefill)):
-                made = {n: guarded(failures, f"{n}, {phase}", make, m, device, sizes) for n, m in models.items()}
-                runs = {name: run for name, run in made.items() if run is not None}
-                taken = interleave(runs, ROUNDS, baseline.name)
-                rows += [
-                    {"phase": phase, "model_bytes": models[row["name"]].get_memory_footprint(), **row}
-                    for row in taken
-                    if other is others[0] or row["name"] != baseline.name
-                ]
-            torch._dynamo.reset()
-    return rows
+            model = guarded(failures, other.name, _load, directory, other, device)
+            if model is None:
+                continue
+            runs, size_bytes = _phases(model, other.name, device, sizes, failures), model.get_memory_footprint()
+            taken = {phase: interleave({"bf16": floats[phase], "other": runs[phase]}, ROUNDS, "bf16") for phase in runs}
+            yield [
+                {"phase": phase, **row, "name": other.name, "model_bytes": size_bytes}
+                for phase, rows in taken.items()
+                for row in rows
+                if row["name"] == "other"
+            ]
+            del model, runs
+
+
+def _phases(model: PreTrainedModel, name: str, device: str, sizes: Sizes, failures: dict[str, str]) -> dict[str, Run]:
+    makers = {"decode": _decode, "prefill": _prefill, "decode, compiled": partial(_decode, compiled=True)}
+    if not sizes.compiled:
+        del makers["decode, compiled"]
+    made = {phase: guarded(failures, f"{name}, {phase}", make, model, device, sizes) for phase, make in makers.items()}
+    return {phase: run for phase, run in made.items() if run is not None}
 
 
 def _load(path: str, method: Method, device: str) -> PreTrainedModel:
@@ -231,7 +247,7 @@ def _load(path: str, method: Method, device: str) -> PreTrainedModel:
 
 
 @torch.inference_mode()
-def _decode(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
+def _decode(model: PreTrainedModel, device: str, sizes: Sizes, compiled: bool = False) -> Run:
     """Return a run that decodes greedily with a static cache and returns the seconds of one token."""
     cache = StaticCache(config=model.config, max_cache_len=sizes.prompt_tokens + sizes.decoded_tokens)
     prompt = _tokens(model, device, sizes)
@@ -239,7 +255,14 @@ def _decode(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
     def step(token: Tensor) -> Tensor:
         return model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=-1)
 
-    advance = torch.compile(step, mode="reduce-overhead", fullgraph=True) if sizes.compiled else step
+    compiled_step = torch.compile(step, mode="reduce-overhead", fullgraph=True)
+
+    def advance(token: Tensor) -> Tensor:
+        if not compiled:
+            return step(token)
+        # The memory of a CUDA graph's result is used again by its next run.
+        torch.compiler.cudagraph_mark_step_begin()
+        return compiled_step(token).clone()
 
     @torch.inference_mode()
     def run() -> float:
@@ -248,8 +271,7 @@ def _decode(model: PreTrainedModel, device: str, sizes: Sizes) -> Run:
 
         def decode(token: Tensor = token) -> None:
             for _ in range(sizes.decoded_tokens):
-                # The memory of a CUDA graph's result is used again by its next run.
-                token = advance(token).clone()
+                token = advance(token)
 
         return _seconds(device, decode) / sizes.decoded_tokens
 
@@ -275,9 +297,12 @@ def main() -> None:
     """Measure on this machine's GPU and write the result."""
     gpu, today = torch.cuda.get_device_name(), datetime.datetime.now(datetime.UTC).date()
     head = {"machine": gpu, "date": str(today), "cuda": torch.version.cuda, "versions": versions("triton")}
-    report = {**head, **measure("cuda", Sizes(), compared())}
     path = RESULTS / f"cuda-{re.sub(r'[^a-z0-9]+', '-', gpu.lower()).strip('-')}-{today}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+    def keep(report: dict[str, Any]) -> None:
+        path.write_text(json.dumps(head | report, indent=1) + "\n", encoding="utf-8")
+
+    measure("cuda", Sizes(), compared(), keep)
     print(path)
 
 

@@ -473,6 +473,39 @@ def calibration() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def cuda_products() -> str:
+    """Return the speed of single products on the GPU that was measured last."""
+    report = _newest_gpu()
+    ratios = {
+        (row["N"], row["K"], row["M"], row["name"].split(", ")[-1 if "8-bit" in row["name"] else 0]): row["ratio"]
+        for row in report["products"]
+    }
+    sizes = sorted({(row["N"], row["K"], row["M"]) for row in report["products"]})
+    names = ["int8", "int8 g128", "int4 g128", "int4 g32", "8-bit activations"]
+    rows = [
+        [f"{N} x {K}", str(M), *(f"{ratios[N, K, M, name]:.2f}" if (N, K, M, name) in ratios else "" for name in names)]
+        for N, K, M in sizes
+    ]
+    return table(["weight", "rows of x", *names[:-1], "int8, 8-bit activations"], rows)
+
+
+def cuda_model() -> str:
+    """Return the speed of a whole model on the GPU that was measured last."""
+    report = _newest_gpu()
+    phases = ["decode, compiled", "decode", "prefill"]
+    ratios = {(row["name"], row["phase"]): row["ratio"] for row in report["model"]}
+    names = list(dict.fromkeys(row["name"] for row in report["model"]))
+    rows = [[name, *(f"{ratios[name, phase]:.2f}" for phase in phases)] for name in names]
+    versions = ", ".join(f"{name} {report['versions'][name]}" for name in ("torch", "triton", "transformers"))
+    caption = f"{report['machine']}, {report['date']}; {versions}."
+    return f"{table(['method', *phases], rows)}\n\n{caption}"
+
+
+def _newest_gpu() -> dict[str, Any]:
+    reports = [json.loads(path.read_text(encoding="utf-8")) for path in RESULTS.glob("cuda-*.json")]
+    return max(reports, key=lambda report: report["date"])
+
+
 def scale() -> str:
     """Return what quantizing large models takes."""
     report, rows = read("scale"), []
@@ -555,6 +588,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "curve": curve,
     "embeddings": embeddings,
     "calibration": calibration,
+    "cuda-products": cuda_products,
+    "cuda-model": cuda_model,
     "scale": scale,
     "demo": demo,
     "ops": ops,

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.cutting import cut_rows
-from hf_trainweights.kernels import compiled
+from hf_trainweights.kernels import compiled, cuda
 from hf_trainweights.kernels.arguments import check_allocated
 from hf_trainweights.kernels.cpu_features import product_dtype
 
@@ -17,6 +18,8 @@ from hf_trainweights.kernels.cpu_features import product_dtype
 # weight of 32 MB is mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = 256
+# Elsewhere memory is the only bound: 128 MB of bfloat16.
+_DEVICE_BLOCK_ELEMENTS = 1 << 26
 # The weight is the left matrix where x has so many more columns than rows: it is not reordered then.
 _COLUMNS_OF_ROW = 10
 
@@ -27,7 +30,11 @@ def multiply_dequantized(
     """Return `F.linear(x, weight, bias)` of x `[*, K]` and the stored tensors of a weight `[N, K]`."""
     N, K = shape
     M = x.shape[:-1].numel()
-    dtype = product_dtype(x.dtype, M) if x.device.type == "cpu" else x.dtype
+    if x.device.type != "cpu":
+        rows, parts = _rows_of(tensors, form, shape, x.dtype), _blocks(N, K, _DEVICE_BLOCK_ELEMENTS)
+        made = [F.linear(x, rows(part), None if bias is None else bias[part]) for part in parts]
+        return made[0] if len(made) == 1 else torch.cat(made or [x.new_empty(*x.shape[:-1], 0)], dim=-1)
+    dtype = product_dtype(x.dtype, M)
     given = x.reshape(M, K).contiguous().to(dtype)
     is_left = dtype == torch.bfloat16 and M * _COLUMNS_OF_ROW <= K
     out = given.new_empty(N, M).t() if is_left else given.new_empty(M, N)
@@ -55,9 +62,9 @@ def multiply_transpose(x: Tensor, tensors: Mapping[str, Tensor], form: Format, s
     return out.to(x.dtype)
 
 
-def _blocks(N: int, K: int) -> list[slice]:
+def _blocks(N: int, K: int, elements: int = _BLOCK_ELEMENTS) -> list[slice]:
     """Return slices of about one size that make up N rows."""
-    blocks = max(1, -(-N * K // _BLOCK_ELEMENTS))
+    blocks = max(1, -(-N * K // elements))
     step = max(_BLOCK_ROWS, -(-N // (64 * blocks)) * 64)
     return [slice(start, start + step) for start in range(0, N, step)]
 
@@ -69,6 +76,11 @@ def _rows_of(
     qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
     product = compiled.find(form, *shape, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
-        return lambda part: form.dequantize_rows(cut_rows(form, tensors, lambda stored: stored[part]), shape[-1], dtype)
+        return lambda part: _dequantize(cut_rows(form, tensors, lambda stored: stored[part]), form, shape[-1], dtype)
     whole = qdata.contiguous(), scale.contiguous(), tuple(tensor.contiguous() for tensor in groups)
     return lambda part: product.dequantize(*whole, part)
+
+
+def _dequantize(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor:
+    made = cuda.dequantize_rows(tensors, form, K, dtype) if tensors["qdata"].device.type == "cuda" else None
+    return form.dequantize_rows(tensors, K, dtype) if made is None else made

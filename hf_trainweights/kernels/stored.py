@@ -76,6 +76,9 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
 def _multiply(x: Tensor, form: Format, tensors: tuple[Tensor, ...], bias: Tensor | None) -> Tensor:
     qdata, scale, *groups = tensors
     N, K = form.shape_of(qdata)
+    if x.device.type == "cuda" and isinstance(form, (Int8, Int4)):
+        out = cuda.linear(x, qdata, scale, bias, form)
+        return multiply_dequantized(x, {"qdata": qdata, "scale": scale}, form, (N, K), bias) if out is None else out
     product = compiled.find(form, N, K, x.dtype, scale.dtype)
     if product is not None and 0 < x.numel() <= product.most_rows * K:
         return product.of_any_strides(qdata, scale, tuple(groups), x, bias)
@@ -102,12 +105,12 @@ def _int8(group_size: int | None, quantize_x: bool) -> Int8:
     return Int8(group_size, "int8" if quantize_x else None)
 
 
-def _int8_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
+def _int8_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, quantize_x: bool) -> Tensor:
     G = scale.shape[1]
     return _multiply(x, _int8(None if G == 1 else qdata.shape[1] // max(1, G), quantize_x), (qdata, scale), bias)
 
 
-def _int4_cpu(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+def _int4_linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     return _multiply(x, Int4(x.shape[-1] // scale.shape[1]), (qdata, scale), bias)
 
 
@@ -189,14 +192,14 @@ _guard_uint = guarded(
 INT8_LINEAR = define(
     "int8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias, bool quantize_x) -> Tensor",
     _empty_linear,
-    CPU=_guard_int8(_int8_cpu),
-    CUDA=_guard_int8(cuda.linear_int8),
+    CPU=_guard_int8(_int8_linear),
+    CUDA=_guard_int8(_int8_linear),
 )
 INT4_LINEAR = define(
     "int4_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",
     _empty_linear,
-    CPU=_guard_int4(_int4_cpu),
-    CUDA=_guard_int4(cuda.linear_int4),
+    CPU=_guard_int4(_int4_linear),
+    CUDA=_guard_int4(_int4_linear),
 )
 FLOAT8_LINEAR = define(
     "float8_linear(Tensor x, Tensor qdata, Tensor scale, Tensor? bias) -> Tensor",

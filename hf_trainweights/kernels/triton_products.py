@@ -1,11 +1,11 @@
-"""Products of activations with int8 and int4 codes on a GPU, written in Triton; `cuda` decides what runs them.
+"""Kernels for int8 and int4 weights on a GPU, written in Triton; `cuda` decides what runs them.
 
-Both kernels read the codes as they are on disk, once for all rows of x, make weights of them in registers, and sum in
-float32. Nothing is added up in an order that may change from run to run.
+They read the codes as they are on disk, make weights of them in registers, and sum in float32. Nothing is added up in
+an order that may change from run to run.
 """
 
 # Arguments without a type are pointers and 32-bit integers; a checker knows neither them nor Triton's constants.
-# pyright: reportMissingImports=false, reportAssignmentType=false
+# pyright: reportMissingImports=false, reportAssignmentType=false, reportOperatorIssue=false
 
 import triton
 import triton.language as tl
@@ -30,10 +30,35 @@ def load_codes(qdata, n, block, N, K, row_stride, BITS: tl.constexpr, BLOCK_K: t
 
 @triton.jit
 def load_scales(scale, n, k, N, K, G, GROUP: tl.constexpr):
-    """Return float32 scales `[n, k]` of columns k, 0 past the end; GROUP 0 is one scale a row."""
+    """Return scales `[n, k]` of columns k, 0 past the end; GROUP 0 is one scale a row."""
     group = k // GROUP if GROUP else k * 0
     mask = (n < N)[:, None] & (k < K)[None, :]
-    return tl.load(scale + n.to(tl.int64)[:, None] * G + group[None, :], mask=mask, other=0).to(tl.float32)
+    return tl.load(scale + n.to(tl.int64)[:, None] * G + group[None, :], mask=mask, other=0)
+
+
+@triton.jit
+def and_or(bits, MASK: tl.constexpr, OTHER: tl.constexpr):
+    """Return `bits & MASK | OTHER` of int32 by one instruction; compilers make two of it."""
+    operands = [bits, MASK, OTHER]
+    return tl.inline_asm_elementwise("lop3.b32 $0, $1, $2, $3, 0xEA;", "=r,r,r,r", operands, tl.int32, True, 1)
+
+
+@triton.jit
+def multiply_add(first, second, third, dtype: tl.constexpr):
+    """Return `first * second + third` of pairs of 16-bit floats, each pair in an int32, rounded once."""
+    operands = [first, second, third]
+    if dtype == tl.bfloat16:
+        return tl.inline_asm_elementwise("fma.rn.bf16x2 $0, $1, $2, $3;", "=r,r,r,r", operands, tl.int32, True, 1)
+    return tl.inline_asm_elementwise("fma.rn.f16x2 $0, $1, $2, $3;", "=r,r,r,r", operands, tl.int32, True, 1)
+
+
+@triton.jit
+def add_nibbles(sums, words, J: tl.constexpr, x, mask):
+    """Return sums plus nibble J of the low half of each word, less 8, times x at `x + J`; J is at most 3."""
+    # The nibble stays where it is: these bits are the float32 2**23 + code * 16**J.
+    codes = and_or(words, 15 << (4 * J), 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + (8 << (4 * J)))
+    factors = tl.load(x + J, mask=mask, other=0).to(tl.float32) * (1.0 / (1 << (4 * J)))
+    return sums + codes * factors[None, :]
 
 
 @triton.jit
@@ -58,12 +83,28 @@ def multiply_row(
     CHUNKS: tl.constexpr = BLOCK_K // 8
     sums = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
     for block in range(tl.cdiv(K, BLOCK_K)):
-        codes = load_codes(qdata, n, block, N, K, row_stride, BITS, BLOCK_K).to(tl.float32)
-        k = block * BLOCK_K + tl.arange(0, BLOCK_K)
-        factors = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
-        chunks = tl.sum((codes * factors[None, :]).reshape(BLOCK_N, CHUNKS, 8), axis=2)
-        if GROUP:
-            chunks *= load_scales(scale, n, block * BLOCK_K + tl.arange(0, CHUNKS) * 8, N, K, G, GROUP)
+        if BITS == 4:
+            column = block * CHUNKS + tl.arange(0, CHUNKS)
+            fits = column < K // 8
+            places = qdata + n.to(tl.int64)[:, None] * row_stride + column[None, :]
+            words = tl.load(places, mask=(n < N)[:, None] & fits[None, :], other=0)
+            low = x + column * 8
+            chunks = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
+            for j in tl.static_range(4):
+                chunks = add_nibbles(chunks, words, j, low, fits)
+                chunks = add_nibbles(chunks, words >> 16, j, low + 4, fits)
+        else:
+            codes = load_codes(qdata, n, block, N, K, row_stride, BITS, BLOCK_K).to(tl.float32)
+            k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+            factors = tl.load(x + k, mask=k < K, other=0).to(tl.float32)
+            chunks = tl.sum((codes * factors[None, :]).reshape(BLOCK_N, CHUNKS, 8), axis=2)
+        if GROUP >= 32:
+            # Of four chunks one scale is loaded.
+            scales = load_scales(scale, n, block * BLOCK_K + tl.arange(0, CHUNKS // 4) * 32, N, K, G, GROUP)
+            scales = tl.broadcast_to(scales[:, :, None], (BLOCK_N, CHUNKS // 4, 4)).reshape(BLOCK_N, CHUNKS)
+            chunks *= scales.to(tl.float32)
+        elif GROUP:
+            chunks *= load_scales(scale, n, block * BLOCK_K + tl.arange(0, CHUNKS) * 8, N, K, G, GROUP).to(tl.float32)
         sums += chunks
     total = tl.sum(sums, axis=1)
     if not GROUP:
@@ -73,18 +114,70 @@ def multiply_row(
     tl.store(out + n, total.to(out.dtype.element_ty), mask=n < N)
 
 
+@triton.jit
+def unpack_pair(words, scales, J: tl.constexpr, BITS: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
+    """Return the codes at places J and J plus half a word, as two 16-bit floats in an int32, times a pair of scales.
+
+    A code goes into the lowest bits of a float whose unit there is 1, and an addition takes away what is too much.
+    """
+    words = words >> (BITS * J)
+    if BITS == 4 and dtype == tl.bfloat16:  # 128 + nibble, less 136
+        pair = multiply_add(and_or(words, 0x000F000F, 0x43004300), 0x3F803F80, 0xC308C308, dtype)
+    elif BITS == 4:  # 1024 + nibble, less 1032
+        pair = multiply_add(and_or(words, 0x000F000F, 0x64006400), 0x3C003C00, 0xE408E408, dtype)
+    elif dtype == tl.bfloat16:  # 128 + the lower seven bits, less 128 or, where the sign is set, 256
+        sign = and_or(words, 0x00800080, 0x43004300)
+        pair = multiply_add(sign, 0xBF80BF80, and_or(words, 0x007F007F, 0x43004300), dtype)
+    else:  # 1024 + 128 + code, less 1152
+        pair = multiply_add(and_or(words ^ 0x00800080, 0x00FF00FF, 0x64006400), 0x3C003C00, 0xE480E480, dtype)
+    return multiply_add(pair, scales, 0x80008000, dtype) if GROUP else pair
+
+
+@triton.jit
+def unpack_tile(words, scales, BITS: tl.constexpr, GROUP: tl.constexpr, dtype: tl.constexpr):
+    """Return weights `[N, K]` of words `[N, K * BITS / 32]`, their columns in the order of `order_rows`.
+
+    In this order a thread holds, of what it gives to tensor cores, whole words: nothing passes through shared memory
+    once it is unpacked.
+    """
+    first = unpack_pair(words, scales, 0, BITS, GROUP, dtype)
+    second = unpack_pair(words, scales, 1, BITS, GROUP, dtype)
+    if BITS == 4:
+        third = unpack_pair(words, scales, 2, BITS, GROUP, dtype)
+        fourth = unpack_pair(words, scales, 3, BITS, GROUP, dtype)
+        pairs = tl.join(tl.join(first, third), tl.join(second, fourth))
+    else:
+        pairs = tl.join(first, second)
+    low, high = pairs.to(tl.int16), (pairs >> 16).to(tl.int16)
+    weight = tl.join(low.to(dtype, bitcast=True), high.to(dtype, bitcast=True))
+    if BITS == 4:
+        weight = weight.reshape(words.shape[0], words.shape[1] // 4, 4, 2, 2, 2).permute(0, 1, 3, 4, 2, 5)
+    else:
+        weight = weight.reshape(words.shape[0], words.shape[1] // 4, 4, 2, 2).permute(0, 1, 3, 2, 4)
+    return weight.reshape(words.shape[0], words.shape[1] * (32 // BITS))
+
+
+@triton.jit
+def order_rows(x, BITS: tl.constexpr):
+    """Return rows of x `[K, M]` in another order: four words apart, each pair's place in a word, the word, the half."""
+    K: tl.constexpr = x.shape[0]
+    if BITS == 4:
+        return x.reshape(K // 32, 4, 2, 2, 2, x.shape[1]).permute(0, 3, 4, 1, 2, 5).reshape(K, x.shape[1])
+    return x.reshape(K // 16, 4, 2, 2, x.shape[1]).permute(0, 3, 1, 2, 4).reshape(K, x.shape[1])
+
+
 # These two change from call to call, and no other program is better for some of their values.
 @triton.jit(do_not_specialize=["M", "blocks_of_part"])
 def multiply_tiles(
     x,
-    qdata,
+    words,
     scale,
     bias,
     out,
     M,
     N,
     K,
-    row_stride,
+    row_words,
     G,
     blocks_of_part,
     BITS: tl.constexpr,
@@ -93,7 +186,7 @@ def multiply_tiles(
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Multiply x `[M, K]` by tiles; program (i, j, s) writes its tile of part s of out `[parts, M, N]`.
+    """Multiply 16-bit x `[M, K]` by tiles; program (i, j, s) writes its tile of part s of out `[parts, M, N]`.
 
     A part is the sum over so many blocks of columns. The weight is the left factor: that is the one which tensor cores
     take from registers, where its codes become floats. With one scale a row it multiplies the sum; groups give the
@@ -103,18 +196,27 @@ def multiply_tiles(
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     part = tl.program_id(2)
     rows = m.to(tl.int64)
+    WORDS: tl.constexpr = BLOCK_K * BITS // 32
     SPAN: tl.constexpr = min(GROUP, BLOCK_K) if GROUP else BLOCK_K
     SPANS: tl.constexpr = BLOCK_K // SPAN
+    first = part * blocks_of_part
     sums = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    for block in range(part * blocks_of_part, min((part + 1) * blocks_of_part, tl.cdiv(K, BLOCK_K))):
-        weight = load_codes(qdata, n, block, N, K, row_stride, BITS, BLOCK_K)
-        if GROUP:
-            factors = load_scales(scale, n, block * BLOCK_K + tl.arange(0, SPANS) * SPAN, N, K, G, GROUP)
-            weight = weight.to(tl.float32).reshape(BLOCK_N, SPANS, SPAN) * factors[:, :, None]
-            weight = weight.reshape(BLOCK_N, BLOCK_K)
+    # Scales are too small for the copies that run ahead of a loop, so those of the next block are loaded by hand.
+    scales = load_scales(scale, n, first * BLOCK_K + tl.arange(0, SPANS) * SPAN, N, K, G, GROUP)
+    for block in range(first, min(first + blocks_of_part, tl.cdiv(K, BLOCK_K))):
+        column = block * WORDS + tl.arange(0, WORDS)
+        mask = (n < N)[:, None] & (column < K * BITS // 32)[None, :]
+        codes = tl.load(words + n.to(tl.int64)[:, None] * row_words + column[None, :], mask=mask, other=0)
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         inputs = tl.load(x + rows[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0)
-        sums = tl.dot(weight.to(inputs.dtype), inputs, sums, input_precision="ieee")
+        pairs = codes
+        if GROUP:
+            pairs = scales.to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+            pairs = tl.broadcast_to((pairs | (pairs << 16))[:, :, None], (BLOCK_N, SPANS, WORDS // SPANS))
+            pairs = pairs.reshape(BLOCK_N, WORDS)
+            scales = load_scales(scale, n, (block + 1) * BLOCK_K + tl.arange(0, SPANS) * SPAN, N, K, G, GROUP)
+        weight = unpack_tile(codes, pairs, BITS, GROUP, inputs.dtype)
+        sums = tl.dot(weight, order_rows(inputs, BITS), sums)
     if not GROUP:
         sums *= tl.load(scale + n.to(tl.int64) * G, mask=n < N, other=0).to(tl.float32)[:, None]
     if bias is not None:
@@ -122,3 +224,79 @@ def multiply_tiles(
     mask = (m < M)[None, :] & (n < N)[:, None]
     places = out + (part * M + rows)[None, :] * N + n[:, None]
     tl.store(places, sums.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=["parts", "size"])
+def add_parts(sums, bias, out, parts, size, N, BLOCK: tl.constexpr):
+    """Add up sums `[parts, size]` and the bias of their column; size is that of out `[M, N]`."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros([BLOCK], tl.float32)
+    places = sums + place
+    for _ in range(parts):
+        total += tl.load(places, mask=place < size, other=0)
+        places += size
+    if bias is not None:
+        total += tl.load(bias + place % N, mask=place < size, other=0).to(tl.float32)
+    tl.store(out + place, total.to(out.dtype.element_ty), mask=place < size)
+
+
+@triton.jit
+def dequantize_tiles(
+    qdata,
+    scale,
+    out,
+    N,
+    K,
+    row_stride,
+    G,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Write the weight `[N, K]`, each program a tile: the product of code and scale in float32, rounded once."""
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    block = tl.program_id(1)
+    CHUNKS: tl.constexpr = BLOCK_K // 8
+    codes = load_codes(qdata, n, block, N, K, row_stride, BITS, BLOCK_K).to(tl.float32)
+    scales = load_scales(scale, n, block * BLOCK_K + tl.arange(0, CHUNKS) * 8, N, K, G, GROUP).to(tl.float32)
+    weight = (codes.reshape(BLOCK_N, CHUNKS, 8) * scales[:, :, None]).reshape(BLOCK_N, BLOCK_K)
+    k = block * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = (n < N)[:, None] & (k < K)[None, :]
+    tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], weight.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def round_rows(x, codes, tops, K, smallest, BLOCK: tl.constexpr):
+    """Write a row of x `[M, K]` as int8 codes, and their factor: the largest magnitude over 127.
+
+    The factor is NaN where an element is not finite.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    top = 0.0
+    not_finite = 0.0
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        values = tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32)
+        top = tl.maximum(top, tl.max(tl.abs(values), axis=0))
+        not_finite += tl.sum(values * 0.0, axis=0)
+    factor = tl.maximum(top, smallest) * (1 / 127) + not_finite
+    tl.store(tops + row, factor)
+    for start in range(0, K, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        values = tl.div_rn(tl.load(x + row * K + k, mask=k < K, other=0).to(tl.float32), factor)
+        # Adding 1.5 * 2**23 and taking it away rounds to the nearest integer, ties to the even one.
+        tl.store(codes + row * K + k, ((values + 12582912.0) - 12582912.0).to(tl.int8), mask=k < K)
+
+
+@triton.jit(do_not_specialize=["size"])
+def scale_products(products, tops, scale, bias, out, size, N, BLOCK: tl.constexpr):
+    """Write out `[M, N]`: integer products times the factor of their row and the scale of their column."""
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = place < size
+    values = tl.load(products + place, mask=mask, other=0).to(tl.float32)
+    values *= tl.load(tops + place // N, mask=mask, other=0)
+    values *= tl.load(scale + place % N, mask=mask, other=0).to(tl.float32)
+    if bias is not None:
+        values += tl.load(bias + place % N, mask=mask, other=0).to(tl.float32)
+    tl.store(out + place, values.to(out.dtype.element_ty), mask=mask)

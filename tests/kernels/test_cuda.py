@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -19,16 +20,19 @@ from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.kernels import cuda, linear, stored
+from hf_trainweights.kernels.dequantized import multiply_dequantized
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=str)
 
 
 class FakeKernel:
-    """In place of `cuda.multiply`: right, wrong or broken, and counting its calls."""
+    """In place of a product in `cuda`: right, wrong or broken, and counting its calls."""
 
-    def __init__(self, form: Int8 | Int4, factor: float = 1.0, error: Exception | None = None) -> None:
-        self.form, self.factor, self.error, self.rows = form, factor, error, []
+    def __init__(
+        self, form: Int8 | Int4, factor: float = 1.0, error: Exception | None = None, name: str = "multiply"
+    ) -> None:
+        self.form, self.factor, self.error, self.rows, self.__name__ = form, factor, error, [], name
 
     def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         self.rows.append(len(x))
@@ -45,7 +49,7 @@ def nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
 
 
-@pytest.mark.parametrize("tile", [*cuda._TILES, cuda._FLOAT32_TILE], ids=str)
+@pytest.mark.parametrize("tile", cuda._TILES, ids=str)
 def test_a_tile_has_sizes_that_triton_takes(tile: cuda.Tile) -> None:
     assert all(size.bit_count() == 1 and size >= 16 for size in (tile.M, tile.N, tile.K))
 
@@ -53,7 +57,7 @@ def test_a_tile_has_sizes_that_triton_takes(tile: cuda.Tile) -> None:
 @pytest.mark.parametrize(
     ("M", "N", "K", "grid"),
     [
-        (16, 64, 4096, (1, 1, 8)),  # 32 blocks of columns, of which a program takes four or more
+        (16, 64, 4096, (1, 1, 8)),  # 16 blocks of columns, of which a program takes two or more
         (16, 64, 256, (1, 1, 1)),
         (16, 64 * 64, 4096, (1, 64, 4)),
         (16, 64 * 256, 4096, (1, 256, 1)),
@@ -69,7 +73,11 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
             launched.append(grid)
             return lambda x, qdata, scale, bias, sums, *_, **__: sums.fill_(1.0)
 
-    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel()))
+    class Adder:
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return lambda sums, bias, out, *_, **__: out.copy_(sums.sum(0) + bias)
+
+    monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel(), add_parts=Adder()))
     codes = torch.zeros(1, K, dtype=torch.int8).expand(N, K)
     out = cuda.multiply(torch.zeros(M, K, dtype=torch.bfloat16), codes, torch.ones(N, 1), torch.full((N,), 0.5))
     assert launched == [grid]
@@ -78,9 +86,9 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
 
 
 def product(x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor | None = None) -> Tensor:
-    if isinstance(form, Int8):
-        return cuda.linear_int8(x, tensors["qdata"], tensors["scale"], bias, form.activations is not None)
-    return cuda.linear_int4(x, tensors["qdata"], tensors["scale"], bias)
+    out = cuda.linear(x, tensors["qdata"], tensors["scale"], bias, form)
+    shape = len(tensors["scale"]), x.shape[-1]
+    return multiply_dequantized(x, tensors, form, shape, bias) if out is None else out
 
 
 def assert_product(result: Tensor, x: Tensor, tensors: dict[str, Tensor], form: Int8 | Int4, bias: Tensor) -> None:
@@ -97,7 +105,6 @@ def assert_product(result: Tensor, x: Tensor, tensors: dict[str, Tensor], form: 
 def test_with_and_without_kernels_products_are_right(
     shape: tuple[int, ...], dtype: torch.dtype, form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cuda, "_DEQUANTIZED_ELEMENTS", 96 * 33)
     tensors = form.quantize(random_weight(80, 96, dtype=dtype))
     x, bias = random_weight(*shape, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
     for error in (None, RuntimeError("no compiler")):
@@ -105,7 +112,7 @@ def test_with_and_without_kernels_products_are_right(
         kernel = FakeKernel(form, error=error)
         monkeypatch.setattr(cuda, "multiply", kernel)
         assert_product(product(x, tensors, form, bias), x, tensors, form, bias)
-        assert bool(kernel.rows) == (0 not in shape and shape[0] != 600)
+        assert bool(kernel.rows) == (shape == (96,) or (shape == (2, 3, 96) and dtype != torch.float32))
 
 
 @every_form
@@ -113,17 +120,17 @@ def test_a_kernel_is_checked_once_for_each_tile(form: Int8 | Int4, monkeypatch: 
     kernel = FakeKernel(form)
     monkeypatch.setattr(cuda, "multiply", kernel)
     tensors = form.quantize(random_weight(8, 96, dtype=torch.bfloat16))
-    for rows in (1, 1, 5, 16, 300):
+    for rows in (1, 1, 5, 16, 40, 300):
         product(random_weight(rows, 96, dtype=torch.bfloat16), tensors, form)
-    assert kernel.rows == [1, 1, 1, 1, 16, 16, 5, 16, 128, 128, 300]
+    assert kernel.rows == [1, 1, 1, 1, 16, 16, 5, 16, 64, 64, 40]
 
 
 @every_form
 @pytest.mark.parametrize(
     ("factor", "error", "reason"),
     [
-        (1.1, None, "differ by 0.2 of their norm"),
-        (torch.nan, None, "differ by nan of their norm"),
+        (1.1, None, "`multiply` for .* results differ by 0.2 of"),
+        (torch.nan, None, "`multiply` for .* results differ by nan of"),
         (1.0, RuntimeError("out of resources"), "RuntimeError: out of resources"),
     ],
 )
@@ -137,27 +144,27 @@ def test_a_kernel_that_fails_its_check_is_never_used(
 ) -> None:
     kernel = FakeKernel(form, factor, error)
     monkeypatch.setattr(cuda, "multiply", kernel)
-    tensors, x = form.quantize(random_weight(8, 96)), random_weight(3, 96, seed=1)
+    tensors, x = form.quantize(random_weight(8, 96)), random_weight(1, 96, seed=1)
     with caplog.at_level(logging.WARNING):
         first, second = product(x, tensors, form), product(x, tensors, form)
     assert torch.equal(first, second)
-    assert torch.equal(first, F.linear(x, form.dequantize_rows(tensors, 96, torch.float32)))
+    assert_product(first, x, tensors, form, torch.zeros(8))
     assert len(kernel.rows) == (1 if error else 2)
-    assert [reason in record.message for record in caplog.records] == [True]
+    assert [bool(re.search(reason, record.message)) for record in caplog.records] == [True]
 
 
 @every_form
 def test_nothing_is_checked_while_a_graph_is_captured(form: Int8 | Int4, monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = FakeKernel(form)
     monkeypatch.setattr(cuda, "multiply", kernel)
-    tensors, x = form.quantize(random_weight(8, 96)), random_weight(3, 96)
+    tensors, x = form.quantize(random_weight(8, 96)), random_weight(1, 96)
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
         product(x, tensors, form)
         assert kernel.rows == []
-        cuda._CHECKED[x.device, form, x.dtype, x.dtype, 16] = True
+        cuda._CHECKED[x.device, "multiply", form, x.dtype, x.dtype, 1] = True
         product(x, tensors, form)
-    assert kernel.rows == [3]
+    assert kernel.rows == [1]
 
 
 @pytest.mark.parametrize(("N", "K"), [(0, 96), (80, 0), (0, 0)])
@@ -166,29 +173,21 @@ def test_products_without_a_weight_are_the_bias(N: int, K: int) -> None:
     assert torch.equal(product(torch.empty(2, 3, K), tensors, Int8(), bias), bias.expand(2, 3, N))
 
 
-@every_dtype
-def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "_INTEGER_BLOCK_ROWS", 32)
-    rows, multiply = [], cuda._int_mm
-    monkeypatch.setattr(cuda, "_int_mm", lambda first, second: rows.append(len(first)) or multiply(first, second))
-    tensors = Int8().quantize(random_weight(80, 96, dtype=dtype))
-    x, bias = random_weight(50, 96, dtype=dtype, seed=1), random_weight(80, dtype=dtype, seed=2)
-    before = x.clone()
-    result = product(x, tensors, Int8(activations="int8"), bias)
-    expected = stored.INT8_LINEAR(x, tensors["qdata"], tensors["scale"], bias, True)
-    assert rows == [25, 25]
-    assert torch.equal(x, before)
-    assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
-
-
-@pytest.mark.parametrize(("rows", "shape"), [(16, (80, 96)), (20, (79, 96)), (20, (80, 95))])
-def test_int8_activations_leave_what_no_integer_product_takes(
-    rows: int, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("rows", "shape", "expected"),
+    [(20, (80, 96), True), (16, (80, 96), False), (20, (79, 96), False), (20, (80, 95), False)],
+)
+def test_int8_activations_meet_integers_where_there_is_a_product_of_them(
+    rows: int, shape: tuple[int, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    form = Int8(activations="int8")
+    integers = FakeKernel(Int8(), name="multiply_integers")
     monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8()))
-    tensors = Int8().quantize(random_weight(*shape))
-    x, bias = random_weight(rows, shape[1], seed=1), random_weight(shape[0], seed=2)
-    assert_product(product(x, tensors, Int8(activations="int8"), bias), x, tensors, Int8(), bias)
+    monkeypatch.setattr(cuda, "multiply_integers", integers)
+    tensors = Int8().quantize(random_weight(*shape).half())
+    x, bias = random_weight(rows, shape[1], seed=1).half(), random_weight(shape[0], seed=2).half()
+    assert_product(product(x, tensors, form, bias), x, tensors, Int8(), bias)
+    assert integers.rows == ([17, 17, 20] if expected else [])
 
 
 @pytest.mark.parametrize(("group_size", "expected"), [(None, True), (8, True), (128, True), (4, False), (96, False)])

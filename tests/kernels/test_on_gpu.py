@@ -41,8 +41,9 @@ def quantized(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> Quantize
     return QuantizedTensor.quantize(on_gpu(N, K, dtype=dtype, seed=0), form)
 
 
-def kernels_used(form: Int8 | Int4, dtype: torch.dtype) -> list[bool]:
-    return [right for key, right in cuda._CHECKED.items() if key[1] == form and key[2] == dtype]
+def kernels_used(name: str, form: Int8 | Int4, dtype: torch.dtype) -> list[bool]:
+    """Return the result of each check of a kernel."""
+    return [right for key, right in cuda._CHECKED.items() if key[1:4] == (name, form, dtype)]
 
 
 @every_form
@@ -57,9 +58,9 @@ def test_products_keep_the_bound(N: int, K: int, dtype: torch.dtype, form: Int8 
             exact = F.linear(x.double(), weight.dequantize(torch.float64), bias.double())
             assert_close_product(result, F.linear(x, weight.dequantize(), bias), exact)
             assert torch.equal(F.linear(x, weight, bias), result)
-    used = kernels_used(form, dtype)
-    assert used
-    assert all(used)
+    # By one row, and in 16 bits by each tile.
+    assert kernels_used("multiply", form, dtype) == [True] * (1 if dtype == torch.float32 else 1 + len(cuda._TILES))
+    assert kernels_used("dequantize", form, dtype) == [True]
 
 
 @every_dtype
@@ -72,11 +73,33 @@ def test_columns_need_not_fill_a_block(K: int, dtype: torch.dtype) -> None:
         assert_close_product(F.linear(x, weight), F.linear(x, weight.dequantize()), exact)
 
 
+@every_form
 @every_dtype
-def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    weight, x = quantized(80, 96, dtype, Int8(activations="int8")), on_gpu(20, 96, dtype=dtype)
-    result, expected = F.linear(x, weight).cpu(), F.linear(x.cpu(), weight.cpu())
-    assert (result.double() - expected.double()).norm() <= torch.finfo(dtype).eps * expected.double().norm()
+def test_weights_are_dequantized_bit_for_bit(dtype: torch.dtype, form: Int8 | Int4) -> None:
+    weight = quantized(70, 1280, dtype, form)
+    made = cuda.dequantize_rows(weight.tensors, form, 1280, dtype)
+    assert made is not None
+    assert torch.equal(made, form.dequantize_rows(weight.tensors, 1280, dtype))
+
+
+@every_form
+def test_gradients_are_those_of_the_dequantized_weight(form: Int8 | Int4) -> None:
+    weight, gradient = quantized(80, 512, torch.float32, form), on_gpu(40, 80, dtype=torch.float32, seed=3)
+    x = on_gpu(40, 512, dtype=torch.float32).requires_grad_()
+    F.linear(x, weight).backward(gradient)
+    assert x.grad is not None
+    assert torch.allclose(x.grad, gradient @ weight.dequantize(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rows", [1, 17, 600])
+@every_dtype
+def test_int8_activations_are_those_of_the_cpu(dtype: torch.dtype, rows: int) -> None:
+    weight, x = quantized(80, 96, dtype, Int8(activations="int8")), on_gpu(rows, 96, dtype=dtype)
+    result, expected = F.linear(x, weight).cpu().double(), F.linear(x.cpu(), weight.cpu()).double()
+    # A single row meets the kernel that leaves it as it is.
+    bound = torch.finfo(dtype).eps if rows > 1 else 0.02
+    assert (result - expected).norm() <= bound * expected.norm()
+    assert all(kernels_used("multiply_integers", Int8(activations="int8"), dtype))
 
 
 @every_form
