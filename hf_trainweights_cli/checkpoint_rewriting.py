@@ -193,7 +193,7 @@ def rewrite(directory: Path, function: Callable[[Path], Manifest]) -> dict[str, 
         manifest = function(directory)
     return {
         "path": str(directory),
-        "changed": manifest != before,
+        "changed": before is None or (manifest.files, manifest.mode) != (before.files, before.mode),
         "mode": manifest.mode,
         "shown_mode": shown_mode(manifest),
         "rounding": total_rounding(manifest),

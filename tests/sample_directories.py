@@ -33,7 +33,7 @@ def write_sample_directories(directory: Path) -> None:
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
     sizes |= {"num_hidden_layers": 1, "max_position_embeddings": 512}
     models: dict[str, PreTrainedModel] = {
-        "Qwen/Qwen3-0.6B": Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, **sizes)),
+        "Qwen/Qwen3-0.6B": Qwen3ForCausalLM(Qwen3Config(num_key_value_heads=2, **sizes)).to(torch.bfloat16),
         "llama": LlamaForCausalLM(LlamaConfig(**sizes)).to(torch.bfloat16),
         "bert": BertModel(BertConfig(**sizes)),
     }

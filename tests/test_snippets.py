@@ -6,7 +6,7 @@ Names that an example takes for granted come from a comment that readers do not 
     batch = ...
     -->
 
-An example below `<!-- not run: REASON -->` is not run.
+An example below `<!-- not run: REASON -->` is not run. The commands of README run where its examples ran.
 """
 
 from __future__ import annotations
@@ -14,18 +14,24 @@ from __future__ import annotations
 import os
 import re
 import runpy
+import shlex
 import shutil
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 import torch
+from command_line import run
 from covering import exhaustive
 from fork_server import CONTEXT
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^(<!-- not run: .+ -->\n)?(?:```|<!-- )python\n(.*?)^(?:```|-->)$", re.DOTALL | re.MULTILINE)
+
+# `run` would start a server.
+COMMAND = re.compile(r"^trainweights (?!run )(.+)$", re.MULTILINE)
 
 
 def program(text: str) -> str:
@@ -55,14 +61,15 @@ def test_examples_of_a_page_run(page: Path, samples: Path, tmp_path: Path) -> No
     shutil.copytree(samples, tmp_path, dirs_exist_ok=True)
     file = tmp_path / f"page_{page.stem}.py"  # peft.md must not hide the package peft
     file.write_text(program(page.read_text("utf-8")), encoding="utf-8")
-    process = CONTEXT.Process(target=run_program, args=(file, tmp_path / "said"))
+    commands = COMMAND.findall(page.read_text("utf-8")) if page.parent == ROOT else []
+    process = CONTEXT.Process(target=run_program, args=(file, tmp_path / "said", commands))
     process.start()
     process.join()
     assert process.exitcode == 0, (tmp_path / "said").read_text("utf-8")[-4000:]
 
 
-def run_program(file: Path, said: Path) -> None:
-    """Run a file in its directory as an interpreter does; what it prints goes to another file."""
+def run_program(file: Path, said: Path, commands: Sequence[str]) -> None:
+    """Run a file in its directory as an interpreter does, then commands; what is printed goes to another file."""
     os.chdir(file.parent)
     sys.path.insert(0, str(file.parent))
     descriptor = os.open(said, os.O_CREAT | os.O_WRONLY)
@@ -71,3 +78,6 @@ def run_program(file: Path, said: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     runpy.run_path(str(file), run_name="__main__")
+    for command in commands:
+        result = run(*shlex.split(command))
+        assert result.exit_code == 0, f"{command}: {result.output}"

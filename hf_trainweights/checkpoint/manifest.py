@@ -363,7 +363,7 @@ def total_rounding(manifest: Manifest) -> dict[str, float]:
 def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded: Collection[str]) -> Manifest:
     """Carry into a new manifest what the previous one knows of rounding; `encoded` are files that were encoded since.
 
-    Its mode becomes the lossiest that a file in it was stored by.
+    Its mode becomes the lossiest that a file in it was stored by, and stays if no file was encoded.
     """
     if previous is None:
         return manifest
@@ -375,7 +375,8 @@ def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded
         if lost and name in manifest.files:
             before[name] = lost
         if of_encoding and name in manifest.files and name not in encoded:
-            mode = max(mode, previous.mode, key=lambda each: _RANKS.get(each, len(_RANKS)))
+            modes = (mode, previous.mode) if encoded else (previous.mode,)
+            mode = max(modes, key=lambda each: _RANKS.get(each, len(_RANKS)))
     return replace(manifest, mode=mode, rounded_before=before)
 
 

@@ -325,6 +325,17 @@ def test_compress_says_what_would_stay_as_it_is(run_directory: Path) -> None:
     assert [row["changed"] for row in run_json("compress", run_directory, "--dry-run")] == [False, True]
 
 
+@pytest.mark.parametrize("mode", ["lossless", "compact"])
+def test_rounded_files_are_unchanged_and_called_by_the_mode_that_rounded_them(mode: str, run_directory: Path) -> None:
+    run_json("compress", run_directory, "--mode", "near-lossless")
+    before = {row["path"]: row["bytes_after"] for row in run_json("compress", run_directory, "--mode", "near-lossless")}
+    for dry_run in (["--dry-run"], []):
+        last = run_json("compress", run_directory / "checkpoint-200", "--mode", mode, *dry_run)[0]
+        assert (last["mode"], last["changed"]) == ("near-lossless", False)
+        assert last["bytes_after"] == pytest.approx(before[last["path"]], abs=64)  # the policy in the manifest
+    assert run_json("ls", run_directory / "checkpoint-200")[0]["mode"] == "near-lossless"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "answer", "is_changed"),

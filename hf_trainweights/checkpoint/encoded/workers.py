@@ -53,8 +53,8 @@ def _alone(task: Callable[[], _T]) -> _T:
 def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Generator[_T]:
     """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
 
-    Workers are ahead of the caller by 64 MiB each, or by one task. The error of the first task that fails is raised in
-    its turn. Close the iterator: then no thread is left.
+    Workers are ahead of the caller by 64 MiB each, or by two tasks: small ones go beside a larger one. The error of the
+    first task that fails is raised in its turn. Close the iterator: then no thread is left.
     """
     if workers < 2:
         yield from (_alone(task) for _, task in tasks)
@@ -62,14 +62,16 @@ def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Gen
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
     waiting: deque[tuple[int, Future[_T]]] = deque()
     room = workers * _AHEAD_BYTES
+    most_bytes = room // 2
     try:
         for size_bytes, task in tasks:
-            while waiting and (room < size_bytes or len(waiting) > 4 * workers):
+            taken_bytes = min(size_bytes, most_bytes)
+            while waiting and (room < taken_bytes or len(waiting) > 4 * workers):
                 oldest_bytes, oldest = waiting.popleft()
                 yield oldest.result()
                 room += oldest_bytes
-            waiting.append((size_bytes, pool.submit(_alone, task)))
-            room -= size_bytes
+            waiting.append((taken_bytes, pool.submit(_alone, task)))
+            room -= taken_bytes
         while waiting:
             yield waiting.popleft()[1].result()
     finally:

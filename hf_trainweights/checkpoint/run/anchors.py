@@ -15,8 +15,9 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import read_manifest, require_anchor
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
@@ -293,16 +295,19 @@ def expected_drift_rms(
     as far: less while the learning rate falls. Of `interval_steps`, the training steps between two saves, at most 100
     count; default: those since the start. Parameters without a name or an Adam state are left out.
     """
-    drift: dict[str, float] = {}
     most_steps = min(interval_steps or _MOST_STEPS, _MOST_STEPS)
     if not is_optimizer_state(optimizer):
-        return drift
+        return {}
+    tasks: dict[str, tuple[int, Callable[[], float]]] = {}
     for group in optimizer["param_groups"]:
         for index in group["params"]:
             state = optimizer["state"].get(index, {})
             if index in names and "betas" in group and _is_adams(state):
-                drift[names[index]] = _adam_drift_rms(state, float(group["lr"]), group["betas"], most_steps)
-    return drift
+                task = partial(_adam_drift_rms, state, float(group["lr"]), group["betas"], most_steps)
+                tasks[names[index]] = state["exp_avg"].nbytes, task
+    workers = worker_count(sum(size_bytes for size_bytes, _ in tasks.values()))
+    with contextlib.closing(in_order(tasks.values(), workers)) as results:
+        return dict(zip(tasks, results, strict=True))
 
 
 def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Tensor]:
@@ -326,7 +331,7 @@ def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, flo
     first, second = state["exp_avg"], state["exp_avg_sq"]
     if steps < 1 or not first.numel():
         return 0.0
-    squares = (first.float().square() / second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
+    squares = first.float().square().div_(second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
     correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
     squares = max(squares, 0.0)  # a damaged second moment may be negative
     return lr * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), betas[0]))

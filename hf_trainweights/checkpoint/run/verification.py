@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import stat
 import zipfile
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -17,6 +19,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.encoded.decoder import open_anchor
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
+from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, open_regular_file, open_zip, require_regular_file
@@ -121,12 +124,18 @@ def _read_through(path: Path, is_torch: bool) -> None:
 
 def _read_zip(path: Path) -> None:
     with open_zip(path) as archive:
-        for member in archive.infolist():
-            # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
-            if member.CRC != 0:
-                with archive.open(member) as file:
-                    while file.read(_READ_BYTES):
-                        pass
+        # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
+        members = [member for member in archive.infolist() if member.CRC != 0]
+        tasks = [(member.file_size, partial(_read_member, archive, member)) for member in members]
+        with contextlib.closing(in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)))) as done:
+            for _ in done:
+                pass
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    with archive.open(member) as file:
+        while file.read(_READ_BYTES):
+            pass
 
 
 def weights_problem(path: Path) -> str | None:

@@ -82,6 +82,26 @@ def test_workers_are_ahead_by_a_limited_number_of_bytes():
         assert len(begun) <= 3
 
 
+def test_small_tasks_go_beside_a_large_one():
+    small_is_done = threading.Event()
+    tasks = [(1 << 40, partial(small_is_done.wait, 20)), (1, small_is_done.set)]
+    assert list(in_order(tasks, 2)) == [True, None]
+
+
+def test_two_large_tasks_go_beside_each_other_and_no_third():
+    both, running, counts = threading.Barrier(2, timeout=20), [], []
+
+    def large(number):
+        running.append(number)
+        counts.append(len(running))
+        both.wait()
+        running.remove(number)
+        return number
+
+    assert list(in_order([(1 << 40, partial(large, number)) for number in range(6)], 4)) == list(range(6))
+    assert max(counts) == 2
+
+
 @pytest.mark.parametrize(
     ("ranks", "in_main", "cuda", "expected"),
     [

@@ -13,6 +13,7 @@ from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.loop.training_state import load_checkpoint, save_training_state
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.checkpoint.planning.policy import Policy
+from hf_trainweights.checkpoint.run import anchors as run_anchors
 from hf_trainweights.checkpoint.run.anchors import (
     AnchorRecord,
     expected_drift_rms,
@@ -390,6 +391,17 @@ def test_drift_is_how_far_adam_moves_weights_whose_gradients_are_independent():
             before = weight.detach().clone()
     drift = expected_drift_rms(optimizer.state_dict(), {0: "w"}, 40)
     assert drift == {"w": pytest.approx((weight - before).square().mean().sqrt().item(), rel=0.15)}
+
+
+@pytest.mark.parametrize("workers", [1, 3])
+def test_each_weight_has_its_own_drift_whatever_the_number_of_workers(monkeypatch, workers):
+    monkeypatch.setattr(run_anchors, "worker_count", lambda _: workers)
+    states = {index: adam(lr=1e-3, steps=10 + index)["state"][0] for index in range(6)}
+    optimizer = adam(lr=1e-3) | {"state": states}
+    optimizer["param_groups"][0]["params"] = [*states]
+    alone = {f"w{index}": expected_drift_rms(adam(lr=1e-3, steps=10 + index), {0: "w"})["w"] for index in states}
+    assert len(set(alone.values())) == 6
+    assert expected_drift_rms(optimizer, {index: f"w{index}" for index in states}) == alone
 
 
 @pytest.mark.parametrize(

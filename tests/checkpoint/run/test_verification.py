@@ -16,6 +16,7 @@ from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     read_manifest,
 )
+from hf_trainweights.checkpoint.run import verification
 from hf_trainweights.checkpoint.run.verification import require_intact, verify_checkpoint
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
 
@@ -136,9 +137,11 @@ def test_a_plain_directory_needs_no_optimizer(tmp_path):
     assert latest(tmp_path) == str(path)
 
 
-def test_a_flipped_byte_in_a_plain_torch_file_is_seen_by_its_checksum(tmp_path):
+@pytest.mark.parametrize("workers", [1, 3])
+def test_a_flipped_byte_in_a_plain_torch_file_is_seen_by_its_checksum(tmp_path, monkeypatch, workers):
+    monkeypatch.setattr(verification, "worker_count", lambda _: workers)
     path = save(tmp_path, 1, manifest=False) / "optimizer.pt"
-    torch.save({"w": torch.zeros(1000)}, path)
+    torch.save({"v": torch.ones(1000), "w": torch.zeros(1000), "x": torch.ones(1000)}, path)
     content = bytearray(path.read_bytes())
     content[content.index(bytes(1000)) + 500] ^= 1
     path.write_bytes(content)
