@@ -13,6 +13,8 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -95,7 +97,9 @@ def _compile(root: Path) -> list[Path]:
         return _say([], [f"there is no C compiler {command[0]}"])
     nothing = ["-x", "c", "-c", os.devnull, "-o", os.devnull]
     refused = {flag for flag in (_NO_PRE, _THREADS) if _run([*command, flag, *nothing])}
-    outcomes = {library.path: _compile_one(root, command, library, refused) for library in libraries}
+    compile_one = partial(_compile_one, root, command, refused=refused)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        outcomes = dict(zip([library.path for library in libraries], pool.map(compile_one, libraries), strict=True))
     done = [path for path, outcome in outcomes.items() if outcome in ("", _ONE_THREAD)]
     remarks = [f"{_names(outcomes, text)}: {text}" for text in dict.fromkeys(outcomes.values()) if text]
     return _say(done, remarks)
