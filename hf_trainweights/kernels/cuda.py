@@ -102,7 +102,7 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: I
             kernel, rows = multiply, M if M == 1 else _tile(M).M
         else:
             return None
-        if not _is_right(kernel, x, scale.dtype, form, rows):
+        if not _is_right(kernel, rows, x.dtype, scale.dtype, x.device, form):
             return None
         return kernel(*arguments).view(*x.shape[:-1], N)
 
@@ -116,8 +116,8 @@ def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: 
     if qdata.dim() != 2 or qdata.numel() == 0 or not _compiles(qdata.device.index):
         return None
     with torch.cuda.device_of(qdata):
-        like = scale.new_empty(0, dtype=dtype)
-        return dequantize(qdata, scale, K, dtype) if _is_right(dequantize, like, scale.dtype, form, 0) else None
+        is_right = _is_right(dequantize, 0, dtype, scale.dtype, qdata.device, form)
+        return dequantize(qdata, scale, K, dtype) if is_right else None
 
 
 @guarded(
@@ -219,13 +219,20 @@ def dequantize(qdata: Tensor, scale: Tensor, K: int, dtype: torch.dtype) -> Tens
     return out
 
 
-def _is_right(kernel: Callable[..., Tensor], x: Tensor, scale_dtype: torch.dtype, form: Int8 | Int4, M: int) -> bool:
-    """Return whether a kernel is right on the device of x; while a CUDA graph is captured only if that is known."""
-    key = (x.device, kernel.__name__, form, x.dtype, scale_dtype, M)
+def _is_right(
+    kernel: Callable[..., Tensor],
+    M: int,
+    dtype: torch.dtype,
+    scale_dtype: torch.dtype,
+    device: torch.device,
+    form: Int8 | Int4,
+) -> bool:
+    """Return whether a kernel is right on a device; while a CUDA graph is captured only if that is known."""
+    key = (device, kernel.__name__, form, dtype, scale_dtype, M)
     if key not in _CHECKED:
         if torch.cuda.is_current_stream_capturing():
             return False
-        _CHECKED[key] = _check(kernel, M, x.dtype, scale_dtype, x.device, form)
+        _CHECKED[key] = _check(kernel, M, dtype, scale_dtype, device, form)
     return _CHECKED[key]
 
 

@@ -12,12 +12,18 @@ import triton.language as tl
 
 
 @triton.jit
+def load_stored(qdata, n, column, N, columns, row_stride):
+    """Return elements `[n, column]` of stored codes `[N, columns]`, 0 past the end."""
+    mask = (n < N)[:, None] & (column < columns)[None, :]
+    return tl.load(qdata + n.to(tl.int64)[:, None] * row_stride + column[None, :], mask=mask, other=0)
+
+
+@triton.jit
 def load_codes(qdata, n, block, N, K, row_stride, BITS: tl.constexpr, BLOCK_K: tl.constexpr):
     """Return codes `[n, BLOCK_K]`: int8 ones as they are, int4 ones as float32; no matter which past the end."""
     PER_ELEMENT: tl.constexpr = 8 if BITS == 4 else 1
     column = block * (BLOCK_K // PER_ELEMENT) + tl.arange(0, BLOCK_K // PER_ELEMENT)
-    mask = (n < N)[:, None] & (column < K // PER_ELEMENT)[None, :]
-    codes = tl.load(qdata + n.to(tl.int64)[:, None] * row_stride + column[None, :], mask=mask, other=0)
+    codes = load_stored(qdata, n, column, N, K // PER_ELEMENT, row_stride)
     if BITS == 4:
         # The last dimension of what is joined is the lowest bit of the nibble's place in the word.
         codes = tl.join(codes, codes >> 16)
@@ -85,10 +91,8 @@ def multiply_row(
     for block in range(tl.cdiv(K, BLOCK_K)):
         if BITS == 4:
             column = block * CHUNKS + tl.arange(0, CHUNKS)
-            fits = column < K // 8
-            places = qdata + n.to(tl.int64)[:, None] * row_stride + column[None, :]
-            words = tl.load(places, mask=(n < N)[:, None] & fits[None, :], other=0)
-            low = x + column * 8
+            words = load_stored(qdata, n, column, N, K // 8, row_stride)
+            low, fits = x + column * 8, column < K // 8
             chunks = tl.zeros([BLOCK_N, CHUNKS], tl.float32)
             for j in tl.static_range(4):
                 chunks = add_nibbles(chunks, words, j, low, fits)
@@ -205,8 +209,7 @@ def multiply_tiles(
     scales = load_scales(scale, n, first * BLOCK_K + tl.arange(0, SPANS) * SPAN, N, K, G, GROUP)
     for block in range(first, min(first + blocks_of_part, tl.cdiv(K, BLOCK_K))):
         column = block * WORDS + tl.arange(0, WORDS)
-        mask = (n < N)[:, None] & (column < K * BITS // 32)[None, :]
-        codes = tl.load(words + n.to(tl.int64)[:, None] * row_words + column[None, :], mask=mask, other=0)
+        codes = load_stored(words, n, column, N, K * BITS // 32, row_words)
         k = block * BLOCK_K + tl.arange(0, BLOCK_K)
         inputs = tl.load(x + rows[None, :] * K + k[:, None], mask=(m < M)[None, :] & (k < K)[:, None], other=0)
         pairs = codes
