@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,14 +20,28 @@ from hf_trainweights.native_library import load_library
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
-_ABI = 2
-_FUNCTIONS = {"split_2": "-alial", "split_4": "-alial", "split_8": "-alial", "join_2": "-plia", "join_4": "-plia"}
+_ABI = 3
+_FUNCTIONS = {
+    "split_8": "-alial",
+    **{f"split_{size}": "-alial" for size in (2, 4)},
+    **{f"join_{size}": "-plia" for size in (2, 4)},
+    **{f"subtract_{size}": "-aala" for size in (2, 4)},
+    **{f"add_{size}": "-aal" for size in (2, 4)},
+    **{f"subtract_sums_{size}": "-aaalla" for size in (2, 4)},
+    **{f"add_sums_{size}": "-aaall" for size in (2, 4)},
+}
 
 
 @functools.cache
 def compiled() -> ctypes.CDLL | None:
     """Return the C functions of `native/`, several times as fast as numpy; None where they are not compiled."""
     return load_library(_LIBRARY, _FUNCTIONS, _ABI)
+
+
+def compiled_for(name: str, words: np.ndarray) -> Callable[..., None] | None:
+    """Return the C function of that name for words of this size, 2 or 4 bytes; None where there is none."""
+    library = compiled() if words.itemsize in (2, 4) else None
+    return library and getattr(library, f"{name}_{words.itemsize}")
 
 
 def word_layout(shape: torch.Size, dtype: torch.dtype) -> tuple[int, int]:

@@ -61,6 +61,12 @@ Vectors = tuple[np.ndarray, np.ndarray]
 _LARGEST_STEP = 16
 # In units of log2, beyond step / 2: room for the rounding to the tensor's dtype.
 _SLACK = 2**-6
+_TINY = np.finfo(np.float32).tiny
+# log2(1 + r) / r from r = -1/3 to 1/3, lowest power first, for errors below 5e-8; the same as in native/levels.c.
+_LOG2 = np.array(
+    [1.44269407, -0.721343935, 0.481019735, -0.360927671, 0.28458789, -0.234679684, 0.252026826, -0.231981888],
+    np.float32,
+)
 
 
 @dataclass(frozen=True)
@@ -108,7 +114,7 @@ class LogRank1(Codec):
             target = out[tile]
             decoded = target.numpy() if target.dtype == torch.float32 else scratch("decoded", target.shape)
             quotients = _encode_tile(original[tile], logs, factors, self.step, decoded, *writer.place(tile))
-            misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
+            misfit, worst = _misfits(*quotients, self.step / 2 + _SLACK)
             if target.dtype != torch.float32:
                 target.copy_(torch.from_numpy(decoded))
             if misfit is not None:
@@ -153,26 +159,38 @@ def _encode_tile(
     decoded: np.ndarray,
     levels: np.ndarray,
     row_sizes: np.ndarray,
-) -> np.ndarray:
-    """Fill levels, row sizes and what decoding gives, and return that over the elements: float32, near 1 for zeros.
+) -> tuple[np.ndarray, float, float]:
+    """Fill levels, row sizes and what decoding gives, and return that over the elements, which is 0 for negative ones.
 
+    Also return the smallest and the largest quotient; if one is NaN the second one is. What zeros give does not matter.
     `logs` are the means of log2 of its rows and columns, `factors` 2 to the power of these.
     """
     x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
-    same = x == 0
-    # Zeros have their own symbol, and any other number will do.
-    positive = np.add(x, same, out=scratch("positive", x.shape)) if same.any() else x
-    logarithms = np.log2(positive, out=scratch("logarithms", x.shape))
     if library := compiled.library():
-        quotients = scratch("quotients", x.shape)
+        quotients, ends = scratch("quotients", x.shape), np.empty(2, np.float32)
         numbers = inverse, step << 23, compiled.DTYPES[elements.dtype]
-        library.log_levels(x, logarithms, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes)
-        return quotients
-    numbers = to_levels((logarithms - logs[0][:, None] - logs[1]) * np.float32(inverse))
+        library.log_levels(x, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes, ends)
+        return quotients, float(ends[0]), float(ends[1])
+    same = x == 0
+    positive = np.where(same, np.float32(1), x)  # zeros have their own symbol
+    numbers = to_levels((_log2(positive) - logs[0][:, None] - logs[1]) * np.float32(inverse))
     values = rounded_to(elements.dtype, _values(numbers, factors, step))
     place_levels(numbers, same, np.zeros_like(x), 0.0, levels, row_sizes)
     decoded[:] = values * ~same
-    return values / positive
+    quotients = np.where(positive < 0, np.float32(0), values / positive)  # the power of a negative number may be, too
+    return quotients, float(quotients.min()), float(quotients.max())
+
+
+def _log2(x: np.ndarray) -> np.ndarray:
+    """Return log2 to within 8e-6, with the same bits on every machine; what is not positive gives any number."""
+    is_small = x < _TINY
+    bits = np.where(is_small, x * np.float32(2**32), x).view(np.int32)
+    above = bits - np.int32(0x3F2AAAAB)  # 2/3
+    r = (bits - (above & np.int32(-1 << 23))).view(np.float32) - np.float32(1)
+    total = np.full_like(r, _LOG2[-1])
+    for coefficient in _LOG2[-2::-1]:
+        total = total * r + coefficient
+    return total * r + ((above >> 23).astype(np.float32) - np.float32(32) * is_small)
 
 
 def _decode_tile(levels: np.ndarray, factors: Vectors, step: int, out: Placed) -> None:
@@ -214,10 +232,9 @@ def _mantissas() -> Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _misfits(quotients: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
+def _misfits(quotients: np.ndarray, lowest: float, highest: float, limit: float) -> tuple[Tensor | None, float]:
     """Return where |log2| exceeds the limit or is NaN, int64 [m] or None, and the largest other one."""
-    lowest, highest = float(quotients.min()), float(quotients.max())
-    if lowest > 0:  # the logarithms of only two numbers
+    if 0 < lowest <= highest:  # none is NaN or 0: the logarithms of only two numbers
         worst = max(-math.log2(lowest), math.log2(highest))
         if worst <= limit:
             return None, worst

@@ -36,7 +36,15 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     empty,
     scratch,
 )
-from hf_trainweights.files.byte_planes import WORDS, fold, join_planes, split_planes, word_layout, words_of
+from hf_trainweights.files.byte_planes import (
+    WORDS,
+    compiled_for,
+    fold,
+    join_planes,
+    split_planes,
+    word_layout,
+    words_of,
+)
 
 CACHED = 1 << 16
 """Words that are worked on at once: they and all intermediate results stay in the processor's cache."""
@@ -132,7 +140,7 @@ def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
             write_planes(writer, x.itemsize, len(x), [x], dtype)
             return False
         y = near[chunk]
-        differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
+        differences = (_differences(x[part], y[part]) for part in chunk_ranges(len(x), CACHED))
         write_planes(writer, words.itemsize, len(x), differences)
         return True
 
@@ -151,8 +159,7 @@ def _joined(
         is_difference = near is not None and is_delta[index]
         for part in read_planes(reader, index * itemsize, out, None if is_difference else dtype):
             if near is not None and is_difference:
-                words = unzigzag_(out[part])
-                np.add(words, near[chunk][part], out=words)
+                _add_(out[part], near[chunk][part])
     return decoded.view(dtype).view(shape)
 
 
@@ -160,6 +167,25 @@ def _delta_is_smaller(words: np.ndarray, anchor: np.ndarray, dtype: torch.dtype)
     step = sample_step(len(words))
     sample = words[::step]
     return plane_bits(zigzag_(sample - anchor[::step])) < plane_bits(fold(sample, dtype))
+
+
+def _differences(words: np.ndarray, near: np.ndarray) -> np.ndarray:
+    """Return the differences of contiguous words to others, as `zigzag_` makes them; in scratch or anew."""
+    function = compiled_for("subtract", words)
+    if function is None:
+        return zigzag_(words - near)
+    codes = scratch("codes", words.shape, words.dtype)
+    function(words, near, len(words), codes)
+    return codes
+
+
+def _add_(codes: np.ndarray, near: np.ndarray) -> None:
+    """Undo `_differences` in place."""
+    function = compiled_for("add", codes)
+    if function is None:
+        np.add(unzigzag_(codes), near, out=codes)
+    else:
+        function(codes, near, len(codes))
 
 
 def zigzag_(delta: np.ndarray) -> np.ndarray:

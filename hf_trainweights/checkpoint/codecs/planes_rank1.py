@@ -34,6 +34,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Tile,
     empty,
     matrix_shape,
+    scratch,
     tile_count,
     tiles,
 )
@@ -47,7 +48,7 @@ from hf_trainweights.checkpoint.codecs.planes import (
     write_planes,
     zigzag_,
 )
-from hf_trainweights.files.byte_planes import WORDS, fold, words_of
+from hf_trainweights.files.byte_planes import WORDS, compiled_for, fold, words_of
 
 # Mantissa bits and bias of the exponent.
 _LAYOUTS = {torch.float32: (23, 127), torch.bfloat16: (7, 127), torch.float16: (10, 15)}
@@ -155,6 +156,12 @@ def _codes(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Iterator
 
 
 def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+    """Return the codes of a contiguous matrix [R, C], given [R, 1] and [C]; or of words and a number each for both."""
+    function = compiled_for("subtract_sums", words)
+    if function is not None and words.ndim == 2:
+        codes = scratch("codes", words.shape, words.dtype)
+        function(words, rows, columns, *words.shape, codes)
+        return codes
     codes = words - rows
     codes -= columns
     zigzag_(codes)
@@ -166,7 +173,11 @@ def _code(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> np.ndarra
 
 
 def _undo_codes_(codes: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> None:
-    """Turn codes into words, in place."""
+    """Turn the codes of a contiguous matrix into words, in place."""
+    function = compiled_for("add_sums", codes)
+    if function is not None:
+        function(codes, rows, columns, *codes.shape)
+        return
     nonzero = codes != 0
     codes -= 1
     unzigzag_(codes)

@@ -25,7 +25,7 @@ from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, TrainWeightsError
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.files.reading import check_member, open_regular_file
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
 
@@ -183,8 +183,7 @@ def _require_whole_zip(data: bytes, where: str) -> None:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             for member in archive.infolist():
-                if member.CRC:  # torch writes a zero where its checksums are switched off
-                    archive.read(member)
+                check_member(archive, member)
     except MemoryError:
         raise
     except Exception as error:  # zipfile raises anything on damaged archives

@@ -22,7 +22,14 @@ from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.reading import TORCH_SUFFIXES, file_sha256, open_regular_file, open_zip, require_regular_file
+from hf_trainweights.files.reading import (
+    TORCH_SUFFIXES,
+    check_member,
+    file_sha256,
+    open_regular_file,
+    open_zip,
+    require_regular_file,
+)
 from hf_trainweights.files.temporary import TEMPORARY_PREFIX
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 
@@ -41,8 +48,6 @@ _PREFERRED_BY_LOADERS = frozenset(name for name in ENTRY_POINTS if ".safetensors
 
 # Stands among the names of files for the weights outside the run that a checkpoint needs.
 BASE_PROBLEM = "its base"
-
-_READ_BYTES = 1 << 20
 
 
 def progress_problem(directory: Path) -> str | None:
@@ -124,18 +129,10 @@ def _read_through(path: Path, is_torch: bool) -> None:
 
 def _read_zip(path: Path) -> None:
     with open_zip(path) as archive:
-        # torch writes a zero where its checksums are switched off, see torch.serialization.set_crc32_options.
-        members = [member for member in archive.infolist() if member.CRC != 0]
-        tasks = [(member.file_size, partial(_read_member, archive, member)) for member in members]
+        tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
         with contextlib.closing(in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)))) as done:
             for _ in done:
                 pass
-
-
-def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
-    with archive.open(member) as file:
-        while file.read(_READ_BYTES):
-            pass
 
 
 def weights_problem(path: Path) -> str | None:

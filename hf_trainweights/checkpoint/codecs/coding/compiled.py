@@ -16,13 +16,13 @@ import torch
 from hf_trainweights.native_library import load_library
 
 _LIBRARY = Path(__file__).parents[1] / "native" / "levels.so"
-_ABI = 1
+_ABI = 2
 _FUNCTIONS = {
     "delta_levels": "laaaaafffillaap",
     "delta_decode": "-aaaaafllaa",
     "update_levels": "laaffillaap",
     "update_decode": "-aaafllaa",
-    "log_levels": "-aaaaaafuillaaaa",
+    "log_levels": "-aaaaafuillaaaaa",
     "log_decode": "-aaaullaa",
     "find_exact": "lala",
     "pack_tiles": "-aallllaaaaa",

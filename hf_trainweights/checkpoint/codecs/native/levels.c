@@ -18,8 +18,8 @@ typedef struct { int64_t row, column, start, count; } Piece;
 typedef struct { const float *numbers; const int64_t *rows; int64_t C; } Source;
 typedef struct { float *numbers; const int64_t *rows; int64_t C; } Target;
 // What was found in it: elements that must be stored as they are; of the others the largest error, not negative and as
-// bits, and the sum of their levels' sizes.
-typedef struct { int64_t exact; uint32_t largest, size; } Found;
+// bits, and the sum of their levels' sizes. `inverted` has all bits of the smallest one changed, so 0 stands for none.
+typedef struct { int64_t exact; uint32_t largest, inverted, size; } Found;
 typedef Found Work(const void *job, Piece piece);
 
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -60,6 +60,7 @@ static Found for_pieces(Work *work, const void *job, int64_t R, int64_t C, doubl
             Found found = work(job, (Piece){row, column, row * C + column, least(PIECE, C - column)});
             all.exact += found.exact;
             all.largest = most(all.largest, found.largest);
+            all.inverted = most(all.inverted, found.inverted);
             if (sizes) sizes[row] += found.size;
         }
     return all;
@@ -94,7 +95,7 @@ static inline Found delta(const Delta *job, const float *anchor, const float *mo
         size += (uint32_t)abs(level) & kept;
         levels[i] = (int16_t)(fits ? same ? SAME : level : EXACT);
     }
-    return (Found){exact, largest, size};
+    return (Found){exact, largest, 0, size};
 }
 
 CLONES Found delta_piece(const void *data, Piece piece) {
@@ -186,7 +187,7 @@ static inline Found update(const Update *job, int dtype, Piece piece) {
         size += (uint32_t)abs(level) & kept;
         levels[i] = (int16_t)(fits ? level : EXACT);
     }
-    return (Found){exact, largest, size};
+    return (Found){exact, largest, 0, size};
 }
 
 CLONES Found update_piece(const void *data, Piece piece) {
@@ -229,7 +230,7 @@ void update_decode(const int16_t *levels, const float *squares, const int64_t *s
 }
 
 typedef struct {
-    const float *x, *logs, *row_logs, *column_logs, *rows, *columns;
+    const float *x, *row_logs, *column_logs, *rows, *columns;
     float inverse;
     uint32_t unit;  // step << 23
     int dtype;
@@ -242,22 +243,39 @@ static inline float power(int32_t level, uint32_t unit, float row, float column)
     return float_of((127u << 23) + unit * (uint32_t)level) * row * column;
 }
 
+// Return log2 of a positive number to within 8e-6, as `_log2` in log_rank1.py; another one gives any number.
+static inline float log2_of(float x) {
+    int is_small = x < TINY;
+    uint32_t bits = bits_of(is_small ? x * 0x1p32f : x), above = bits - 0x3f2aaaab;  // 2/3
+    float exponent = (float)((int32_t)above >> 23) - (is_small ? 32.0f : 0.0f);
+    float r = float_of(bits - (above & 0xff800000)) - 1;
+    // In one expression: GCC makes no vectors of a loop around a loop.
+    return (((((((-0.231981888f * r + 0.252026826f) * r - 0.234679684f) * r + 0.28458789f) * r - 0.360927671f) * r +
+               0.481019735f) * r - 0.721343935f) * r + 1.44269407f) * r + exponent;
+}
+
 static inline Found logs(const Logs *job, int dtype, Piece piece, int16_t *restrict levels, float *restrict decoded,
                          float *restrict quotients) {
-    const float *x = job->x + piece.start, *logarithms = job->logs + piece.start;
+    const float *x = job->x + piece.start;
     const float *column_logs = job->column_logs + piece.column, *columns = job->columns + piece.column;
     float row_log = job->row_logs[piece.row], row = job->rows[piece.row], inverse = job->inverse;
-    uint32_t unit = job->unit, size = 0;
+    uint32_t unit = job->unit, size = 0, largest = 0, inverted = 0;
     for (int64_t i = 0; i < piece.count; i++) {
         int same = x[i] == 0;
-        int32_t level = level_of((logarithms[i] - row_log - column_logs[i]) * inverse);
+        float positive = same ? 1.0f : x[i];
+        int32_t level = level_of((log2_of(positive) - row_log - column_logs[i]) * inverse);
         float value = round_to(power(level, unit, row, columns[i]), dtype);
-        quotients[i] = value / (same ? 1.0f : x[i]);
+        // The power that a negative number gets may be negative, too.
+        quotients[i] = positive < 0 ? 0.0f : value / positive;
         size += (uint32_t)abs(level) & ~-(uint32_t)same;
         levels[i] = (int16_t)(same ? SAME : level);
         decoded[i] = value * (same ? 0.0f : 1.0f);
     }
-    return (Found){.size = size};
+    for (int64_t i = 0; i < piece.count; i++) {
+        largest = most(largest, bits_of(quotients[i]));
+        inverted = most(inverted, ~bits_of(quotients[i]));
+    }
+    return (Found){.largest = largest, .inverted = inverted, .size = size};
 }
 
 CLONES Found log_piece(const void *data, Piece piece) {
@@ -269,13 +287,15 @@ CLONES Found log_piece(const void *data, Piece piece) {
     return logs(job, FLOAT16, piece, levels, decoded, quotients);
 }
 
-// Fill levels, decoded numbers and their quotients by the original ones of exp_avg_sq x, given its logarithms. Zeros
-// are `SAME`.
-void log_levels(const float *x, const float *logarithms, const float *row_logs, const float *column_logs,
-                const float *rows, const float *columns, float inverse, uint32_t unit, int dtype, int64_t R, int64_t C,
-                int16_t *levels, float *decoded, float *quotients, double *sizes) {
-    Logs job = {x, logarithms, row_logs, column_logs, rows, columns, inverse, unit, dtype, levels, decoded, quotients};
-    for_pieces(log_piece, &job, R, C, sizes);
+// Fill levels, decoded numbers and their quotients by the original ones of exp_avg_sq x, 0 for a negative one; zeros are
+// `SAME`. `ends` become the smallest and the largest quotient; if one is NaN the second one is.
+void log_levels(const float *x, const float *row_logs, const float *column_logs, const float *rows,
+                const float *columns, float inverse, uint32_t unit, int dtype, int64_t R, int64_t C, int16_t *levels,
+                float *decoded, float *quotients, double *sizes, float *ends) {
+    Logs job = {x, row_logs, column_logs, rows, columns, inverse, unit, dtype, levels, decoded, quotients};
+    Found found = for_pieces(log_piece, &job, R, C, sizes);
+    ends[0] = float_of(~found.inverted);
+    ends[1] = float_of(found.largest);
 }
 
 typedef struct {
