@@ -34,6 +34,9 @@ def pytest_collection() -> None:
     # Tiny tensors gain nothing from threads, and test processes side by side lose from them.
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
+    # PyTorch's build with CUDA pretends to have a GPU once a program is traced. A first backward after that would start
+    # a thread for it, and backward would fail in all forks of this process.
+    torch.ones(1, requires_grad=True).sum().backward()
 
 
 @pytest.hookimpl(optionalhook=True)  # of pytest-xdist

@@ -21,6 +21,8 @@ from hf_trainweights.files.reading import read_chunks
 from hf_trainweights.files.temporary import claim_directory, claim_file, temporary_path
 
 _BUFFER_BYTES = 1 << 20
+# The disk writes so many bytes while the next ones are encoded.
+_STARTED_BYTES = 16 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
 _NO_LINK_ERRNOS = frozenset(
     {errno.EPERM, errno.EXDEV, errno.ENOTSUP, errno.EMLINK, errno.ENOSYS, errno.EACCES, errno.EINVAL}
@@ -32,12 +34,19 @@ class _NewFile(io.RawIOBase):
 
     def __init__(self, descriptor: int):
         self._descriptor = descriptor
+        self._size_bytes = self._started_bytes = 0
 
     def writable(self) -> bool:
         return True
 
     def write(self, data) -> int:
-        return disk.file_system.write(self._descriptor, memoryview(data))
+        count = disk.file_system.write(self._descriptor, memoryview(data))
+        self._size_bytes += count
+        waiting_bytes = self._size_bytes - self._started_bytes
+        if waiting_bytes >= _STARTED_BYTES:
+            disk.file_system.start_writing(self._descriptor, self._started_bytes, waiting_bytes)
+            self._started_bytes = self._size_bytes
+        return count
 
     def sync(self) -> None:
         disk.file_system.fsync(self._descriptor)

@@ -26,7 +26,7 @@ from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
 from hf_trainweights.checkpoint.encoded.plan import Plan
-from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks
+from hf_trainweights.checkpoint.encoded.storage_tasks import Coded, Part, StorageTasks, kept_bytes
 from hf_trainweights.checkpoint.encoded.storages import path_text
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
@@ -176,7 +176,7 @@ class _Collector:
 
     def work(self, workers: int) -> None:
         """Do all tasks."""
-        with contextlib.closing(in_order(self._tasks, workers)) as results:
+        with contextlib.closing(in_order(self._tasks, workers, kept_bytes)) as results:
             for result in results:
                 if isinstance(result, Part):
                     self._add_part(result)

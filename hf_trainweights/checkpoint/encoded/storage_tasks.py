@@ -74,6 +74,13 @@ class Part:
     is_last: bool
 
 
+def kept_bytes(result: list[Coded] | Part) -> int:
+    """Return how many bytes the result of a task takes up."""
+    if isinstance(result, Part):
+        return result.blocks.numel()
+    return sum(piece.numel() for coded in result for piece, _ in coded.pieces)
+
+
 # What one takes up in bytes, and what it does.
 Task = tuple[int, Callable[[], list[Coded] | Part]]
 

@@ -9,7 +9,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
 from typing import TypeVar
 
@@ -22,6 +22,7 @@ _BYTES_PER_WORKER = 4 << 20
 # Beyond them the thread that writes cannot keep up.
 _MOST_WORKERS = 8
 _AHEAD_BYTES = 64 << 20
+_AHEAD = 16  # tasks of a worker
 
 
 def worker_count(size_bytes: int) -> int:
@@ -50,11 +51,14 @@ def _alone(task: Callable[[], _T]) -> _T:
         return task()
 
 
-def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Generator[_T]:
+def in_order(
+    tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int, kept_bytes: Callable[[_T], int] | None = None
+) -> Generator[_T]:
     """Yield the results of tasks in their order; of each task is also said how many bytes it takes up.
 
-    Workers are ahead of the caller by 64 MiB each, or by two tasks: small ones go beside a larger one. The error of the
-    first task that fails is raised in its turn. Close the iterator: then no thread is left.
+    Workers are ahead of the caller by 64 MiB each, or by two tasks: small ones go beside a larger one. What a result
+    takes up that waits for its turn, `kept_bytes` says; without it as much as its task. The error of the first task
+    that fails is raised in its turn. Close the iterator: then no thread is left.
     """
     if workers < 2:
         yield from (_alone(task) for _, task in tasks)
@@ -62,16 +66,22 @@ def in_order(tasks: Iterable[tuple[int, Callable[[], _T]]], workers: int) -> Gen
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
     waiting: deque[tuple[int, Future[_T]]] = deque()
     room = workers * _AHEAD_BYTES
-    most_bytes = room // 2
+
+    def taken_bytes(size_bytes: int, future: Future[_T]) -> int:
+        is_done = kept_bytes is not None and future.done() and future.exception() is None
+        return kept_bytes(future.result()) if is_done else size_bytes
+
     try:
-        for size_bytes, task in tasks:
-            taken_bytes = min(size_bytes, most_bytes)
-            while waiting and (room < taken_bytes or len(waiting) > 4 * workers):
-                oldest_bytes, oldest = waiting.popleft()
-                yield oldest.result()
-                room += oldest_bytes
-            waiting.append((taken_bytes, pool.submit(_alone, task)))
-            room -= taken_bytes
+        for task_bytes, task in tasks:
+            size_bytes = min(task_bytes, room // 2)
+            while waiting and (
+                size_bytes + sum(taken_bytes(*each) for each in waiting) > room or len(waiting) >= _AHEAD * workers
+            ):
+                if waiting[0][1].done() or len(waiting) >= _AHEAD * workers:
+                    yield waiting.popleft()[1].result()
+                else:
+                    wait([future for _, future in waiting if not future.done()], return_when=FIRST_COMPLETED)
+            waiting.append((size_bytes, pool.submit(_alone, task)))
         while waiting:
             yield waiting.popleft()[1].result()
     finally:

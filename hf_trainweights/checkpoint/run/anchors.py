@@ -306,7 +306,7 @@ def expected_drift_rms(
                 task = partial(_adam_drift_rms, state, float(group["lr"]), group["betas"], most_steps)
                 tasks[names[index]] = state["exp_avg"].nbytes, task
     workers = worker_count(sum(size_bytes for size_bytes, _ in tasks.values()))
-    with contextlib.closing(in_order(tasks.values(), workers)) as results:
+    with contextlib.closing(in_order(tasks.values(), workers, lambda _: 0)) as results:
         return dict(zip(tasks, results, strict=True))
 
 

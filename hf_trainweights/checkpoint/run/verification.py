@@ -130,7 +130,8 @@ def _read_through(path: Path, is_torch: bool) -> None:
 def _read_zip(path: Path) -> None:
     with open_zip(path) as archive:
         tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
-        with contextlib.closing(in_order(tasks, worker_count(sum(size_bytes for size_bytes, _ in tasks)))) as done:
+        workers = worker_count(sum(size_bytes for size_bytes, _ in tasks))
+        with contextlib.closing(in_order(tasks, workers, lambda _: 0)) as done:
             for _ in done:
                 pass
 
