@@ -68,8 +68,9 @@ def in_order(
     room = workers * _AHEAD_BYTES
 
     def taken_bytes(size_bytes: int, future: Future[_T]) -> int:
-        is_done = kept_bytes is not None and future.done() and future.exception() is None
-        return kept_bytes(future.result()) if is_done else size_bytes
+        if kept_bytes is None or not future.done() or future.exception() is not None:
+            return size_bytes
+        return kept_bytes(future.result())
 
     try:
         for task_bytes, task in tasks:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -128,22 +129,24 @@ class _Recorder:
         self.mean_square = _mean_square(weight) if weight.dim() == 2 else None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
-        """Let the output tell its gradient."""
-        x = inputs[0].detach() if inputs and isinstance(inputs[0], Tensor) else None
-        if isinstance(output, Tensor) and output.requires_grad and x is not None:
-            detached = output.detach()
-            output.register_hook(lambda gradient: self._add(x, detached, gradient))
-
-    def _add(self, x: Tensor, output: Tensor, gradient: Tensor) -> None:
-        gradients = _rows(gradient)
-        if self.mean_square is not None:
-            # |g' x|², of which no matrix as large as the weight is made.
-            inputs = _rows(x)
-            squares = self.mean_square * ((gradients @ gradients.T) * (inputs @ inputs.T)).sum()
+        """Let the output tell its gradient; for its size alone it does not stay in memory."""
+        x = inputs[0] if inputs else None
+        if not isinstance(x, Tensor) or not isinstance(output, Tensor) or not output.requires_grad:
+            return
+        if self.mean_square is None:
+            output.register_hook(partial(self._add_of_experts, _rows(output.detach()).square().sum(-1)))
         else:
-            # Which rows each expert got is not known, but the size of what came out is, to which an error is relative.
-            squares = (gradients.square().sum(-1) * _rows(output).square().sum(-1)).sum() / gradients.shape[-1]
-        self.measured[self.name] += squares.item()
+            output.register_hook(partial(self._add, x.detach(), self.mean_square))
+
+    def _add(self, x: Tensor, mean_square: float, gradient: Tensor) -> None:
+        """Add |g' x|², of which no matrix as large as the weight is made."""
+        gradients, inputs = _rows(gradient), _rows(x)
+        self.measured[self.name] += (mean_square * ((gradients @ gradients.T) * (inputs @ inputs.T)).sum()).item()
+
+    def _add_of_experts(self, sizes: Tensor, gradient: Tensor) -> None:
+        """Add what the sizes of outputs tell, relative to which errors are: nobody knows which rows each expert got."""
+        gradients = _rows(gradient)
+        self.measured[self.name] += ((gradients.square().sum(-1) * sizes).sum() / gradients.shape[-1]).item()
 
 
 def _rows(values: Tensor) -> Tensor:
