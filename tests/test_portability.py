@@ -28,7 +28,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise OSError(errno.EPERM, os.strerror(errno.EPERM))
 
-    for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "posix_fallocate"):
+    for name in ("O_DIRECTORY", "O_NOFOLLOW", "O_NONBLOCK", "O_CLOEXEC", "posix_fallocate", "posix_fadvise"):
         monkeypatch.delattr(os, name, raising=False)
     monkeypatch.setattr(temporary, "fcntl", None)
     monkeypatch.setattr(os, "link", refuse)

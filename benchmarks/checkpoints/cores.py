@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_cores.json"
 MODES = ("lossless", "near-lossless")
 CORES = (1, 2)
-ROUNDS = 3
+ROUNDS = 5
 SAVES = 4
 LAYERS, HIDDEN, INNER, WORDS = 6, 1024, 2816, 32000
 # On paper: parameters, and ranks that share a save.

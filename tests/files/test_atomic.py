@@ -26,6 +26,26 @@ def test_created_file_holds_what_was_written(tmp_path):
     assert (tmp_path / "a").read_bytes() == b"onetwo"
 
 
+def test_the_disk_begins_with_each_part_before_the_file_ends(tmp_path, monkeypatch):
+    class Started(disk.FileSystem):
+        def __init__(self):
+            self.parts = []
+
+        def start_writing(self, descriptor, start, size_bytes):
+            super().start_writing(descriptor, start, size_bytes)
+            self.parts.append((start, os.fstat(descriptor).st_size - start == size_bytes, size_bytes >= 1000))
+
+    monkeypatch.setattr(atomic, "_STARTED_BYTES", 1000)
+    monkeypatch.setattr(atomic, "_BUFFER_BYTES", 100)
+    monkeypatch.setattr(disk, "file_system", Started())
+    content = bytes(range(250)) * 13
+    with atomic.create_file(tmp_path / "a") as file:
+        for start in range(0, len(content), 250):
+            file.write(content[start : start + 250])
+    assert disk.file_system.parts == [(0, True, True), (1000, True, True), (2000, True, True)]
+    assert (tmp_path / "a").read_bytes() == content
+
+
 def test_create_file_refuses_an_existing_name(tmp_path):
     (tmp_path / "a").write_bytes(b"old")
     with pytest.raises(FileExistsError, match="a"), atomic.create_file(tmp_path / "a"):

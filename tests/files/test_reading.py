@@ -9,7 +9,7 @@ import torch
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files import reading
-from hf_trainweights.files.reading import open_pickle, open_regular_file, open_zip, require_regular_file
+from hf_trainweights.files.reading import check_member, open_pickle, open_regular_file, open_zip, require_regular_file
 
 NOT_REGULAR = {
     "a FIFO": os.mkfifo,
@@ -102,6 +102,24 @@ def test_a_changed_member_is_found_by_its_checksum(tmp_path):
     (tmp_path / "file.pt").write_bytes(content.replace(b"\x80\x02]", b"\x80\x02}"))
     with pytest.raises(CorruptFileError, match=r"file\.pt: .* Bad CRC-32"), open_pickle(tmp_path / "file.pt") as pickle:
         pickle.read()
+
+
+@pytest.mark.parametrize("compression", [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED])
+def test_each_member_is_compared_with_its_checksum(tmp_path, compression):
+    path = tmp_path / "file.pt"
+    with zipfile.ZipFile(path, "w", compression) as archive:
+        archive.writestr("a", bytes(3 << 20))
+        archive.writestr("b", b"fine")
+    with open_zip(path) as archive:
+        for member in archive.infolist():
+            check_member(archive, member)
+        first, second = archive.infolist()
+        first.CRC ^= 1
+        check_member(archive, second)
+        with pytest.raises(zipfile.BadZipFile, match="Bad CRC-32 for file 'a'"):
+            check_member(archive, first)
+        first.CRC = 0  # as torch writes it where its checksums are off
+        check_member(archive, first)
 
 
 def test_what_the_disk_refuses_is_no_damage(tmp_path, monkeypatch):

@@ -88,6 +88,17 @@ def test_small_tasks_go_beside_a_large_one():
     assert list(in_order(tasks, 2)) == [True, None]
 
 
+def test_small_results_let_other_tasks_go_on_beside_a_large_one():
+    others_are_done = threading.Semaphore(0)
+
+    def wait_for_others():
+        return all(others_are_done.acquire(timeout=20) for _ in range(6))
+
+    # More bytes than the threads may be ahead by, unless those of the results count.
+    tasks = [(1 << 40, wait_for_others), *[(workers._AHEAD_BYTES // 2, others_are_done.release)] * 6]
+    assert list(in_order(tasks, 2, kept_bytes=lambda _: 1)) == [True] + [None] * 6
+
+
 def test_two_large_tasks_go_beside_each_other_and_no_third():
     both, running, counts = threading.Barrier(2, timeout=20), [], []
 
