@@ -285,7 +285,7 @@ class FilePayload(Payload):
         """Write the rest of the file: the padding, the structure, and what torch.load wants to know."""
         self.finish()
         self._archive.end()
-        self._archive.add("data.pkl", _pickled(self.size_bytes, structure))
+        self._archive.add("data.pkl", pickled(self.size_bytes, structure))
         self._archive.add("byteorder", b"little")
         self._archive.add("version", b"3\n")
         self._archive.finish()
@@ -323,8 +323,8 @@ class _Pickler(pickle.Pickler):
         return ("storage", torch.ByteStorage, "0", "cpu", obj.length) if type(obj) is _Storage else None
 
 
-def _pickled(length: int, structure: str) -> bytes:
+def pickled(length: int, structure: str) -> bytes:
     """Return the pickle that torch.save writes of an `EncodedFile` with so long a payload and a structure."""
-    pickled = io.BytesIO()
-    _Pickler(pickled, protocol=2).dump(_Call(length, structure))
-    return pickled.getvalue()
+    written = io.BytesIO()
+    _Pickler(written, protocol=2).dump(_Call(length, structure))
+    return written.getvalue()

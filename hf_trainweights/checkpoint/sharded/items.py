@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, FilePayload, Payload
+from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, FilePayload, Payload, pickled
 from hf_trainweights.checkpoint.encoded.structure import (
     ALIGNMENT_BYTES,
     VERSION,
@@ -35,8 +35,6 @@ from hf_trainweights.checkpoint.encoded.structure import (
 )
 from hf_trainweights.files.torch_zip_writer import Writable
 
-# What torch.load needs of a zip file. The others that torch.save writes take 1 kB an item.
-_RECORDS = ("data.pkl", "data/0", "version")
 _UNIX = 3
 
 
@@ -50,14 +48,14 @@ class Item:
 
     @classmethod
     def of(cls, encoded: EncodedFile) -> Item:
-        """Return the bytes that torch.save writes of an encoded file, without what torch.load does not need."""
-        saved, buffer = io.BytesIO(), io.BytesIO()
-        torch.save(encoded, saved)
-        with zipfile.ZipFile(saved) as source, zipfile.ZipFile(buffer, "w") as target:
-            for name in _RECORDS:
+        """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
+        payload, buffer = encoded.payload.numpy().data, io.BytesIO()
+        records = {"data.pkl": pickled(len(payload), encoded.structure), "data/0": payload, "version": b"3\n"}
+        with zipfile.ZipFile(buffer, "w") as target:
+            for name, content in records.items():
                 record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
                 record.create_system = _UNIX
-                target.writestr(record, source.read(f"archive/{name}"))
+                target.writestr(record, content)
         data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
         return cls(data, payload_start(buffer), open_structure(encoded.structure))
 
