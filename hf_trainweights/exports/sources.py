@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TypeVar
 
+import torch
 from torch import nn
 
 from hf_trainweights.formats.coded import Coded
@@ -15,9 +16,9 @@ from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 _Value = TypeVar("_Value")
 
 
-def model_of(source: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    """Return a model as it is, or the one that was saved to a directory, in the dtypes it was saved in."""
-    return source if isinstance(source, nn.Module) else load_saved(source)
+def model_of(source: nn.Module | str | os.PathLike[str], dtype: torch.dtype | str = "auto") -> nn.Module:
+    """Return a model as it is, or the one that was saved to a directory, by default in the dtypes it was saved in."""
+    return source if isinstance(source, nn.Module) else load_saved(source, dtype=dtype)
 
 
 def as_int8(value: _Value) -> _Value:

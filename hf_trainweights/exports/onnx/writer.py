@@ -82,7 +82,7 @@ def export_onnx(
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
     _check(task, out, runtime, example_inputs, options)
     require("onnx_ir", "onnx")
-    model, target = _model(model_or_directory), _TARGETS[runtime]()
+    model, target = model_of(model_or_directory, torch.float32), _TARGETS[runtime]()
     with in_eval_mode(model):
         if task is None:
             _export_call(model, out, Inputs.of(model, example_inputs), target, options, external_data, verify)
@@ -178,12 +178,6 @@ def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, opti
     if there := [name for name in ENTRY_POINTS if (out / name).exists()]:
         next_step = "Its config.json would be replaced. Choose another directory."
         raise ConfigError("out", "a directory without another model", f"{there[0]} in {out}", next_step)
-
-
-def _model(model_or_directory: nn.Module | str | os.PathLike[str]) -> nn.Module:
-    """Return a module as it is, or a saved model that computes in float32; codes and scales stay as they are."""
-    model = model_of(model_or_directory)
-    return model if model is model_or_directory else model.to(torch.float32)
 
 
 @contextlib.contextmanager
