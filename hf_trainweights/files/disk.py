@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 from pathlib import Path
@@ -28,7 +29,8 @@ class FileSystem:
     def start_writing(self, descriptor: int, start: int, size_bytes: int) -> None:
         """Let the disk begin with a part of a file, so that an fsync at its end waits for less."""
         if hasattr(os, "posix_fadvise"):  # Linux writes what it is told that nobody needs in memory
-            os.posix_fadvise(descriptor, start, size_bytes, os.POSIX_FADV_DONTNEED)
+            with contextlib.suppress(OSError):  # fsync tells what goes wrong
+                os.posix_fadvise(descriptor, start, size_bytes, os.POSIX_FADV_DONTNEED)
 
     def sync_file(self, path: Path) -> None:
         """Force the data of a file that was closed before to the disk."""

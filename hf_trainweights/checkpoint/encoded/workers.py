@@ -64,26 +64,37 @@ def in_order(
         yield from (_alone(task) for _, task in tasks)
         return
     pool = ThreadPoolExecutor(workers, thread_name_prefix="trainweights")
-    waiting: deque[tuple[int, Future[_T]]] = deque()
-    room = workers * _AHEAD_BYTES
+    waiting: deque[Future[tuple[_T, int]]] = deque()
+    room, most_tasks = workers * _AHEAD_BYTES, workers * _AHEAD
+    taken_bytes, lock = 0, threading.Lock()
 
-    def taken_bytes(size_bytes: int, future: Future[_T]) -> int:
-        if kept_bytes is None or not future.done() or future.exception() is not None:
-            return size_bytes
-        return kept_bytes(future.result())
+    def work(size_bytes: int, task: Callable[[], _T]) -> tuple[_T, int]:
+        nonlocal taken_bytes
+        result = _alone(task)
+        result_bytes = size_bytes if kept_bytes is None else kept_bytes(result)
+        with lock:
+            taken_bytes += result_bytes - size_bytes
+        return result, result_bytes
+
+    def oldest() -> _T:
+        nonlocal taken_bytes
+        result, result_bytes = waiting.popleft().result()
+        with lock:
+            taken_bytes -= result_bytes
+        return result
 
     try:
         for task_bytes, task in tasks:
             size_bytes = min(task_bytes, room // 2)
-            while waiting and (
-                size_bytes + sum(taken_bytes(*each) for each in waiting) > room or len(waiting) >= _AHEAD * workers
-            ):
-                if waiting[0][1].done() or len(waiting) >= _AHEAD * workers:
-                    yield waiting.popleft()[1].result()
+            while waiting and (taken_bytes + size_bytes > room or len(waiting) >= most_tasks):
+                if waiting[0].done() or len(waiting) >= most_tasks:
+                    yield oldest()
                 else:
-                    wait([future for _, future in waiting if not future.done()], return_when=FIRST_COMPLETED)
-            waiting.append((size_bytes, pool.submit(_alone, task)))
+                    wait([each for each in waiting if not each.done()], return_when=FIRST_COMPLETED)
+            with lock:
+                taken_bytes += size_bytes
+            waiting.append(pool.submit(work, size_bytes, task))
         while waiting:
-            yield waiting.popleft()[1].result()
+            yield oldest()
     finally:
         pool.shutdown(cancel_futures=True)
