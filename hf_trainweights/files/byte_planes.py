@@ -21,15 +21,15 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _LIBRARY = Path(__file__).parent / "native" / "planes.so"
 _ABI = 3
-_FUNCTIONS = {
-    "split_8": "-alial",
-    **{f"split_{size}": "-alial" for size in (2, 4)},
-    **{f"join_{size}": "-plia" for size in (2, 4)},
-    **{f"subtract_{size}": "-aala" for size in (2, 4)},
-    **{f"add_{size}": "-aal" for size in (2, 4)},
-    **{f"subtract_sums_{size}": "-aaalla" for size in (2, 4)},
-    **{f"add_sums_{size}": "-aaall" for size in (2, 4)},
+_FOR_WORDS = {
+    "split": "-alial",
+    "join": "-plia",
+    "subtract": "-aala",
+    "add": "-aal",
+    "subtract_sums": "-aaalla",
+    "add_sums": "-aaall",
 }
+_FUNCTIONS = {f"{name}_{size}": types for name, types in _FOR_WORDS.items() for size in (2, 4)} | {"split_8": "-alial"}
 
 
 @functools.cache
@@ -80,10 +80,10 @@ def join_planes(planes: Sequence[np.ndarray], words: np.ndarray, folded: torch.d
 
     With a dtype the bytes are those of words that `fold` made, and what it was given comes back.
     """
-    library, is_rotated = compiled(), folded is not None and _is_rotated(words, folded)
-    if library and words.itemsize in (2, 4):
+    function, is_rotated = compiled_for("join", words), folded is not None and _is_rotated(words, folded)
+    if function is not None:
         pointers = (ctypes.c_void_p * len(planes))(*(plane.__array_interface__["data"][0] for plane in planes))
-        getattr(library, f"join_{words.itemsize}")(ctypes.addressof(pointers), len(words), is_rotated, words)
+        function(ctypes.addressof(pointers), len(words), is_rotated, words)
         return
     for place, plane in enumerate(planes):
         words.view(np.uint8)[place :: words.itemsize] = plane
