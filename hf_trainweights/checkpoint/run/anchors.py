@@ -24,6 +24,7 @@ from typing import Any
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES
+from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
 from hf_trainweights.checkpoint.codecs.delta_uniform import rms_difference
 from hf_trainweights.checkpoint.encoded.anchor import MOST_ANCHORS, Anchor, verify_anchor
 from hf_trainweights.checkpoint.encoded.base_identity import Base
@@ -331,9 +332,12 @@ def _adam_drift_rms(state: Mapping[str, Any], lr: float, betas: tuple[float, flo
     first, second = state["exp_avg"], state["exp_avg_sq"]
     if steps < 1 or not first.numel():
         return 0.0
-    squares = first.float().square().div_(second.float()).nan_to_num_(0.0, 0.0, 0.0).mean().item()
+    moments, total = (first.flatten(), second.flatten()), 0.0
+    for chunk in chunk_ranges(first.numel()):
+        mean, square = (each[chunk].float() for each in moments)
+        total += mean.square().div_(square).nan_to_num_(0.0, 0.0, 0.0).mean().item() * len(mean)
     correction = (1 - betas[1] ** steps) / (1 - betas[0] ** steps) ** 2
-    squares = max(squares, 0.0)  # a damaged second moment may be negative
+    squares = max(total / first.numel(), 0.0)  # a damaged second moment may be negative
     return lr * math.sqrt(squares * correction * _independent_updates(min(steps, most_steps), betas[0]))
 
 
