@@ -24,7 +24,6 @@ _ABI = 3
 _FOR_WORDS = {
     "split": "-alial",
     "join": "-plia",
-    "subtract": "-aala",
     "add": "-aal",
     "subtract_sums": "-aaalla",
     "add_sums": "-aaall",

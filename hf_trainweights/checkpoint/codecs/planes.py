@@ -140,7 +140,7 @@ def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
             write_planes(writer, x.itemsize, len(x), [x], dtype)
             return False
         y = near[chunk]
-        differences = (_differences(x[part], y[part]) for part in chunk_ranges(len(x), CACHED))
+        differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
         write_planes(writer, words.itemsize, len(x), differences)
         return True
 
@@ -169,18 +169,8 @@ def _delta_is_smaller(words: np.ndarray, anchor: np.ndarray, dtype: torch.dtype)
     return plane_bits(zigzag_(sample - anchor[::step])) < plane_bits(fold(sample, dtype))
 
 
-def _differences(words: np.ndarray, near: np.ndarray) -> np.ndarray:
-    """Return the differences of contiguous words to others, as `zigzag_` makes them; in scratch or anew."""
-    function = compiled_for("subtract", words)
-    if function is None:
-        return zigzag_(words - near)
-    codes = scratch("codes", words.shape, words.dtype)
-    function(words, near, len(words), codes)
-    return codes
-
-
 def _add_(codes: np.ndarray, near: np.ndarray) -> None:
-    """Undo `_differences` in place."""
+    """Undo in place what `zigzag_` made of the differences of words to others."""
     function = compiled_for("add", codes)
     if function is None:
         np.add(unzigzag_(codes), near, out=codes)

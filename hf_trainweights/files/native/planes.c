@@ -55,19 +55,17 @@ static inline uint32_t word_4(const uint8_t *const *planes, int64_t i) {
 JOIN(2, uint16_t)
 JOIN(4, uint32_t)
 
-// Words <-> their differences to others, wrapping, as small numbers: 0, -1, 1, -2, ... are 0, 1, 2, 3, ...
+// Differences of words to others, wrapping, are small numbers: 0, -1, 1, -2, ... are 0, 1, 2, 3, ... `add` makes words of
+// them; `subtract_sums` makes them, of a matrix to the sums of a number of the row and one of the column, and `add_sums`
+// undoes that. There 0 stays 0, and the numbers begin at 1.
 #define DIFFERENCES(BYTES, WORD)                                                                                      \
     static inline WORD zigzag_##BYTES(WORD change) {                                                                  \
         return (WORD)((WORD)(change << 1) ^ (WORD)-(change >> (8 * BYTES - 1)));                                      \
     }                                                                                                                 \
     static inline WORD unzigzag_##BYTES(WORD code) { return (WORD)(code >> 1 ^ (WORD)-(code & 1)); }                  \
-    CLONES void subtract_##BYTES(const WORD *words, const WORD *near, int64_t count, WORD *restrict codes) {          \
-        for (int64_t i = 0; i < count; i++) codes[i] = zigzag_##BYTES((WORD)(words[i] - near[i]));                    \
-    }                                                                                                                 \
     CLONES void add_##BYTES(WORD *restrict codes, const WORD *near, int64_t count) {                                  \
         for (int64_t i = 0; i < count; i++) codes[i] = (WORD)(unzigzag_##BYTES(codes[i]) + near[i]);                  \
     }                                                                                                                 \
-    /* The same for a matrix and the sums of a number of the row and one of the column; 0 stays 0, codes begin at 1. */ \
     CLONES void subtract_sums_##BYTES(const WORD *words, const WORD *rows, const WORD *columns, int64_t R, int64_t C, \
                                       WORD *restrict codes) {                                                         \
         for (int64_t row = 0; row < R; row++)                                                                         \
