@@ -114,7 +114,7 @@ class LogRank1(Codec):
             target = out[tile]
             decoded = target.numpy() if target.dtype == torch.float32 else scratch("decoded", target.shape)
             quotients = _encode_tile(original[tile], logs, factors, self.step, decoded, *writer.place(tile))
-            misfit, worst = _misfits(*quotients, self.step / 2 + _SLACK)
+            misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
             if target.dtype != torch.float32:
                 target.copy_(torch.from_numpy(decoded))
             if misfit is not None:
@@ -159,26 +159,24 @@ def _encode_tile(
     decoded: np.ndarray,
     levels: np.ndarray,
     row_sizes: np.ndarray,
-) -> tuple[np.ndarray, float, float]:
-    """Fill levels, row sizes and what decoding gives, and return that over the elements, which is 0 for negative ones.
+) -> np.ndarray:
+    """Fill levels, row sizes and what decoding gives, and return that over the elements: 0 for negative ones.
 
-    Also return the smallest and the largest quotient; if one is NaN the second one is. What zeros give does not matter.
     `logs` are the means of log2 of its rows and columns, `factors` 2 to the power of these.
     """
     x, inverse = to_float32(elements, "x"), float(np.float32(1 / step))
     if library := compiled.library():
-        quotients, ends = scratch("quotients", x.shape), np.empty(2, np.float32)
+        quotients = scratch("quotients", x.shape)
         numbers = inverse, step << 23, compiled.DTYPES[elements.dtype]
-        library.log_levels(x, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes, ends)
-        return quotients, float(ends[0]), float(ends[1])
+        library.log_levels(x, *logs, *factors, *numbers, *x.shape, levels, decoded, quotients, row_sizes)
+        return quotients
     same = x == 0
     positive = np.where(same, np.float32(1), x)  # zeros have their own symbol
     numbers = to_levels((_log2(positive) - logs[0][:, None] - logs[1]) * np.float32(inverse))
     values = rounded_to(elements.dtype, _values(numbers, factors, step))
     place_levels(numbers, same, np.zeros_like(x), 0.0, levels, row_sizes)
     decoded[:] = values * ~same
-    quotients = np.where(positive < 0, np.float32(0), values / positive)  # the power of a negative number may be, too
-    return quotients, float(quotients.min()), float(quotients.max())
+    return np.where(positive < 0, np.float32(0), values / positive)  # the power of a negative number may be, too
 
 
 def _log2(x: np.ndarray) -> np.ndarray:
@@ -232,9 +230,10 @@ def _mantissas() -> Tensor:
     return torch.tensor(table, dtype=torch.float32)
 
 
-def _misfits(quotients: np.ndarray, lowest: float, highest: float, limit: float) -> tuple[Tensor | None, float]:
+def _misfits(quotients: np.ndarray, limit: float) -> tuple[Tensor | None, float]:
     """Return where |log2| exceeds the limit or is NaN, int64 [m] or None, and the largest other one."""
-    if 0 < lowest <= highest:  # none is NaN or 0: the logarithms of only two numbers
+    lowest, highest = float(quotients.min()), float(quotients.max())
+    if lowest > 0:  # the logarithms of only two numbers
         worst = max(-math.log2(lowest), math.log2(highest))
         if worst <= limit:
             return None, worst

@@ -22,7 +22,7 @@ _FUNCTIONS = {
     "delta_decode": "-aaaaafllaa",
     "update_levels": "laaffillaap",
     "update_decode": "-aaafllaa",
-    "log_levels": "-aaaaafuillaaaaa",
+    "log_levels": "-aaaaafuillaaaa",
     "log_decode": "-aaaullaa",
     "find_exact": "lala",
     "pack_tiles": "-aallllaaaaa",

@@ -18,8 +18,8 @@ typedef struct { int64_t row, column, start, count; } Piece;
 typedef struct { const float *numbers; const int64_t *rows; int64_t C; } Source;
 typedef struct { float *numbers; const int64_t *rows; int64_t C; } Target;
 // What was found in it: elements that must be stored as they are; of the others the largest error, not negative and as
-// bits, and the sum of their levels' sizes. `inverted` has all bits of the smallest one changed, so 0 stands for none.
-typedef struct { int64_t exact; uint32_t largest, inverted, size; } Found;
+// bits, and the sum of their levels' sizes.
+typedef struct { int64_t exact; uint32_t largest, size; } Found;
 typedef Found Work(const void *job, Piece piece);
 
 static inline uint32_t bits_of(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
@@ -60,7 +60,6 @@ static Found for_pieces(Work *work, const void *job, int64_t R, int64_t C, doubl
             Found found = work(job, (Piece){row, column, row * C + column, least(PIECE, C - column)});
             all.exact += found.exact;
             all.largest = most(all.largest, found.largest);
-            all.inverted = most(all.inverted, found.inverted);
             if (sizes) sizes[row] += found.size;
         }
     return all;
@@ -95,7 +94,7 @@ static inline Found delta(const Delta *job, const float *anchor, const float *mo
         size += (uint32_t)abs(level) & kept;
         levels[i] = (int16_t)(fits ? same ? SAME : level : EXACT);
     }
-    return (Found){exact, largest, 0, size};
+    return (Found){exact, largest, size};
 }
 
 CLONES Found delta_piece(const void *data, Piece piece) {
@@ -187,7 +186,7 @@ static inline Found update(const Update *job, int dtype, Piece piece) {
         size += (uint32_t)abs(level) & kept;
         levels[i] = (int16_t)(fits ? level : EXACT);
     }
-    return (Found){exact, largest, 0, size};
+    return (Found){exact, largest, size};
 }
 
 CLONES Found update_piece(const void *data, Piece piece) {
@@ -259,7 +258,7 @@ static inline Found logs(const Logs *job, int dtype, Piece piece, int16_t *restr
     const float *x = job->x + piece.start;
     const float *column_logs = job->column_logs + piece.column, *columns = job->columns + piece.column;
     float row_log = job->row_logs[piece.row], row = job->rows[piece.row], inverse = job->inverse;
-    uint32_t unit = job->unit, size = 0, largest = 0, inverted = 0;
+    uint32_t unit = job->unit, size = 0;
     for (int64_t i = 0; i < piece.count; i++) {
         int same = x[i] == 0;
         float positive = same ? 1.0f : x[i];
@@ -271,11 +270,7 @@ static inline Found logs(const Logs *job, int dtype, Piece piece, int16_t *restr
         levels[i] = (int16_t)(same ? SAME : level);
         decoded[i] = value * (same ? 0.0f : 1.0f);
     }
-    for (int64_t i = 0; i < piece.count; i++) {
-        largest = most(largest, bits_of(quotients[i]));
-        inverted = most(inverted, ~bits_of(quotients[i]));
-    }
-    return (Found){.largest = largest, .inverted = inverted, .size = size};
+    return (Found){.size = size};
 }
 
 CLONES Found log_piece(const void *data, Piece piece) {
@@ -288,14 +283,12 @@ CLONES Found log_piece(const void *data, Piece piece) {
 }
 
 // Fill levels, decoded numbers and their quotients by the original ones of exp_avg_sq x, 0 for a negative one; zeros are
-// `SAME`. `ends` become the smallest and the largest quotient; if one is NaN the second one is.
+// `SAME`.
 void log_levels(const float *x, const float *row_logs, const float *column_logs, const float *rows,
                 const float *columns, float inverse, uint32_t unit, int dtype, int64_t R, int64_t C, int16_t *levels,
-                float *decoded, float *quotients, double *sizes, float *ends) {
+                float *decoded, float *quotients, double *sizes) {
     Logs job = {x, row_logs, column_logs, rows, columns, inverse, unit, dtype, levels, decoded, quotients};
-    Found found = for_pieces(log_piece, &job, R, C, sizes);
-    ends[0] = float_of(~found.inverted);
-    ends[1] = float_of(found.largest);
+    for_pieces(log_piece, &job, R, C, sizes);
 }
 
 typedef struct {
