@@ -48,13 +48,11 @@ class EncodedTensor:
         params: All that `decode` needs besides shape, dtype and references. JSON; floats survive `repr`.
         bound: None if decoding is bit-exact. Else the largest error of a decoded element, found by decoding
             every element; its unit is the codec's (see there).
-        decoded: The tensor that `decode` will return, if the codec has it anyway and other tensors refer to it.
     """
 
     payloads: list[Tensor]
     params: dict[str, Json]
     bound: float | None = None
-    decoded: Tensor | None = None
 
     @property
     def payload_bytes(self) -> int:

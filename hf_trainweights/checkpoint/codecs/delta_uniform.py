@@ -33,7 +33,7 @@ import ctypes
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import ClassVar
 
 import numpy as np
@@ -45,16 +45,16 @@ from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
     Rows,
-    Tile,
     chunk_ranges,
     dense,
     fill,
     matrix_shape,
     rounded_to,
     rows_of,
+    tiles,
     to_float32,
 )
-from hf_trainweights.checkpoint.codecs.coding.levels import SAME, decode_tiles, encode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.levels import SAME, LevelWriter, decode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
 _PRIME = 4093
@@ -114,17 +114,15 @@ class DeltaUniform(Codec):
         shape = matrix_shape(tensor.shape)
         names = ("anchor", "exp_avg_sq") if "anchor" in references else ()
         near = {name: references[name].view(shape) for name in names if name in references}
-        shift = _shift(tensor)
-
-        def encode(tile: Tile, elements: Tensor, *place: np.ndarray) -> tuple[int, float]:
+        shift, writer = _shift(tensor), LevelWriter(tensor)
+        for tile in tiles(*shape):
             anchor, moment = (
                 to_float32(near[name][tile], name) if name in near else None for name in ("anchor", "exp_avg_sq")
             )
-            return _encode_tile(elements, anchor, moment, _dither_starts(*tile, shape[1], shift), step, limit, *place)
-
-        payloads, bound = encode_tiles(tensor, encode)
+            starts = _dither_starts(*tile, shape[1], shift)
+            writer.write(tile, partial(_encode_tile, anchor, moment, starts, step, limit))
         params: dict[str, Json] = {"step": step, "anchor": "anchor" in near, "shift": shift}
-        return EncodedTensor(payloads, params, bound * (1 + 2**-23))
+        return EncodedTensor(writer.payloads(), params, writer.bound * (1 + 2**-23))
 
     @classmethod
     @np.errstate(all="ignore")
@@ -171,12 +169,12 @@ def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:
 
 
 def _encode_tile(
-    elements: Tensor,
     anchor: np.ndarray | None,
     moment: np.ndarray | None,
     starts: np.ndarray,
     step: float,
     limit: float,
+    elements: Tensor,
     levels: np.ndarray,
     row_sizes: np.ndarray,
 ) -> tuple[int, float]:

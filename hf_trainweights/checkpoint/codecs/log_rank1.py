@@ -29,7 +29,7 @@ to zero, infinity or NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -43,7 +43,7 @@ from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
     Rows,
-    empty,
+    Tile,
     fill,
     matrix_shape,
     rounded_to,
@@ -98,32 +98,39 @@ class LogRank1(Codec):
             allowed = f"a whole number from 1 to {_LARGEST_STEP}"
             raise ConfigError("log-rank1, step", allowed, repr(self.step), "Usual are 1 and 2.")
 
-    @np.errstate(all="ignore")
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
+        return self.encode_tiles(tensor)
+
+    @np.errstate(all="ignore")
+    def encode_tiles(
+        self, tensor: Tensor, use_decoded: Callable[[Tile, Tensor], None] = lambda tile, decoded: None
+    ) -> EncodedTensor:
+        """Encode a contiguous CPU tensor, and call `use_decoded` for each of its tiles, in the order of `tiles`.
+
+        It is given what decoding the tile will give, [r, c], in memory that the next tile reuses.
+        """
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         means = log_means(original)
         row_logs, column_logs = ((each / MEAN_UNITS).numpy() for each in means)
         row_factors, column_factors = _factors(*means)
-        writer = LevelWriter(*shape)
-        out = empty(shape, tensor.dtype)
-        bound = 0.0
+        writer = LevelWriter(tensor)
         for tile in tiles(*shape):
             rows, columns = tile
             logs, factors = (row_logs[rows], column_logs[columns]), (row_factors[rows], column_factors[columns])
-            target = out[tile]
-            decoded = target.numpy() if target.dtype == torch.float32 else scratch("decoded", target.shape)
-            quotients = _encode_tile(original[tile], logs, factors, self.step, decoded, *writer.place(tile))
+            elements = original[tile]
+            values = scratch("decoded", elements.shape)
+            quotients = _encode_tile(elements, logs, factors, self.step, values, *writer.place(tile))
             misfit, worst = _misfits(quotients, self.step / 2 + _SLACK)
-            if target.dtype != torch.float32:
-                target.copy_(torch.from_numpy(decoded))
+            decoded = torch.from_numpy(values).to(tensor.dtype)
             if misfit is not None:
-                writer.mark_exact(tile, original[tile], misfit)
-                target.view(-1)[misfit] = original[tile].reshape(-1)[misfit]
-            bound = max(bound, worst)
+                writer.mark_exact(tile, misfit)
+                decoded.view(-1)[misfit] = elements.reshape(-1)[misfit]
+            use_decoded(tile, decoded)
+            writer.bound = max(writer.bound, worst)
         # The errors are logarithms of float32 quotients.
-        payloads = [*writer.payloads(tensor.dtype), encode_means(*means)]
-        return EncodedTensor(payloads, {"step": self.step}, bound + 2**-20, out.view(tensor.shape))
+        payloads = [*writer.payloads(), encode_means(*means)]
+        return EncodedTensor(payloads, {"step": self.step}, writer.bound + 2**-20)
 
     @classmethod
     @np.errstate(all="ignore")

@@ -23,6 +23,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
@@ -40,9 +41,10 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     matrix_shape,
     rounded_to,
     rows_of,
+    tiles,
     to_float32,
 )
-from hf_trainweights.checkpoint.codecs.coding.levels import decode_tiles, encode_tiles, place_levels, to_levels
+from hf_trainweights.checkpoint.codecs.coding.levels import LevelWriter, decode_tiles, place_levels, to_levels
 from hf_trainweights.errors import ConfigError
 
 # In units of the step. Rounding gives 1/2, and the tensor's dtype a little more.
@@ -81,21 +83,15 @@ class UpdateSpace(Codec):
             allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
             raise ConfigError("update-space, step", allowed, repr(self.step), "Usual are 0.25 and 0.5.")
 
-    @np.errstate(all="ignore")
     def _encode(self, tensor: Tensor, references: References) -> EncodedTensor:
         if "exp_avg_sq" not in references:
             next_step = "Pass the decoded exp_avg_sq, or use a lossless codec."
             raise ConfigError("codec update-space, references", "exp_avg_sq", "nothing", next_step)
-        step = float(np.float32(self.step))
-        squares = references["exp_avg_sq"].view(matrix_shape(tensor.shape))
-
-        def encode(tile: Tile, elements: Tensor, *place: np.ndarray) -> tuple[int, float]:
-            return _encode_tile(elements, squares[tile], step, *place)
-
-        payloads, bound = encode_tiles(tensor, encode)
-        # The quotients are rounded to float32, some of them to denormals or zero.
-        bound = (bound + _TINY) * step * (1 + 2**-20)
-        return EncodedTensor(payloads, {"step": step}, bound)
+        shape = matrix_shape(tensor.shape)
+        squares, encoder = references["exp_avg_sq"].view(shape), TileEncoder(tensor, self.step)
+        for tile in tiles(*shape):
+            encoder.add(tile, squares[tile])
+        return encoder.finish()
 
     @classmethod
     @np.errstate(all="ignore")
@@ -119,8 +115,26 @@ class UpdateSpace(Codec):
         return decode_tiles(cls, payloads, shape, dtype, decode)
 
 
+class TileEncoder:
+    """Encodes a contiguous CPU tensor of first moments, given the second moments of one tile after the other."""
+
+    def __init__(self, tensor: Tensor, step: float):
+        self._writer, self._step = LevelWriter(tensor), float(np.float32(step))
+
+    @np.errstate(all="ignore")
+    def add(self, tile: Tile, squares: Tensor) -> None:
+        """Encode the next one of `tiles`; `squares` are its decoded second moments [r, c]."""
+        self._writer.write(tile, partial(_encode_tile, squares, self._step))
+
+    def finish(self) -> EncodedTensor:
+        """Return the tensor when all tiles are encoded."""
+        # The quotients are rounded to float32, some of them to denormals or zero.
+        bound = (self._writer.bound + _TINY) * self._step * (1 + 2**-20)
+        return EncodedTensor(self._writer.payloads(), {"step": self._step}, bound)
+
+
 def _encode_tile(
-    elements: Tensor, squares: Tensor, step: float, levels: np.ndarray, row_sizes: np.ndarray
+    squares: Tensor, step: float, elements: Tensor, levels: np.ndarray, row_sizes: np.ndarray
 ) -> tuple[int, float]:
     """Do as `place_levels` says; errors are in units of the step."""
     m, v = to_float32(elements, "m"), to_float32(squares, "squares")

@@ -255,7 +255,7 @@ class Payload:
     def finish(self) -> Tensor:
         """Return all pieces and the padding after the last one, 1-D uint8."""
         self._pad(padded_length(self.size_bytes) - self.size_bytes)
-        return torch.from_numpy(self._memory.view())
+        return torch.from_numpy(self._memory.finish())
 
     def _pad(self, count: int) -> None:
         while count:

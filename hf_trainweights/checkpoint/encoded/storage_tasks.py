@@ -14,10 +14,12 @@ from functools import partial
 
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import BlockWriter, ChunkedCodec, Chunks
+from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.raw import Raw
+from hf_trainweights.checkpoint.codecs.update_space import TileEncoder, UpdateSpace
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
@@ -137,9 +139,11 @@ class StorageTasks:
         yield index
 
     def _is_large(self, unit: list[int], size_bytes: int) -> bool:
+        plan = self.plans[unit[0]]
+        if len(unit) > 1 or len(plan.candidates) > 1 or not all(isinstance(c, ChunkedCodec) for c in plan.candidates):
+            return False
         # A task that decodes an anchor as well does it in its own thread; the parts of a large storage wait for it.
-        factor = 1 if self.plans[unit[0]].anchor is None else 4
-        return len(unit) == 1 and size_bytes > factor * _LARGE_BYTES
+        return size_bytes > (1 if plan.anchor is None else 4) * _LARGE_BYTES
 
     def _large_storage(self, index: int) -> LargeStorage | None:
         tensor, references = self._read(index)
@@ -156,7 +160,9 @@ class StorageTasks:
 
     def _encode(self, unit: list[int]) -> list[Coded]:
         """Encode some storages, of which later ones may refer to what decoding an earlier one gives."""
-        coded: list[Coded] = []
+        coded = self._encode_moments(unit)
+        if coded:
+            return coded
         decoded: dict[int, Tensor] = {}
         moments = {index: moment for index in unit if (moment := self.moments.get(index)) is not None}
         for index in unit:
@@ -169,6 +175,29 @@ class StorageTasks:
                 decoded[index] = _decoded_tensor(codec, encoded, tensor, references)
             coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
         return coded
+
+    def _encode_moments(self, unit: list[int]) -> list[Coded]:
+        """Encode a second and a first moment tile by tile, so that there is no decoded copy of the second.
+
+        Nothing is returned, and nothing done, unless the unit is such a pair with a codec each that can do so.
+        """
+        if len(unit) != 2 or self.moments.get(unit[1]) != unit[0]:
+            return []
+        exp_avg_sq, exp_avg = (self._read(index)[0] for index in unit)
+        tensors, references = (exp_avg_sq, exp_avg), ({}, {"exp_avg_sq": exp_avg_sq})
+        usable = [
+            _candidates(tensor, self.storages[index], self.plans[index], near)[0]
+            for index, tensor, near in zip(unit, tensors, references, strict=True)
+        ]
+        match usable:
+            case [[LogRank1() as first], [UpdateSpace() as second]] if {t.dtype for t in tensors} <= LOSSY_DTYPES:
+                encoder = TileEncoder(exp_avg, second.step)
+                encoded = first.encode_tiles(exp_avg_sq, encoder.add)
+                return [
+                    _coded(unit[0], first, encoded, has_anchor=False),
+                    _coded(unit[1], second, encoder.finish(), has_anchor=False),
+                ]
+        return []
 
 
 def _anchor_reference(anchor: Anchor | BaseWeights | None, name: str | None, tensor: Tensor) -> dict[str, Tensor]:
@@ -248,11 +277,9 @@ def _encode_within(codec: Codec, tensor: Tensor, references: References, most_by
 
 
 def _decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
-    """Return the tensor that decoding will give, without decoding where the codec or its result has it already."""
+    """Return the tensor that decoding will give."""
     if codec.lossless:
         return tensor
-    if encoded.decoded is not None:
-        return encoded.decoded
     return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
 
 

@@ -47,10 +47,8 @@ def test_zeros_stay_zeros_and_nothing_else_becomes_one():
     tensor[::3] = 0
     tensor[:, ::7] = 0
     tensor[1, :8] = torch.tensor([1e-45, 3e-45, 1e-40, 1.2e-38, 3e38, 1.0, -0.0, 0.0])
-    encoded, decoded = roundtrip(tensor)
+    _, decoded = roundtrip(tensor)
     assert torch.equal(decoded == 0, tensor == 0)
-    assert encoded.decoded is not None
-    assert bits_equal(encoded.decoded, decoded)
 
 
 def test_denormal_rows_take_few_bits_too():

@@ -180,6 +180,18 @@ def test_a_tensor_in_parts_becomes_the_same_bytes(tmp_path, monkeypatch, use_wor
     assert fingerprint(torch.load(io.BytesIO(expected[2]), weights_only=True)) == fingerprint(moments)
 
 
+@pytest.mark.parametrize("codec", ["planes-delta", "delta-uniform"])
+def test_the_anchor_of_a_large_tensor_is_decoded_once(tmp_path, monkeypatch, codec):
+    before = {"w": torch.randn(300, 300)}
+    anchor = Anchor(write_anchor(tmp_path, before))
+    decoded, decode = [], anchor.tensor
+    monkeypatch.setattr(anchor, "tensor", lambda name: decoded.append(name) or decode(name))
+    monkeypatch.setattr(storage_tasks, "_LARGE_BYTES", 1 << 10)
+    made = CODECS[codec](**({"step": 0.1} if codec == "delta-uniform" else {}))
+    written_bytes({"w": before["w"] + 1}, {("w",): TensorPlan("weight", "w", (made,), anchor="w")}, anchor=anchor)
+    assert decoded == ["w"]
+
+
 class Failing(Raw):
     """Fails sooner the larger the tensor is."""
 

@@ -45,7 +45,7 @@ Rows = slice | np.ndarray
 Placed = tuple[np.ndarray, np.ndarray | None]
 """Rows of float32, [r, c] and None; or the matrix [R, c] that they are in, and their numbers, int64 [r]."""
 
-TILE = 1 << 20
+TILE = 1 << 18
 """Most elements of a tile for arithmetic; files do not depend on it."""
 
 
@@ -172,9 +172,11 @@ class ByteBuffer:
             self._memory = grown
         self._memory[start : self._length] = data
 
-    def view(self) -> np.ndarray:
-        """Return all that was appended, uint8; a view."""
-        return self._memory[: self._length]
+    def finish(self) -> np.ndarray:
+        """Return all that was appended, uint8, and give the rest of the memory back; nothing can be appended after."""
+        if self._length < len(self._memory):
+            self._memory.resize(self._length, refcheck=False)
+        return self._memory[:]
 
 
 class BlockWriter:
@@ -197,7 +199,7 @@ class BlockWriter:
 
     def blocks(self) -> tuple[Tensor, list[int]]:
         """Return all blocks, 1-D uint8, and their stored sizes."""
-        return torch.from_numpy(self._data.view()), self._sizes
+        return torch.from_numpy(self._data.finish()), self._sizes
 
     def payload(self, earlier_sizes: Sequence[int] = ()) -> Tensor:
         """Return all blocks and the table of their sizes, those of earlier blocks first, 1-D uint8."""

@@ -75,12 +75,17 @@ _WIDTHS = (2, 4, 8, 10, 12, 14, 16)
 
 
 class LevelWriter:
-    """Collects the levels of a matrix [R, C], tile by tile."""
+    """Collects the levels of a tensor, contiguous on the CPU, in the order of its `tiles`.
 
-    def __init__(self, R: int, C: int):
-        self._levels = np.empty((R, C), np.int16)
-        self._row_sizes = np.zeros(R)
-        self._exact: list[Tensor] = []
+    `bound` is the largest error so far of an element that is not exact.
+    """
+
+    def __init__(self, tensor: Tensor):
+        self._elements = tensor.view(matrix_shape(tensor.shape))
+        self._levels = np.empty(self._elements.shape, np.int16)
+        self._row_sizes = np.zeros(len(self._elements))
+        self._exact = [torch.empty(0, dtype=tensor.dtype)]
+        self.bound = 0.0
 
     def place(self, tile: Tile) -> tuple[np.ndarray, np.ndarray]:
         """Return views to fill: a tile's levels, int16 [r, c], and its rows' sums of magnitudes, float64 [r].
@@ -89,23 +94,26 @@ class LevelWriter:
         """
         return self._levels[tile], self._row_sizes[tile[0]]
 
-    def keep_exact(self, tile: Tile, elements: Tensor) -> None:
-        """Keep those of the tile's elements whose levels, in their place, are `EXACT`."""
-        self._exact.append(elements.reshape(-1)[_exact_positions(self._levels[tile])])
+    def write(self, tile: Tile, encode: Callable[[Tensor, np.ndarray, np.ndarray], tuple[int, float]]) -> None:
+        """Let `encode` do as `place_levels` does, given a tile's elements [r, c] and what `place` returns for it."""
+        elements = self._elements[tile]
+        missed, worst = encode(elements, *self.place(tile))
+        if missed:
+            self._exact.append(elements.reshape(-1)[_exact_positions(self._levels[tile])])
+        self.bound = max(self.bound, worst)
 
-    def mark_exact(self, tile: Tile, elements: Tensor, positions: Tensor) -> None:
-        """Store the elements [r, c] of a tile at these positions, int64 [m], exactly; `EXACT` replaces their levels."""
+    def mark_exact(self, tile: Tile, positions: Tensor) -> None:
+        """Store the elements of a tile at these positions, int64 [m], exactly; `EXACT` replaces their levels."""
         levels, row_sizes = self.place(tile)
         at = positions.numpy()
         marked = levels.reshape(-1)[at]
         np.subtract.at(row_sizes, at // levels.shape[1], np.abs(marked.astype(np.float64)) * (marked != SAME))
         levels.reshape(-1)[at] = EXACT
-        self._exact.append(elements.reshape(-1)[positions])
+        self._exact.append(self._elements[tile].reshape(-1)[positions])
 
-    def payloads(self, dtype: torch.dtype) -> list[Tensor]:
-        """Return the two payloads, given the tensor's dtype."""
-        exact = torch.cat([torch.empty(0, dtype=dtype), *self._exact])
-        return [_encode_levels(self._levels, self._row_sizes), exact.view(torch.uint8)]
+    def payloads(self) -> list[Tensor]:
+        """Return the two payloads, when all tiles are done."""
+        return [_encode_levels(self._levels, self._row_sizes), torch.cat(self._exact).view(torch.uint8)]
 
 
 def to_levels(numbers: np.ndarray) -> np.ndarray:
@@ -129,24 +137,6 @@ def place_levels(
     levels[:] = np.where(fits, np.where(same, SAME, numbers), EXACT)
     row_sizes += np.where(fits & ~same, np.abs(numbers), 0).sum(1, dtype=np.float64)
     return int(np.count_nonzero(~fits)), float(errors[fits].max(initial=0.0))
-
-
-def encode_tiles(
-    tensor: Tensor, encode: Callable[[Tile, Tensor, np.ndarray, np.ndarray], tuple[int, float]]
-) -> tuple[list[Tensor], float]:
-    """Return the payloads of a tensor's levels, and the largest error of an element that is not exact.
-
-    `encode` is called for each tile, with its elements [r, c] and what `LevelWriter.place` returned for it; it does as
-    `place_levels` says.
-    """
-    shape = matrix_shape(tensor.shape)
-    original, writer, bound = tensor.view(shape), LevelWriter(*shape), 0.0
-    for tile in tiles(*shape):
-        missed, worst = encode(tile, original[tile], *writer.place(tile))
-        if missed:
-            writer.keep_exact(tile, original[tile])
-        bound = max(bound, worst)
-    return writer.payloads(tensor.dtype), bound
 
 
 def decode_tiles(

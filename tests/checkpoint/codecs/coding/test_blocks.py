@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -106,15 +107,17 @@ def test_every_int16_survives_being_split_into_bytes():
     assert len(bytes_to_int16(int16_to_bytes(numbers[:0]))) == 0
 
 
-def test_a_buffer_moves_only_when_more_is_appended_than_was_expected():
-    buffer = ByteBuffer(4)
-    buffer.append(np.array([1, 2], np.uint8))
-    first = buffer.view()
-    buffer.append(np.array([3, 4], np.uint8))
-    assert np.shares_memory(buffer.view(), first)
-    buffer.append(np.array([5], np.uint8))
-    assert not np.shares_memory(buffer.view(), first)
-    assert (buffer.view().tolist(), len(buffer)) == ([1, 2, 3, 4, 5], 5)
+@pytest.mark.parametrize("expected_bytes", [0, 4, 5, 1 << 24])
+def test_a_buffer_has_what_was_appended_and_keeps_no_more_memory(expected_bytes):
+    tracemalloc.start()
+    buffer = ByteBuffer(expected_bytes)
+    for part in ([1, 2], [], [3, 4], [5]):
+        buffer.append(np.array(part, np.uint8))
+    assert len(buffer) == 5
+    assert buffer.finish().tolist() == [1, 2, 3, 4, 5]
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept_bytes < 10_000
 
 
 @pytest.mark.parametrize(

@@ -22,14 +22,14 @@ def written(levels, exact_share=0.0, same_share=0.0, seed=0):
     elements = torch.from_numpy(rng.standard_normal(levels.shape)).to(torch.float32)
     exact = torch.from_numpy(rng.random(levels.shape) < exact_share)
     same = torch.from_numpy(rng.random(levels.shape) < same_share)
-    writer = LevelWriter(*levels.shape)
+    writer = LevelWriter(elements)
     for tile in tiles(*levels.shape):
         errors = exact[tile].float().numpy()
         missed, worst = place_levels(levels[tile].numpy(), same[tile].numpy(), errors, 0.5, *writer.place(tile))
         assert (missed, worst) == (exact[tile].sum(), 0)
-        if missed:
-            writer.keep_exact(tile, elements[tile])
-    return writer.payloads(torch.float32), elements, exact, same
+        writer.write(tile, lambda tile_elements, *place, found=(missed, worst): found)
+    assert writer.bound == 0
+    return writer.payloads(), elements, exact, same
 
 
 def check(levels, **shares):
@@ -104,11 +104,11 @@ def test_rows_of_different_size_cost_less_than_the_entropy_of_all():
 
 def test_rows_of_the_same_cost_next_to_nothing():
     levels = gaussian([2000, 384], 1)
-    writer = LevelWriter(*levels.shape)
+    writer = LevelWriter(levels)
     same = (np.arange(2000) % 8 != 0)[:, None] & np.ones(levels.shape, bool)
     for tile in tiles(*levels.shape):
         place_levels(levels[tile].numpy(), same[tile], np.zeros(levels[tile].shape), 0.5, *writer.place(tile))
-    bits = 8 * len(writer.payloads(torch.float32)[0]) / levels.numel()
+    bits = 8 * len(writer.payloads()[0]) / levels.numel()
     assert bits < check(levels) / 8 + 0.06
 
 
