@@ -40,7 +40,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import (
+    LOSSY_DTYPES,
+    Codec,
+    EncodedTensor,
+    Json,
+    OwnAnchor,
+    References,
+)
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
@@ -149,7 +156,8 @@ class DeltaUniform(Codec):
             near = None if anchor is None else rows_of(anchor, rows, columns, "anchor")
             _decode_tile(levels, near, _dither_starts(rows, columns, matrix[1], shift), step, out)
 
-        return decode_tiles(cls, payloads, shape, dtype, decode)
+        memory = anchor if isinstance(references, OwnAnchor) else None
+        return decode_tiles(cls, payloads, shape, dtype, decode, memory)
 
 
 def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Json, References
+from hf_trainweights.checkpoint.codecs.base import ROLES, Json, OwnAnchor, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     BlockReader,
     BlockWriter,
@@ -37,7 +37,6 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     scratch,
 )
 from hf_trainweights.files.byte_planes import (
-    WORDS,
     compiled_for,
     fold,
     join_planes,
@@ -126,7 +125,7 @@ class PlanesDelta(ChunkedCodec):
         reader = BlockReader(cls, payloads[0], chunks * itemsize + 1)
         is_delta = reader.read(chunks * itemsize, chunks)
         anchor = cls.needed(references, "anchor") if is_delta.any() else None
-        return _joined(reader, shape, dtype, is_delta, anchor)
+        return _joined(reader, shape, dtype, is_delta, anchor, to_anchor=isinstance(references, OwnAnchor))
 
 
 def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
@@ -148,19 +147,28 @@ def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
 
 
 def _joined(
-    reader: BlockReader, shape: torch.Size, dtype: torch.dtype, is_delta: np.ndarray, anchor: Tensor | None
+    reader: BlockReader,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    is_delta: np.ndarray,
+    anchor: Tensor | None,
+    *,
+    to_anchor: bool = False,
 ) -> Tensor:
-    """Undo `_cut`; `is_delta` says which chunks are differences to the anchor."""
+    """Undo `_cut`, in the memory of the anchor or in new memory; `is_delta` says which chunks are differences to it."""
     itemsize, count = word_layout(shape, dtype)
     near = None if anchor is None else words_of(anchor)
-    decoded = empty([count], WORDS[itemsize])
+    decoded = empty(shape, dtype) if anchor is None or not to_anchor else anchor
     for index, chunk in enumerate(chunk_ranges(count)):
-        out = decoded.numpy()[chunk]
+        out = words_of(decoded)[chunk]
         is_difference = near is not None and is_delta[index]
-        for part in read_planes(reader, index * itemsize, out, None if is_difference else dtype):
+        words = scratch("words", out.shape, out.dtype) if is_difference and to_anchor else out
+        for part in read_planes(reader, index * itemsize, words, None if is_difference else dtype):
             if near is not None and is_difference:
-                _add_(out[part], near[chunk][part])
-    return decoded.view(dtype).view(shape)
+                _add_(words[part], near[chunk][part])
+            if words is not out:
+                out[part] = words[part]
+    return decoded
 
 
 def _delta_is_smaller(words: np.ndarray, anchor: np.ndarray, dtype: torch.dtype) -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_trainweights.checkpoint.codecs.base import OwnAnchor
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, cut_payload, decode_storage, empty_storages
@@ -156,7 +157,9 @@ class Anchor:
         view = self._views[name]
         index = view["storage"]
         with torch.no_grad(), default_device_cpu():
-            storage = decode_storage(self._structure, index, self._pieces[index], self._references(index))
+            entry, following = self._structure["storages"][index], self._next
+            references = following.references(entry) if following is not None and "anchor" in entry else {}
+            storage = decode_storage(self._structure, index, self._pieces[index], references)
             structure = {"tree": {"tensor": 0}, "tensors": [{**view, "storage": 0}]}
             return unflatten(structure, [storage]).detach()
 
@@ -170,11 +173,9 @@ class Anchor:
         beside = self.path.with_name(anchor_file_name(sha256))
         return Anchor(find_anchor(sha256, str(beside)), sha256=sha256, most_files=most_files - 1)
 
-    def _references(self, index: int) -> dict[str, Tensor]:
-        entry = self._structure["storages"][index]
-        if self._next is None or "anchor" not in entry:
-            return {}
-        return {"anchor": self._next.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
+    def references(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what decoding a storage takes that is stored against this anchor, given its entry in the structure."""
+        return OwnAnchor(anchor=self.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]]))
 
 
 def keep_open(path: Path, sha256: str) -> Anchor:

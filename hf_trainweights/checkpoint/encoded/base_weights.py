@@ -182,6 +182,10 @@ class BaseWeights:
         except SafetensorError as error:
             raise corrupt(f"{self.base}, {name}", "a readable tensor", error) from error
 
+    def references(self, entry: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return what decoding a storage takes that is stored against this base, given its entry in the structure."""
+        return {"anchor": self.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])}
+
     def named_as(self, weights: Mapping[str, Any]) -> Self:
         """Give the tensors the names that they have in a checkpoint's flat state dict; the others go.
 

@@ -62,9 +62,8 @@ def _decode_storages(structure: Mapping[str, Any], payload: Tensor) -> list[Tens
     done: list[Future[Tensor]] = [Future() for _ in entries]
 
     def decode(index: int) -> Tensor:
-        entry, references = entries[index], {}
-        if anchor is not None and "anchor" in entry:
-            references["anchor"] = anchor.tensor(entry["anchor"]).to(DTYPES[entry["dtype"]])
+        entry = entries[index]
+        references = anchor.references(entry) if anchor is not None and "anchor" in entry else {}
         if "exp_avg_sq" in entry:
             # Of a lower index, so another thread has begun it and waits for none that comes later.
             references["exp_avg_sq"] = done[entry["exp_avg_sq"]].result()

@@ -22,9 +22,7 @@ def measure(codec, tensor, references):
     before = peak_bytes()
     encoded = codec.encode(tensor, references)
     encoding = peak_bytes() - before
-    payloads, params = encoded.payloads, encoded.params
-    del encoded  # with the decoded tensor that it may hold
-    codec.decode(payloads, params, tensor.shape, tensor.dtype, references)
+    codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
     return encoding / tensor.nbytes, (peak_bytes() - before) / tensor.nbytes
 
 

@@ -15,11 +15,16 @@ from checkpoint.codecs.cases import (
 )
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import ROLES
+from hf_trainweights.checkpoint.codecs.base import ROLES, OwnAnchor
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 # torch says so of every complex32 tensor it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
+
+
+def own(references):
+    return OwnAnchor({name: each.clone() for name, each in references.items()})
+
 
 every_codec = pytest.mark.parametrize("codec", INSTANCES, ids=name_of)
 
@@ -57,11 +62,20 @@ def assert_exact_or_within_the_bound(codec, dtype, shape):
     decoded = decode(codec, encoded, tensor, references)
     assert (decoded.shape, decoded.dtype) == (tensor.shape, tensor.dtype)
     assert decoded.is_contiguous()
+    assert bits_equal(decode(codec, encoded, tensor, own(references)), decoded)
     if codec.lossless:
         assert encoded.bound is None
         assert bits_equal(decoded, tensor)
     else:
         assert error(codec, tensor, decoded, references) <= encoded.bound
+
+
+@pytest.mark.parametrize("codec", [each for each in INSTANCES if "anchor" in each.references], ids=name_of)
+def test_an_anchor_that_nobody_needs_lends_its_memory_and_any_other_is_only_read(codec):
+    tensor, references = inputs(codec, [300, 300], torch.float32)
+    encoded, given_up = codec.encode(tensor, references), own(references)
+    assert bits_equal(decode(codec, encoded, tensor, references), decode(codec, encoded, tensor, references))
+    assert decode(codec, encoded, tensor, given_up).data_ptr() == given_up["anchor"].data_ptr()
 
 
 @pytest.mark.slow

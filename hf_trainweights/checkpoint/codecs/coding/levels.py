@@ -145,8 +145,9 @@ def decode_tiles(
     shape: torch.Size,
     dtype: torch.dtype,
     decode: Callable[[Rows, slice, np.ndarray, Placed], None],
+    memory: Tensor | None = None,
 ) -> Tensor:
-    """Return the tensor whose levels a `LevelWriter` collected.
+    """Return the tensor whose levels a `LevelWriter` collected, in the memory of a tensor like it, or in new memory.
 
     `decode` is called for some rows and columns, with their levels, int16 [r, c], and the place of the elements to
     fill; what it makes of `EXACT` does not matter. CorruptFileError: the payloads do not fit the shape.
@@ -157,7 +158,7 @@ def decode_tiles(
     exact = payloads[1].clone().view(dtype)
     exact_count, positions = 0, [np.empty(0, np.int64)]
     decoded_levels = _decode_levels(codec, payloads[0], R, C)
-    out = empty((R, C), dtype)
+    out = empty((R, C), dtype) if memory is None else memory.view(R, C)
     for rows, columns, levels, count in decoded_levels:
         if dtype == torch.float32:
             decode(rows, columns, levels, rows_of(out, rows, columns, "decoded"))
