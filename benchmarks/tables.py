@@ -549,7 +549,8 @@ def checkpoint_cores() -> str:
         "Loading is `torch.load` of both files relative to that of the plain ones, which reads "
         f"{report['load_gb_per_cpu_second']:.1f} GB/s of a core. Written: all bytes of four saves, the Trainer's own "
         "among them, over those of four plain saves; MB: the most memory that one of them takes, on both cores. On one "
-        "core CPU seconds are compared, on two the clock, and on a busy machine two threads get more of it than one."
+        "core CPU seconds are compared, on two the clock, and on a busy machine two threads get more of it than one. "
+        "CPU seconds hold what a thread frees after a call, too."
     )
     return f"{table(header, rows)}\n\n{caption}"
 

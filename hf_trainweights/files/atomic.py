@@ -11,6 +11,7 @@ import contextlib
 import errno
 import io
 import os
+import threading
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
@@ -20,7 +21,10 @@ from hf_trainweights.files import disk
 from hf_trainweights.files.reading import read_chunks
 from hf_trainweights.files.temporary import claim_directory, claim_file, temporary_path
 
+FREEING_THREAD = "trainweights-free"
+
 _BUFFER_BYTES = 1 << 20
+_LARGE_BYTES = 16 << 20
 # The disk writes so many bytes while the next ones are encoded.
 _STARTED_BYTES = 16 << 20
 # What file systems without hard links answer (FAT, object stores through FUSE, Docker bind mounts, ...).
@@ -180,6 +184,25 @@ def remove_files(files: Iterable[Path]) -> None:
         if file.exists():
             disk.file_system.unlink(file)
             disk.file_system.sync_directory(file.parent)
+
+
+@contextlib.contextmanager
+def freeing_in_background(directory: Path) -> Iterator[None]:
+    """Let a thread free what large files of a directory have in memory, if the block replaces or removes them.
+
+    For a gigabyte that takes the kernel .7 seconds, and with Python's lock held where tensors are mapped from the file:
+    all threads would wait, also one that trains. So nothing in the block may be mapped from the files when it ends.
+    """
+    with contextlib.ExitStack() as held:
+        for file in directory.glob("*") if os.name == "posix" else ():  # Windows replaces no file that is open
+            with contextlib.suppress(OSError):
+                if file.lstat().st_size >= _LARGE_BYTES:
+                    held.callback(os.close, os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+        yield
+        # NFS and FUSE show a removed file under such a name until it is closed.
+        with contextlib.suppress(OSError):
+            if not any(name.startswith((".nfs", ".fuse_hidden")) for name in os.listdir(directory)):
+                threading.Thread(target=held.pop_all().close, name=FREEING_THREAD, daemon=True).start()
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:

@@ -1,6 +1,7 @@
 import errno
 import hashlib
 import os
+import threading
 
 import pytest
 from simulated_disk import RecordingDisk
@@ -239,3 +240,49 @@ def test_what_is_written_is_digested_on_the_way(tmp_path):
         digested.flush()
     assert digested.size_bytes == 3_000_003
     assert digested.sha256() == file_sha256(tmp_path / "a")
+
+
+def threads_that_close(monkeypatch, file):
+    """Lists the thread of each close of a file's descriptor from now on."""
+    inode, threads, close = file.stat().st_ino, [], os.close
+
+    def recorded(descriptor):
+        if os.fstat(descriptor).st_ino == inode:
+            threads.append(threading.current_thread().name)
+        close(descriptor)
+
+    monkeypatch.setattr(atomic.os, "close", recorded)
+    return threads
+
+
+@pytest.mark.skipif(os.name != "posix", reason="Windows replaces no file that is open, so none is held")
+@pytest.mark.parametrize("shown", [None, ".nfs0001", ".fuse_hidden1"])
+def test_a_large_file_that_was_replaced_is_freed_by_a_thread_unless_the_disk_shows_it(tmp_path, monkeypatch, shown):
+    monkeypatch.setattr(atomic, "_LARGE_BYTES", 100)
+    (tmp_path / "large").write_bytes(bytes(100))
+    threads = threads_that_close(monkeypatch, tmp_path / "large")
+    with atomic.freeing_in_background(tmp_path):
+        with atomic.replace_file(tmp_path / "large") as file:
+            file.write(b"new")
+        assert threads == []
+        if shown:
+            (tmp_path / shown).touch()
+    for thread in threading.enumerate():
+        if thread.name == atomic.FREEING_THREAD:
+            thread.join(timeout=60)
+    assert threads == [threading.current_thread().name if shown else atomic.FREEING_THREAD]
+    assert (tmp_path / "large").read_bytes() == b"new"
+
+
+@pytest.mark.parametrize("size_bytes", [99, 100])
+def test_no_file_is_held_after_an_error_nor_a_small_one_or_a_link_at_all(tmp_path, monkeypatch, size_bytes):
+    monkeypatch.setattr(atomic, "_LARGE_BYTES", 100)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "elsewhere").write_bytes(bytes(200))
+    (tmp_path / "run" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "run" / "file").write_bytes(bytes(size_bytes))
+    held, linked = (threads_that_close(monkeypatch, tmp_path / name) for name in ("run/file", "elsewhere"))
+    with pytest.raises(ArithmeticError, match="now"), atomic.freeing_in_background(tmp_path / "run"):
+        raise ArithmeticError("now")
+    assert held == [threading.current_thread().name] * (size_bytes >= 100 and os.name == "posix")
+    assert linked == []

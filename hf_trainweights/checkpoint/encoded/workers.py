@@ -22,7 +22,8 @@ _BYTES_PER_WORKER = 4 << 20
 # Beyond them the thread that writes cannot keep up.
 _MOST_WORKERS = 8
 _AHEAD_BYTES = 64 << 20
-_AHEAD = 16  # tasks of a worker
+# Tasks of a worker: so many small tensors go beside one large one.
+_AHEAD = 64
 
 
 def worker_count(size_bytes: int) -> int:

@@ -50,7 +50,7 @@ from hf_trainweights.checkpoint.whole.sources import (
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import freeing_in_background, remove_files, replace_by_link, replace_file
 from hf_trainweights.files.reading import is_torch_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
@@ -93,6 +93,10 @@ class WholeLayout:
 
     def compress(self, job: SaveJob) -> Manifest:
         """Make the files small; with the same choices a second call changes nothing."""
+        with freeing_in_background(self.path):
+            return self._compress(job)
+
+    def _compress(self, job: SaveJob) -> Manifest:
         path, inventory = self.path, take_inventory(self.path)
         if not job.weights_only:
             inventory.require_training_state()
