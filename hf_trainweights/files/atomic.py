@@ -194,15 +194,22 @@ def freeing_in_background(directory: Path) -> Iterator[None]:
     all threads would wait, also one that trains. So nothing in the block may be mapped from the files when it ends.
     """
     with contextlib.ExitStack() as held:
-        for file in directory.glob("*") if os.name == "posix" else ():  # Windows replaces no file that is open
-            with contextlib.suppress(OSError):
-                if file.lstat().st_size >= _LARGE_BYTES:
-                    held.callback(os.close, os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW))
+        descriptors = [*_large_files(directory)] if os.name == "posix" else []  # Windows replaces no file that is open
+        for descriptor in descriptors:
+            held.callback(os.close, descriptor)
         yield
         # NFS and FUSE show a removed file under such a name until it is closed.
+        is_shown = any(next(directory.glob(f"{prefix}*"), None) for prefix in (".nfs", ".fuse_hidden"))
+        if descriptors and not is_shown:
+            threading.Thread(target=held.pop_all().close, name=FREEING_THREAD, daemon=True).start()
+
+
+def _large_files(directory: Path) -> Iterator[int]:
+    """Open the large regular files of a directory, and yield their descriptors."""
+    for file in directory.glob("*"):
         with contextlib.suppress(OSError):
-            if not any(name.startswith((".nfs", ".fuse_hidden")) for name in os.listdir(directory)):
-                threading.Thread(target=held.pop_all().close, name=FREEING_THREAD, daemon=True).start()
+            if file.lstat().st_size >= _LARGE_BYTES and not file.is_dir():
+                yield os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
