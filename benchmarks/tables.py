@@ -536,18 +536,23 @@ def checkpoint_cores() -> str:
     rows = []
     for mode, row in report["modes"].items():
         loads = f"{row['load_over_plain']:.2f}", f"{row['load_over_plain_on_two_cores']:.2f}"
+        read_alone = f"{row['read_over_plain_on_two_cores']:.2f}"
         speeds = f"{row['encode_gb_per_cpu_second']:.2f}", f"{row['encode_speedup_of_two_cores']:.1f}"
+        cores = f"{row['encode_speedup_at_most']:.1f}", f"{row['encode_cpu_of_two_cores']:.2f}"
         written, peak = f"{row['written']:.2f}", f"{max(row['peak_bytes']) / 1e6:.0f}"
-        rows.append([mode, *speeds, f"{row['encode_cpu_of_two_cores']:.2f}", *loads, written, peak])
-    header = ["mode", "encode, GB/s of a core", "two cores", "their CPU", "load", "load, two cores", "written", "MB"]
+        rows.append([mode, *speeds, *cores, *loads, read_alone, written, peak])
+    header = ["mode", "encode, GB/s of a core", "two cores", "at most", "their CPU"]
+    header += ["load", "load, two cores", "reading alone", "written", "MB"]
     machine = report["machine"]
     caption = (
         f"{machine['cpu']}, {machine['cores']} cores, shared with other work (load {machine['load']:.0f}): best of "
         f"several rounds. Weights and moments of {report['plain_bytes'] / 1e9:.1f} GB, whose largest tensor has "
         f"{report['largest_tensor_bytes'] / 1e6:.0f} MB. Encoding rewrites a directory, digests and fsync included: "
-        "plain bytes over CPU seconds, how much sooner two cores are done, and their CPU time relative to that of one. "
+        "plain bytes over CPU seconds; how much sooner two cores are done, and would be if they shared all that one "
+        "computes and waited for the disk as long; and their CPU time relative to that of one. "
         "Loading is `torch.load` of both files relative to that of the plain ones, which reads "
-        f"{report['load_gb_per_cpu_second']:.1f} GB/s of a core. Written: all bytes of four saves, the Trainer's own "
+        f"{report['load_gb_per_cpu_second']:.1f} GB/s of a core; reading alone is what torch.load does before anything "
+        "is decoded, which two cores do not share. Written: all bytes of four saves, the Trainer's own "
         "among them, over those of four plain saves; MB: the most memory that one of them takes, on both cores. On one "
         "core CPU seconds are compared, on two the clock, and on a busy machine two threads get more of it than one. "
         "CPU seconds hold what a thread frees after a call, too."
