@@ -176,6 +176,21 @@ def test_a_difference_to_a_base_of_another_dtype_is_exact(tmp_path: Path, dtype:
     assert all(torch.equal(loaded[key], each) for key, each in weights(1).items())
 
 
+@pytest.mark.parametrize("codec", ["planes-delta", "delta-uniform"])
+def test_decoding_a_difference_leaves_the_base_as_it_is(local: Path, codec: str) -> None:
+    before = {name: each.clone() for name, each in weights().items()}
+    base = BaseWeights(identify_base(local), local).named_as(before)
+    name = max(before, key=lambda each: before[each].numel())
+    made = CODECS[codec](**({"step": 0.01} if codec == "delta-uniform" else {}))
+    moved = before[name] + 0.1
+    encoded = made.encode(moved, {"anchor": before[name]})
+    entry = {"anchor": name, "dtype": str(moved.dtype).removeprefix("torch.")}
+    arguments = encoded.payloads, encoded.params, list(moved.shape), moved.dtype
+    first, second = (made.decode(*arguments, base.references(entry)) for _ in range(2))
+    assert torch.equal(first, second)
+    assert torch.equal(base.tensor(name), before[name])
+
+
 def test_a_model_with_a_head_refers_to_its_base_model_and_the_other_way_round(tmp_path: Path) -> None:
     head = {**{f"model.{name}": each for name, each in weights(1).items()}, "score.weight": torch.randn(2, 80)}
     codecs, loaded = stored_and_loaded(head, open_base(tmp_path, weights()))
