@@ -159,8 +159,9 @@ def _joined(
     itemsize, count = word_layout(shape, dtype)
     near = None if anchor is None else words_of(anchor)
     decoded = empty(shape, dtype) if anchor is None or not to_anchor else anchor
+    decoded_words = words_of(decoded)
     for index, chunk in enumerate(chunk_ranges(count)):
-        out = words_of(decoded)[chunk]
+        out = decoded_words[chunk]
         is_difference = near is not None and is_delta[index]
         words = scratch("words", out.shape, out.dtype) if is_difference and to_anchor else out
         for part in read_planes(reader, index * itemsize, words, None if is_difference else dtype):

@@ -181,21 +181,18 @@ class StorageTasks:
 
         Nothing is returned, and nothing done, unless the unit is such a pair with a codec each that can do so.
         """
-        if len(unit) != 2 or self.moments.get(unit[1]) != unit[0]:
-            return []
-        exp_avg_sq, exp_avg = (self._read(index)[0] for index in unit)
-        tensors, references = (exp_avg_sq, exp_avg), ({}, {"exp_avg_sq": exp_avg_sq})
-        usable = [
-            _candidates(tensor, self.storages[index], self.plans[index], near)[0]
-            for index, tensor, near in zip(unit, tensors, references, strict=True)
-        ]
-        match usable:
-            case [[LogRank1() as first], [UpdateSpace() as second]] if {t.dtype for t in tensors} <= LOSSY_DTYPES:
-                encoder = TileEncoder(exp_avg, second.step)
-                encoded = first.encode_tiles(exp_avg_sq, encoder.add)
+        storages = [self.storages[index] for index in unit]
+        are_alike = len({each.shape for each in storages}) == 1 and all(each.exclusive for each in storages)
+        match [self.plans[index].candidates for index in unit]:
+            case [[LogRank1() as of_second], [UpdateSpace() as of_first]] if self.moments.get(unit[1]) == unit[0]:
+                if not are_alike or not {each.source.dtype for each in storages} <= LOSSY_DTYPES:
+                    return []
+                exp_avg_sq, exp_avg = (each.read() for each in storages)
+                encoder = TileEncoder(exp_avg, of_first.step)
+                encoded = of_second.encode_tiles(exp_avg_sq, encoder.add)
                 return [
-                    _coded(unit[0], first, encoded, has_anchor=False),
-                    _coded(unit[1], second, encoder.finish(), has_anchor=False),
+                    _coded(unit[0], of_second, encoded, has_anchor=False),
+                    _coded(unit[1], of_first, encoder.finish(), has_anchor=False),
                 ]
         return []
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, References
+from hf_trainweights.checkpoint.codecs.base import Codec, EncodedTensor, OwnAnchor, References
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
@@ -58,6 +58,11 @@ def inputs(codec: Codec, shape: list[int], dtype: torch.dtype, seed: int = 0) ->
     if codec.codec_id == "update-space":
         return moment, {"exp_avg_sq": squares}
     return weight.to(dtype), {"anchor": anchor}
+
+
+def own(references: References) -> OwnAnchor:
+    """Returns copies of references, which decoding may write over."""
+    return OwnAnchor({name: each.clone() for name, each in references.items()})
 
 
 def decode(codec: Codec, encoded: EncodedTensor, like: Tensor, references: References | None = None) -> Tensor:

@@ -12,19 +12,15 @@ from checkpoint.codecs.cases import (
     error,
     inputs,
     name_of,
+    own,
 )
 
 from hf_trainweights.checkpoint.codecs import CODECS
-from hf_trainweights.checkpoint.codecs.base import ROLES, OwnAnchor
+from hf_trainweights.checkpoint.codecs.base import ROLES
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 # torch says so of every complex32 tensor it makes.
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
-
-
-def own(references):
-    return OwnAnchor({name: each.clone() for name, each in references.items()})
-
 
 every_codec = pytest.mark.parametrize("codec", INSTANCES, ids=name_of)
 

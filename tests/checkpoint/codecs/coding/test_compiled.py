@@ -6,9 +6,9 @@ import os
 import numpy as np
 import pytest
 import torch
-from checkpoint.codecs.cases import INSTANCES, SHAPES, bits_equal, decode, inputs, name_of
+from checkpoint.codecs.cases import INSTANCES, SHAPES, bits_equal, decode, inputs, name_of, own
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, OwnAnchor
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.levels import EXACT, SAME, _decode_levels, _encode_levels
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
@@ -45,8 +45,7 @@ def assert_same_bytes(
         ]
         assert (encoded.params, encoded.bound) == (expected.params, expected.bound)
         assert bits_equal(decode(codec, expected, tensor, references), decoded)
-        own = OwnAnchor({name: each.clone() for name, each in references.items()})
-        assert bits_equal(decode(codec, expected, tensor, own), decoded)
+        assert bits_equal(decode(codec, expected, tensor, own(references)), decoded)
     return encoded
 
 
