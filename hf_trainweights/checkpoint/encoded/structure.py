@@ -199,10 +199,12 @@ def decode_storage(
         raise corrupt(where, f"crc32 {entry['crc32']}", payload_crc32(pieces))
     codec, dtype = CODECS[entry["codec"]], DTYPES[entry["dtype"]]
     try:
-        return codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
+        decoded = codec.decode(pieces, entry.get("params", {}), entry["shape"], dtype, references)
     except CorruptFileError as error:
         where = f"{storage_name(structure, index)}, {error.where}"
         raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
+    # A codec may decode to the memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
+    return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 
 def empty_storages(structure: Mapping[str, Any]) -> list[Tensor]:

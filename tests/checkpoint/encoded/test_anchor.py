@@ -55,6 +55,21 @@ def test_anchor_may_be_a_difference_to_another_one_beside_it(tmp_path):
     assert set(anchor.files) == set((tmp_path / "moved").iterdir())
 
 
+@pytest.mark.parametrize("codec", ["planes-delta", "delta-uniform"])
+def test_differences_to_parts_of_one_memory_are_decoded_to_memory_of_their_own(codec, tmp_path):
+    torch.manual_seed(0)
+    fused = torch.randn(3, 80, 64)
+    anchor = Anchor(write_anchor(tmp_path, dict(zip("qkv", fused, strict=True))))
+    apart = {name: part + 1e-3 for name, part in zip("qkv", fused, strict=True)}
+    chosen = CODECS["planes-delta"]() if codec == "planes-delta" else CODECS[codec](step=1e-4)
+    plan = {(name,): TensorPlan("weight", name, (chosen,), anchor=name) for name in apart}
+    path = write_encoded(tmp_path / "w.bin", apart, plan, anchor=anchor, anchor_directory=tmp_path)
+    loaded = torch.load(path, weights_only=True)
+    for name, tensor in apart.items():
+        assert torch.allclose(loaded[name], tensor, rtol=0, atol=1e-4)
+        assert loaded[name].untyped_storage().nbytes() == tensor.nbytes
+
+
 @pytest.mark.slow
 def test_anchor_that_takes_too_many_files_is_refused(tmp_path):
     path, _ = chain(tmp_path, 8)
