@@ -18,16 +18,14 @@ The manifest is one JSON object that carries its own digest, as in files/signed_
       "torch_version": "..."
     }
 
-Where files were rounded before they were encoded as they are, the optional key `rounded_before` says by how much:
-file name to role to the largest error of an element. A sharded checkpoint has the optional key `sharded`
+A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. Its report
+says what encoding it cost, the optional key `rounded_before` what it had lost before: file name to role to the largest
+error of an element. A sharded checkpoint has the optional key `sharded`
 (dcp/description.py). Where weights are stored against others outside the run, the optional key `base` says which
 (encoded/base_identity.py). Numbers that are not finite stand as `NaN` and `Infinity`, as Python's json writes them.
 File names are relative, their parts are joined by `/`; there is no `..`, no absolute path, and no link is followed.
 
 Types and ranges are checked as well: a right digest proves the text whole, not that it makes sense.
-
-A file that was rounded stays rounded when it is encoded once more without a loss, and when it is restored. So the
-manifest says of each file what it had lost before it was encoded as it is, and each report what encoding it cost.
 """
 
 from __future__ import annotations
@@ -129,15 +127,16 @@ _ANCHOR = {
 }
 
 
-def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> None:
-    """Check that an object from JSON has fields of certain kinds; it may have others. CorruptFileError: it has not."""
+def require_fields(where: str, value: object, kinds: Mapping[str, Kind]) -> Mapping[str, Any]:
+    """Return an object from JSON that has fields of certain kinds, maybe others; CorruptFileError: it has not."""
     if not isinstance(value, Mapping):
-        raise _wrong(where, "an object", value)
+        raise _corrupt(where, "an object", repr(value))
     for name, kind in kinds.items():
         if name not in value:
-            raise CorruptFileError(f"{where}.{name}", kind.expected, "nothing", _NEXT_STEP)
+            raise _corrupt(f"{where}.{name}", kind.expected, "nothing")
         if not kind.fits(value[name]):
-            raise _wrong(f"{where}.{name}", kind.expected, value[name])
+            raise _corrupt(f"{where}.{name}", kind.expected, repr(value[name]))
+    return value
 
 
 def require_report(where: str, report: Mapping[str, Any]) -> None:
@@ -151,28 +150,23 @@ def require_report(where: str, report: Mapping[str, Any]) -> None:
 
 def require_anchor(where: str, record: object) -> None:
     """Check that the record of an anchor is as a save writes it (see `AnchorRecord`)."""
-    require_fields(where, record, _ANCHOR)
-    assert isinstance(record, Mapping)  # require_fields has checked it
-    _require_amounts(f"{where}.delta_rms", record["delta_rms"])
+    _require_amounts(f"{where}.delta_rms", require_fields(where, record, _ANCHOR)["delta_rms"])
 
 
 def require_rounding(where: str, lost: object) -> None:
     """Check what a manifest says files had lost before they were encoded (see `Manifest.rounded_before`)."""
-    require_fields(where, lost, {})
-    assert isinstance(lost, Mapping)  # require_fields has checked it
-    for name, amounts in lost.items():
-        require_fields(f"{where}[{name!r}]", amounts, {})
+    for name, amounts in require_fields(where, lost, {}).items():
         _require_amounts(f"{where}[{name!r}]", amounts)
 
 
-def _require_amounts(where: str, amounts: Mapping[str, object]) -> None:
-    for name, amount in amounts.items():
+def _require_amounts(where: str, amounts: object) -> None:
+    for name, amount in require_fields(where, amounts, {}).items():
         if not _AMOUNT.fits(amount):
-            raise _wrong(f"{where}[{name!r}]", _AMOUNT.expected, amount)
+            raise _corrupt(f"{where}[{name!r}]", _AMOUNT.expected, repr(amount))
 
 
-def _wrong(where: str, expected: str, found: object) -> CorruptFileError:
-    return CorruptFileError(where[:300], expected, repr(found)[:200], _NEXT_STEP)
+def _corrupt(where: object, expected: str, found: str) -> CorruptFileError:
+    return CorruptFileError(str(where)[:300], expected, found[:200], _NEXT_STEP)
 
 
 @dataclass(frozen=True)
@@ -199,8 +193,7 @@ class FileEntry:
     @classmethod
     def of(cls, path: Path, report: Mapping[str, Any] | None = None) -> FileEntry:
         """Return the entry for a regular file on disk, which is read once."""
-        sha256 = file_sha256(path)
-        return cls(path.stat().st_size, sha256, report or {})
+        return cls(path.stat().st_size, file_sha256(path), report or {})
 
 
 @dataclass(frozen=True)
@@ -298,23 +291,17 @@ def read_manifest(directory: str | Path) -> Manifest:
     content = b"".join(read_chunks(path))
     try:
         value = json.loads(content)
-        if not is_signed(content, value):
-            raise _corrupt(path, "the text and digest that were written", "something else")
-        if value["format"] != _FORMAT or value["format_version"] != _FORMAT_VERSION:
-            found = f"{value['format']!r} version {value['format_version']!r}"[:200]
-            raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", found)
-    except CorruptFileError:
-        raise
-    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}"[:200]) from error
+        is_whole, kind = is_signed(content, value), (value.get("format"), value.get("format_version"))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise _corrupt(path, "a manifest", f"{type(error).__name__}: {error}") from error
+    if not is_whole:
+        raise _corrupt(path, "the text and digest that were written", "something else")
+    if kind != (_FORMAT, _FORMAT_VERSION):
+        raise _corrupt(path, f"{_FORMAT!r} version {_FORMAT_VERSION}", f"{kind[0]!r} version {kind[1]!r}")
     try:
         return _parse(value)
     except CorruptFileError as error:
         raise CorruptFileError(f"{path}, {error.where}", error.expected, error.found, error.next_step) from error
-
-
-def _corrupt(path: Path, expected: str, found: str) -> CorruptFileError:
-    return CorruptFileError(str(path), expected, found, _NEXT_STEP)
 
 
 def _parse(value: dict[str, Any]) -> Manifest:
@@ -322,15 +309,14 @@ def _parse(value: dict[str, Any]) -> Manifest:
     files = {}
     for name, entry in value["files"].items():
         if not is_safe_name(name):
-            raise _corrupt(Path("files"), "relative file names inside the directory", repr(name)[:200])
+            raise _corrupt("files", "relative file names inside the directory", repr(name))
         where = f"files[{name!r}]"
         require_fields(where, entry, FILE)
         require_report(f"{where}.report", entry["report"])
         files[name] = FileEntry(entry["size_bytes"], entry["sha256"], entry["report"])
     rounded_before = value.get("rounded_before", {})
     require_rounding("rounded_before", rounded_before)
-    sharded = value.get("sharded", {})
-    require_fields("sharded", sharded, {})
+    sharded = require_fields("sharded", value.get("sharded", {}), {})
     base = Base.from_dict("base", value["base"]) if "base" in value else None
     fields = {name: value[name] for name in MANIFEST}
     return Manifest(**{**fields, "files": files, "rounded_before": rounded_before, "sharded": sharded, "base": base})

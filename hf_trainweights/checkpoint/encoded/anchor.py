@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import OwnAnchor
 from hf_trainweights.checkpoint.encoded.reader import load_undecoded
-from hf_trainweights.checkpoint.encoded.storages import DTYPES, corrupt
+from hf_trainweights.checkpoint.encoded.storages import DTYPES, build_tensors, corrupt
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name, cut_payload, decode_storage, empty_storages
 from hf_trainweights.checkpoint.encoded.tree import unflatten
 from hf_trainweights.checkpoint.encoded.workers import default_device_cpu
@@ -160,8 +160,7 @@ class Anchor:
             entry, following = self._structure["storages"][index], self._next
             references = following.references(entry) if following is not None and "anchor" in entry else {}
             storage = decode_storage(self._structure, index, self._pieces[index], references)
-            structure = {"tree": {"tensor": 0}, "tensors": [{**view, "storage": 0}]}
-            return unflatten(structure, [storage]).detach()
+            return build_tensors([{**view, "storage": 0}], [storage])[0].detach()
 
     def _open_next(self, most_files: int) -> Anchor | None:
         """Open the anchor that this one is a difference to: each directory with a link to this one has a link to it."""

@@ -136,22 +136,18 @@ def _encode(
     second_moments: Mapping[str, Tensor],
 ) -> WrittenFile:
     structure, storages = flatten(tree)
-    header: dict[str, Json] = {"version": VERSION}
-    anchor_entry = _anchor_entry(anchor, anchor_directory)
     collector = _Collector(StorageTasks(storages, plan, anchor, second_moments), anchor, payload)
     with torch.no_grad(), default_device_cpu():
         collector.work(worker_count(sum(storage.size_bytes for storage in storages)))
     for view in structure["tensors"]:
         view["storage"] = collector.numbers[view["storage"]]
-    if anchor_entry and any("anchor" in entry for entry in collector.entries):
-        header["anchor"] = anchor_entry
-    text = seal_structure({**header, **structure, "storages": collector.entries})
-    return WrittenFile(text, tuple(collector.report), anchor.sha256 if anchor and "anchor" in header else None)
+    used = anchor if any("anchor" in entry for entry in collector.entries) else None
+    header = {"anchor": _anchor_entry(used, anchor_directory)} if used else {}
+    text = seal_structure({"version": VERSION, **header, **structure, "storages": collector.entries})
+    return WrittenFile(text, tuple(collector.report), used and used.sha256)
 
 
-def _anchor_entry(anchor: Anchor | BaseWeights | None, directory: Path | None) -> dict[str, Json] | None:
-    if anchor is None:
-        return None
+def _anchor_entry(anchor: Anchor | BaseWeights, directory: Path | None) -> dict[str, Json]:
     name = anchor_file_name(anchor.sha256)
     if isinstance(anchor, BaseWeights):
         path, base = Path(name), {"base": anchor.base.to_dict()}
@@ -214,9 +210,8 @@ class _Collector:
         self._crc32 = 0
         if coded.params:
             entry["params"] = coded.params
-        if "anchor" in coded.codec.references and coded.has_anchor:
-            assert self._anchor is not None  # it is where the reference comes from
-            assert plan.anchor is not None
+        # A codec that takes a planned reference is out if that is missing.
+        if "anchor" in coded.codec.references and self._anchor is not None and plan.anchor is not None:
             entry["anchor"] = self._anchor.stored_name(plan.anchor)
         moment = self._tasks.moments.get(coded.index)
         if "exp_avg_sq" in coded.codec.references and moment is not None:
@@ -258,16 +253,12 @@ class Payload:
         return torch.from_numpy(self._memory.finish())
 
     def _pad(self, count: int) -> None:
-        while count:
-            count -= self._put(memoryview(_ZEROS)[:count], None)
+        for start in range(0, count, len(_ZEROS)):
+            self._put(memoryview(_ZEROS)[: count - start], None)
 
-    def _put(self, data: memoryview, crc32: int | None) -> int:
-        self.size_bytes += len(data)
-        self._write(data, crc32)
-        return len(data)
-
-    def _write(self, data: memoryview, crc32: int | None) -> None:
+    def _put(self, data: memoryview, crc32: int | None) -> None:
         self._memory.append(np.frombuffer(data, np.uint8))
+        self.size_bytes += len(data)
 
 
 class FilePayload(Payload):
@@ -290,41 +281,31 @@ class FilePayload(Payload):
         self._archive.add("version", b"3\n")
         self._archive.finish()
 
-    def _write(self, data: memoryview, crc32: int | None) -> None:
+    def _put(self, data: memoryview, crc32: int | None) -> None:
         self._archive.write(data, crc32)
-
-
-class _Stored:
-    """Stands for the payload or its storage in a pickle, where torch.save would have their bytes at hand."""
-
-    def __init__(self, length: int):
-        self.length = length
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # What a tensor of one dimension consists of, as torch pickles it; an empty one of numpy's has a stride of 0.
-        stride = min(self.length, 1)
-        return _rebuild_tensor_v2, (_Storage(self.length), 0, (self.length,), (stride,), False, OrderedDict())
-
-
-class _Storage(_Stored):
-    pass
+        self.size_bytes += len(data)
 
 
 class _Call:
-    def __init__(self, length: int, structure: str):
-        self._arguments = _Stored(length), structure
+    """Is pickled as a call that the reader makes."""
+
+    def __init__(self, *call: Any):
+        self._call = call
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return decode_file, self._arguments
+        return self._call[0], self._call[1:]
 
 
 class _Pickler(pickle.Pickler):
     def persistent_id(self, obj: Any) -> Any:
-        return ("storage", torch.ByteStorage, "0", "cpu", obj.length) if type(obj) is _Storage else None
+        return ("storage", torch.ByteStorage, "0", "cpu", len(obj)) if type(obj) is range else None
 
 
 def pickled(length: int, structure: str) -> bytes:
     """Return the pickle that torch.save writes of an `EncodedFile` with so long a payload and a structure."""
+    # What a tensor of one dimension consists of, as torch pickles it, but for its bytes, for which a range stands; an
+    # empty one of numpy's has a stride of 0.
+    parts = range(length), 0, (length,), (min(length, 1),), False, OrderedDict()
     written = io.BytesIO()
-    _Pickler(written, protocol=2).dump(_Call(length, structure))
+    _Pickler(written, protocol=2).dump(_Call(decode_file, _Call(_rebuild_tensor_v2, *parts), structure))
     return written.getvalue()

@@ -43,7 +43,6 @@ class Coded:
     params: dict[str, Json]
     bound: float | None
     pieces: list[tuple[Tensor, int]]
-    has_anchor: bool
 
 
 @dataclass
@@ -53,7 +52,6 @@ class LargeStorage:
     index: int
     codec: ChunkedCodec
     chunks: Chunks
-    has_anchor: bool
     sizes: list[int] = field(default_factory=list)
     flags: list[bool] = field(default_factory=list)
 
@@ -61,7 +59,7 @@ class LargeStorage:
         """Return what is left when all parts are done: the rest of the piece that they are, and all other pieces."""
         rest = self.chunks.complete(BlockWriter(), self.flags, self.sizes)
         pieces = [(piece, payload_crc32([piece])) for piece in (rest, *self.chunks.others)]
-        return Coded(self.index, self.codec, {}, None, pieces, self.has_anchor)
+        return Coded(self.index, self.codec, {}, None, pieces)
 
 
 @dataclass(frozen=True)
@@ -100,8 +98,7 @@ class StorageTasks:
         self.storages = storages
         self.plans = [_plan_of(storage, plan) for storage in storages]
         owners = {path: index for index, storage in enumerate(storages) for path in storage.paths}
-        planned = {index: each.exp_avg_sq for index, each in enumerate(self.plans) if each.exp_avg_sq is not None}
-        self.moments = {index: owners.get(path) for index, path in planned.items()}
+        self.moments = {i: owners[each.exp_avg_sq] for i, each in enumerate(self.plans) if each.exp_avg_sq in owners}
         self._anchor = anchor
         self._second_moments = second_moments
 
@@ -118,25 +115,18 @@ class StorageTasks:
 
     def _units(self) -> Iterator[list[int]]:
         """Yield every index once, from a second moment to its first user together."""
-        order = [*dict.fromkeys(each for index in range(len(self.storages)) for each in self._moment_first(index))]
+        indices = range(len(self.storages))
+        order = [*dict.fromkeys(each for index in indices for each in (self.moments.get(index, index), index))]
         places = {index: place for place, index in enumerate(order)}
         last: dict[int, int] = {}  # the place of its first user by that of a second moment
-        for index in order:
-            moment = self.moments.get(index)
-            if moment is not None:
-                last.setdefault(places[moment], places[index])
+        for index in filter(self.moments.__contains__, order):
+            last.setdefault(places[self.moments[index]], places[index])
         start = stop = 0
         for place in range(len(order)):
             stop = max(stop, last.get(place, place))
             if place == stop:
                 yield order[start : stop + 1]
                 start = stop = place + 1
-
-    def _moment_first(self, index: int) -> Iterator[int]:
-        moment = self.moments.get(index)
-        if moment is not None:
-            yield moment
-        yield index
 
     def _is_large(self, unit: list[int], size_bytes: int) -> bool:
         plan = self.plans[unit[0]]
@@ -146,9 +136,13 @@ class StorageTasks:
         return size_bytes > (1 if plan.anchor is None else 4) * _LARGE_BYTES
 
     def _large_storage(self, index: int) -> LargeStorage | None:
+        """Cut a storage into chunks; None if there is a choice of codecs, or its codec knows no chunks."""
         tensor, references = self._read(index)
-        found = _chunks_of(tensor, self.storages[index], self.plans[index], references)
-        return found and LargeStorage(index, *found, has_anchor="anchor" in references)
+        usable, exact, references = _candidates(tensor, self.storages[index], self.plans[index], references)
+        codec, *others = usable or exact
+        if others or not isinstance(codec, ChunkedCodec) or tensor.dtype not in codec.dtypes:
+            return None
+        return LargeStorage(index, codec, codec.chunks(tensor, references))
 
     def _read(self, index: int) -> tuple[Tensor, dict[str, Tensor]]:
         """Return a storage's elements and what it may be stored against in other files."""
@@ -164,16 +158,16 @@ class StorageTasks:
         if coded:
             return coded
         decoded: dict[int, Tensor] = {}
-        moments = {index: moment for index in unit if (moment := self.moments.get(index)) is not None}
+        moments = {index: self.moments[index] for index in unit if index in self.moments}
         for index in unit:
             tensor, references = self._read(index)
-            moment = moments.get(index)
-            if moment in decoded:
-                references["exp_avg_sq"] = decoded.pop(moment)
+            if moments.get(index) in decoded:
+                references["exp_avg_sq"] = decoded.pop(moments[index])
             codec, encoded = _encode_storage(tensor, self.storages[index], self.plans[index], references)
             if index in moments.values():
-                decoded[index] = _decoded_tensor(codec, encoded, tensor, references)
-            coded.append(_coded(index, codec, encoded, has_anchor="anchor" in references))
+                arguments = encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references
+                decoded[index] = tensor if codec.lossless else codec.decode(*arguments)
+            coded.append(_coded(index, codec, encoded))
         return coded
 
     def _encode_moments(self, unit: list[int]) -> list[Coded]:
@@ -190,10 +184,7 @@ class StorageTasks:
                 exp_avg_sq, exp_avg = (each.read() for each in storages)
                 encoder = TileEncoder(exp_avg, of_first.step)
                 encoded = of_second.encode_tiles(exp_avg_sq, encoder.add)
-                return [
-                    _coded(unit[0], of_second, encoded, has_anchor=False),
-                    _coded(unit[1], of_first, encoder.finish(), has_anchor=False),
-                ]
+                return [_coded(unit[0], of_second, encoded), _coded(unit[1], of_first, encoder.finish())]
         return []
 
 
@@ -220,17 +211,6 @@ def _encode_storage(
     if best is None:
         raise UnsupportedError(path_text(storage.paths[0]), "a dtype that planes takes", str(tensor.dtype), "Cast it.")
     return best
-
-
-def _chunks_of(
-    tensor: Tensor, storage: Storage, plan: TensorPlan, references: References
-) -> tuple[ChunkedCodec, Chunks] | None:
-    """Return codec and chunks of a storage; None if there is a choice of codecs, or its codec knows no chunks."""
-    usable, exact, references = _candidates(tensor, storage, plan, references)
-    codecs = usable or exact
-    if len(codecs) != 1 or not isinstance(codecs[0], ChunkedCodec) or tensor.dtype not in codecs[0].dtypes:
-        return None
-    return codecs[0], codecs[0].chunks(tensor, references)
 
 
 def _candidates(
@@ -273,13 +253,6 @@ def _encode_within(codec: Codec, tensor: Tensor, references: References, most_by
     return chunks.all(writer, flags) if len(flags) == len(chunks.parts) else None
 
 
-def _decoded_tensor(codec: Codec, encoded: EncodedTensor, tensor: Tensor, references: References) -> Tensor:
-    """Return the tensor that decoding will give."""
-    if codec.lossless:
-        return tensor
-    return codec.decode(encoded.payloads, encoded.params, tensor.shape, tensor.dtype, references)
-
-
 def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
     for path in storage.paths:
         if path in plan:
@@ -287,9 +260,9 @@ def _plan_of(storage: Storage, plan: Plan) -> TensorPlan:
     return TensorPlan("other", path_text(storage.paths[0]), ())
 
 
-def _coded(index: int, codec: Codec, encoded: EncodedTensor, *, has_anchor: bool) -> Coded:
+def _coded(index: int, codec: Codec, encoded: EncodedTensor) -> Coded:
     pieces = [(piece, payload_crc32([piece])) for piece in encoded.payloads]
-    return Coded(index, codec, encoded.params, encoded.bound, pieces, has_anchor)
+    return Coded(index, codec, encoded.params, encoded.bound, pieces)
 
 
 def _encode_part(storage: LargeStorage, start: int) -> Part:

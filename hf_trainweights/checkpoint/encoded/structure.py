@@ -106,8 +106,7 @@ def open_structure(text: object) -> dict[str, Any]:
         _check_anchor(structure["anchor"])
     for index, entry in enumerate(structure["storages"]):
         try:
-            _check_storage(entry)
-            _check_references(entry, index, "anchor" in structure)
+            _check_storage(entry, index, "anchor" in structure)
         except CorruptFileError as error:
             where = f"{storage_name(structure, index)}, {error.where}"
             raise CorruptFileError(where, error.expected, error.found, error.next_step) from None
@@ -128,7 +127,7 @@ def _check_anchor(anchor: Any) -> None:
         raise corrupt("the anchor's base", f"files of the digest {sha256}", base.sha256)
 
 
-def _check_storage(entry: Any) -> None:
+def _check_storage(entry: Any, index: int, has_anchor: bool) -> None:
     if type(entry) is not dict or type(entry.get("codec")) is not str or type(entry.get("dtype")) is not str:
         raise corrupt("its storage", "a codec and a dtype", entry)
     if entry["codec"] not in CODECS:
@@ -148,15 +147,10 @@ def _check_storage(entry: Any) -> None:
     bound = entry.get("bound", 0.0)
     if type(bound) not in (int, float) or not 0 <= bound <= sys.float_info.max:
         raise corrupt("bound", "a finite number of at least 0", bound)
-
-
-def _check_references(entry: Mapping[str, Any], index: int, has_anchor: bool) -> None:
     if "anchor" in entry and not (has_anchor and type(entry["anchor"]) is str):
         raise corrupt("anchor", "a name in the file's anchor", entry["anchor"])
-    if "exp_avg_sq" in entry:
-        moment = entry["exp_avg_sq"]
-        if type(moment) is not int or not 0 <= moment < index:
-            raise corrupt("exp_avg_sq", f"a storage below {index}", moment)
+    if "exp_avg_sq" in entry and not (type(entry["exp_avg_sq"]) is int and 0 <= entry["exp_avg_sq"] < index):
+        raise corrupt("exp_avg_sq", f"a storage below {index}", entry["exp_avg_sq"])
 
 
 def cut_payload(structure: Mapping[str, Any], payload: Tensor) -> list[list[Tensor]]:

@@ -307,12 +307,8 @@ class CheckpointManager:
 def optimizer_step_hook(optimizer: Any, hook: Callable[..., None]) -> Iterator[bool]:
     """Call a hook after every `optimizer.step()` of a block; yield whether it, or what it wraps, takes hooks."""
     register = getattr(getattr(optimizer, "optimizer", optimizer), "register_step_post_hook", None)
-    handle = register(hook) if register else None
-    try:
-        yield handle is not None
-    finally:
-        if handle is not None:
-            handle.remove()
+    with register(hook) if register else contextlib.nullcontext():  # a handle removes its hook when its block ends
+        yield register is not None
 
 
 @contextlib.contextmanager

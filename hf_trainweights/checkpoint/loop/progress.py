@@ -37,14 +37,10 @@ class Progress:
         """Return the progress of a run that goes on from a checkpoint, given its `position` and generators."""
         return cls(step, position["passes"], position["consumed"], position["start"], position["passes"], rng)
 
-    def position(self) -> dict[str, Any]:
-        """Return where in the data the run is, as values that a checkpoint can hold."""
-        return {"passes": self.passes, "consumed": self.consumed, "start": self.start}
-
     def state_bytes(self) -> bytes:
-        """Return `position` and the generators as they are now, for another rank: see `state_from_bytes`."""
-        file = io.BytesIO()
-        torch.save({"position": self.position(), "rng": rng_state()}, file)
+        """Return `position` in the data, and generators as they are now, for another rank: see `state_from_bytes`."""
+        position, file = {"passes": self.passes, "consumed": self.consumed, "start": self.start}, io.BytesIO()
+        torch.save({"position": position, "rng": rng_state()}, file)
         return file.getvalue()
 
     def count_batch(self) -> None:

@@ -137,13 +137,10 @@ def restore_checkpoint(
     for part, target in parts.items():
         if target is not None and part not in checkpoint:
             warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=2)
-            parts[part] = None
-    if parts["optimizer"] is not None:
-        _load_optimizer_state(optimizer, model, checkpoint)
-    if parts["scheduler"] is not None:
-        scheduler.load_state_dict(copy.deepcopy(checkpoint["scheduler"]))
-    if parts["scaler"] is not None and checkpoint["scaler"]:  # {} is what a disabled GradScaler gives, and refuses
-        scaler.load_state_dict(checkpoint["scaler"])
+        elif target is not None and part == "optimizer":
+            _load_optimizer_state(optimizer, model, checkpoint)
+        elif target is not None and checkpoint[part]:  # {} is what a disabled GradScaler gives, and refuses
+            target.load_state_dict(copy.deepcopy(checkpoint[part]))
     if rng and "rng" in checkpoint:
         set_rng_state(checkpoint["rng"])
     return checkpoint.get("epoch"), checkpoint.get("step")
@@ -233,11 +230,9 @@ def save_training_state(
     weights = Weights(checkpoint["model"], names.get("buffers", ()), optimizer, names.get("optimizer", {}))
     policy.require_used([*map(str, checkpoint["model"]), *names.get("optimizer", {}).values()])
     small = {key: checkpoint[key] for key in _SMALL_PARTS if key in checkpoint}
-    small["parts"] = [part for part in _FILES if part in checkpoint]
+    small["parts"] = parts = [part for part in _FILES if part in checkpoint]
     trees: dict[str, tuple[Any, Plan]] = {STATE_NAME: (small, {})}
-    for part in small["parts"]:
-        if part != "model":
-            trees[_FILES[part]] = (checkpoint[part], {})
+    trees |= {_FILES[part]: (checkpoint[part], {}) for part in parts if part != "model"}
     if "optimizer" in checkpoint:
         plan = policy.plan_optimizer(optimizer, names=names.get("optimizer") or None)
         trees[OPTIMIZER_NAME] = (optimizer, plan)
@@ -286,11 +281,7 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
     register_anchor_directory(path)
     checkpoint = load_file(path / STATE_NAME)
     parts = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
-    if (
-        not isinstance(parts, list)
-        or "model" not in parts
-        or not all(isinstance(part, str) and part in _FILES for part in parts)
-    ):
+    if not isinstance(parts, list) or "model" not in parts or not all(part in [*_FILES] for part in parts):
         next_step = "Use another checkpoint: this one was not written by save_checkpoint."
         raise CorruptFileError(str(path / STATE_NAME), "the parts of a checkpoint", repr(parts)[:200], next_step)
     for part in parts:
