@@ -7,108 +7,184 @@
 // Sums of products of so many columns fit 32 bits.
 #define MOST_COLUMNS 2048
 
-int64_t integers_bytes(const Product *p, int threads) {
-    return numbers_at(p, 0).end - (int8_t *)0 + threads * scale_length(p) * 4;
+// A sum that fits 32 bits: of the columns before `end`, whose first scale has the number `scale`.
+typedef struct {
+    int32_t end, scale;
+} Part;
+
+typedef struct {
+    Numbers numbers;
+    int64_t parts;
+    Part *part;         // [parts], of a row of the weight
+    Integers *offsets;  // [tokens][words][parts], what sums begin with: codes are widened without their sign
+    float *scales;      // [threads][scale_length]
+    int8_t *end;        // of this memory
+} Work;
+
+static inline int64_t columns_of_block(const Product *p) { return 16 * (16 / p->weight.bits); }
+
+static inline int64_t columns_of_group(const Product *p) {
+    return p->weight.group_size ? p->weight.group_size : padded_columns(p);
 }
 
-// 32 codes of 8 bits as 16-bit numbers, those of even columns first; or 64 of 4 bits, by the remainder of column / 4.
-static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int bits, int codebook,
+// What is added to each code when it is widened: the codes of int4 lie in the file like this, and values of codebook4.
+static inline int code_offset(const Product *p) { return p->weight.bits == 8 ? 0 : p->weight.codebook ? 128 : 8; }
+
+// Return how many parts a row has, and write them where there is room.
+static int64_t split_row(const Product *p, Part *parts) {
+    int64_t K = p->weight.K, size = columns_of_group(p), block = columns_of_block(p), count = 0;
+    for (int64_t k = 0, end; k < K; k = end, count++) {
+        int64_t number = k / size, group_end = size < block ? k + block : (number + 1) * size;
+        end = least(least(group_end, k + MOST_COLUMNS), K);
+        if (parts) parts[count] = (Part){(int32_t)end, (int32_t)number};
+    }
+    return count;
+}
+
+static inline Work work_at(const Product *p, int threads, int8_t *memory) {
+    Work work = {.numbers = numbers_at(p, memory), .parts = split_row(p, NULL)};
+    int64_t sums = code_offset(p) ? tokens_at_once(p) * words_of(p) * work.parts : 0;
+    work.offsets = (Integers *)work.numbers.end;
+    work.scales = (float *)(work.offsets + sums);
+    work.part = (Part *)(work.scales + threads * scale_length(p));
+    work.end = (int8_t *)(work.part + work.parts);
+    return work;
+}
+
+int64_t integers_bytes(const Product *p, int threads) { return work_at(p, threads, 0).end - (int8_t *)0; }
+
+// Write what the sums of a token begin with, the m-th of those that are held.
+static void write_offsets(const Product *p, const Work *work, int64_t m) {
+    int64_t padded = padded_columns(p);
+    const Words offset = all_words((int16_t)-code_offset(p));
+    for (int word = 0; word < words_of(p); word++) {
+        int64_t row = m * words_of(p) + word, k = 0;
+        for (int64_t i = 0; i < work->parts; i++) {
+            Integers sum = all_integers(0);
+            for (int64_t end = round_up(work->part[i].end, STEP); k < end; k += 16)
+                sum = add_products_of_words(sum, *(const Words *)(work->numbers.values + row * padded + k), offset);
+            work->offsets[row * work->parts + i] = sum;
+        }
+    }
+}
+
+// Widen 32 codes of 8 bits, those of even columns first; or 64 of 4 bits, by the remainder of column / 4. Where they stay
+// `raw` they have their offset, and of int4 every second vector has them times 16.
+static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int bits, int codebook, int raw,
                                                              __m256i codes[4]) {
+    const __m256i byte = _mm256_set1_epi16(0xff), nibble = _mm256_set1_epi16(0x0f), nibbles = _mm256_set1_epi8(0x0f);
     if (bits == 8) {
         codes[0] = _mm256_srai_epi16(_mm256_slli_epi16(bytes, 8), 8);
         codes[1] = _mm256_srai_epi16(bytes, 8);
         return;
     }
-    const __m256i nibble = _mm256_set1_epi16(15), offset = _mm256_set1_epi16(8);
-    for (int i = 0; i < 4; i++)
-        codes[i] = _mm256_and_si256(_mm256_srli_epi16(bytes, 4 * i), nibble);
-    for (int i = 0; i < 4; i++)
-        if (!codebook) codes[i] = _mm256_sub_epi16(codes[i], offset);
-        else {
-            __m256i values = (__m256i)(looked_up(CODEBOOK, (Integers)codes[i]) ^ all_bytes(0x80));
-            codes[i] = _mm256_srai_epi16(_mm256_slli_epi16(values, 8), 8);
-        }
+    if (codebook) {
+        __m256i even = (__m256i)looked_up(CODEBOOK, (Integers)_mm256_and_si256(bytes, nibbles));
+        __m256i odd = (__m256i)looked_up(CODEBOOK, (Integers)_mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibbles));
+        codes[0] = _mm256_and_si256(even, byte);
+        codes[1] = _mm256_and_si256(odd, byte);
+        codes[2] = _mm256_srli_epi16(even, 8);
+        codes[3] = _mm256_srli_epi16(odd, 8);
+    } else {
+        const __m256i upper = _mm256_set1_epi16(0xf0);
+        __m256i second = _mm256_srli_epi16(bytes, 8);
+        codes[0] = _mm256_and_si256(bytes, nibble);
+        codes[1] = raw ? _mm256_and_si256(bytes, upper) : _mm256_and_si256(_mm256_srli_epi16(bytes, 4), nibble);
+        codes[2] = _mm256_and_si256(second, nibble);
+        codes[3] = raw ? _mm256_and_si256(second, upper) : _mm256_srli_epi16(bytes, 12);
+    }
+    for (int v = 0; v < 4 && !raw; v++) codes[v] = _mm256_sub_epi16(codes[v], _mm256_set1_epi16(codebook ? 128 : 8));
 }
 
 // Add the products of the block of codes from column k on, of which the row has `left` bytes, with those of each token.
+// Those of codes times 16 have sums of their own, where there are such.
 static inline __attribute__((always_inline)) void add_block(const uint8_t *row, int64_t k, int64_t left,
                                                             const int16_t *numbers, int64_t padded, int rows, int bits,
-                                                            int codebook, Integers *products) {
+                                                            int codebook, int raw, Integers *products,
+                                                            Integers *sixteens) {
     __m256i codes[4];
     fetch_ahead(row + (k * bits >> 3));
-    load_codes((__m256i)load_bytes(row + (k * bits >> 3), left), bits, codebook, codes);
+    load_codes((__m256i)load_bytes(row + (k * bits >> 3), left), bits, codebook, raw, codes);
     for (int i = 0; i < rows; i++)
         for (int v = 0; v < 16 / bits; v++) {
             Words x = *(const Words *)(numbers + i * padded + k + 16 * v);
-            products[i] = add_products_of_words(products[i], (Words)codes[v], x);
+            Integers *sum = raw && !codebook && v % 2 ? sixteens + i : products + i;
+            *sum = add_products_of_words(*sum, (Words)codes[v], x);
         }
 }
 
-static inline __attribute__((always_inline)) void multiply_row(const Product *p, const int16_t *numbers, int64_t n,
-                                                               const float *scale, int M, int words, int bits,
-                                                               int codebook, float *sums) {
-    int64_t K = p->weight.K, padded = padded_columns(p), block = 16 * (16 / bits);
-    // Columns whose sums are scaled together: a group, or the groups within one block of codes.
-    int64_t size = p->weight.group_size ? p->weight.group_size : padded, part = size < block ? block : size;
-    int64_t scales = part / size;
+// Multiply a row of the weight with M tokens, from the m-th of those that are held on.
+static inline __attribute__((always_inline)) void multiply_row(const Product *p, const Work *work, int64_t m,
+                                                               int64_t n, const float *scale, int M, int words,
+                                                               int bits, int codebook, float *sums) {
+    int64_t K = p->weight.K, padded = padded_columns(p), size = columns_of_group(p), block = 16 * (16 / bits), k = 0;
+    // While all sums stay in registers, and what they begin with takes few loads.
+    const int raw = bits == 4 && M * words <= 4, sums_of_row = M * words;
     const uint8_t *row = p->qdata + n * (K * bits >> 3);
+    const int16_t *numbers = work->numbers.values + m * words * padded;
+    const Integers *offsets = work->offsets + m * words * work->parts;
     Floats total[FEW_ROWS];
-    for (int m = 0; m < M; m++) total[m] = all_floats(0);
-    for (int64_t k = 0, end; k < K; scale += scales)
-        for (end = least(k + part, K); k < end;) {
-            int64_t last = least(k + MOST_COLUMNS, end);
-            Integers products[FEW_ROWS * 2];
-            for (int i = 0; i < M * words; i++) products[i] = all_integers(0);
-            for (; k + block <= last; k += block)
-                add_block(row, k, BYTES, numbers, padded, M * words, bits, codebook, products);
-            if (k < last) {
-                add_block(row, k, (last - k) * bits >> 3, numbers, padded, M * words, bits, codebook, products);
-                k = last;
-            }
-            Floats factors = part_scale(scale, size, block);
-            for (int m = 0; m < M; m++)
-                total[m] = multiply_add(join_words(products + m * words, words), factors, total[m]);
+    for (int i = 0; i < M; i++) total[i] = all_floats(0);
+    for (int64_t part = 0; part < work->parts; part++, offsets++) {
+        int64_t end = work->part[part].end;
+        Integers products[FEW_ROWS * 2], sixteens[FEW_ROWS * 2];
+        for (int i = 0; i < sums_of_row; i++) {
+            products[i] = raw ? offsets[i * work->parts] : all_integers(0);
+            sixteens[i] = all_integers(0);
         }
-    for (int m = 0; m < M; m++) sums[m] = sum_of(total[m]);
+        for (; k + block <= end; k += block)
+            add_block(row, k, BYTES, numbers, padded, sums_of_row, bits, codebook, raw, products, sixteens);
+        if (k < end)
+            add_block(row, k, (end - k) * bits >> 3, numbers, padded, sums_of_row, bits, codebook, raw, products,
+                      sixteens);
+        k = end;
+        for (int i = 0; raw && !codebook && i < sums_of_row; i++) products[i] += sixteens[i] >> 4;
+        Floats factors = part_scale(scale + work->part[part].scale, size, block);
+        for (int i = 0; i < M; i++)
+            total[i] = multiply_add(join_words(products + i * words, words), factors, total[i]);
+    }
+    for (int i = 0; i < M; i++) sums[i] = sum_of(total[i]);
 }
 
-#define CASE(M_, WORDS, BITS, CODEBOOK_)                                                                    \
-    if (M == M_ && words_of(p) == WORDS && p->weight.bits == BITS && p->weight.codebook == CODEBOOK_)       \
-        multiply_row(p, numbers, n, scale, M_, WORDS, BITS, CODEBOOK_, sums);
+#define CASE(M_, WORDS, BITS, CODEBOOK_)                                                              \
+    if (M == M_ && words_of(p) == WORDS && p->weight.bits == BITS && p->weight.codebook == CODEBOOK_) \
+        multiply_row(p, work, m, n, scale, M_, WORDS, BITS, CODEBOOK_, sums);
 #define CASES(WORDS, ...) \
     CASE(1, WORDS, __VA_ARGS__) CASE(2, WORDS, __VA_ARGS__) CASE(3, WORDS, __VA_ARGS__) CASE(4, WORDS, __VA_ARGS__)
 
 // The numbers are constants in each case, so that the sums stay in registers.
-static void multiply_row_of(const Product *p, const int16_t *numbers, int64_t n, const float *scale, int64_t M,
+static void multiply_row_of(const Product *p, const Work *work, int64_t m, int64_t n, const float *scale, int64_t M,
                             float *sums) {
     CASES(1, 8, 0) CASES(2, 8, 0) CASES(1, 4, 0) CASES(2, 4, 0) CASES(1, 4, 1) CASES(2, 4, 1)
 }
 
-static void multiply_block(const Product *p, const Numbers *numbers, float *scale, int64_t token, int64_t tokens,
-                           int64_t first) {
+static void multiply_block(const Product *p, const Work *work, int64_t token, int64_t tokens, int64_t first) {
     const Weight *w = &p->weight;
-    int64_t last = least(first + BLOCK_ROWS, w->N), stride = words_of(p) * padded_columns(p);
+    int64_t last = least(first + BLOCK_ROWS, w->N);
+    float *scale = work->scales + thread_index() * scale_length(p);
     for (int64_t m = 0; m < tokens; m += FEW_ROWS)
         for (int64_t n = first; n < last; n++) {
             float sums[FEW_ROWS], bias = p->bias ? load_float(p->bias, w->dtype, n) : 0;
             write_scales(p, n, scale_length(p), scale);
-            multiply_row_of(p, numbers->values + m * stride, n, scale, least(FEW_ROWS, tokens - m), sums);
+            multiply_row_of(p, work, m, n, scale, least(FEW_ROWS, tokens - m), sums);
             for (int64_t i = 0; i < least(FEW_ROWS, tokens - m); i++)
-                store_float(p->out, w->dtype, (token + m + i) * w->N + n, sums[i] * numbers->worth[m + i] + bias);
+                store_float(p->out, w->dtype, (token + m + i) * w->N + n, sums[i] * work->numbers.worth[m + i] + bias);
         }
 }
 
 void multiply_integers(const Product *p, int threads, int8_t *memory) {
-    Numbers numbers = numbers_at(p, memory);
-    float *scale = (float *)numbers.end;
+    Work work = work_at(p, threads, memory);
+    split_row(p, work.part);
     for (int64_t token = 0; token < p->M; token += tokens_at_once(p)) {
         int64_t tokens = least(tokens_at_once(p), p->M - token);
         for (int64_t m = 0; m < tokens; m++) {
-            if (p->weight.bits == 8) write_token(p, &numbers, token, m, 2);
-            else write_token(p, &numbers, token, m, 4);
+            if (p->weight.bits == 8) write_token(p, &work.numbers, token, m, 2);
+            else {
+                write_token(p, &work.numbers, token, m, 4);
+                write_offsets(p, &work, m);
+            }
         }
 #pragma omp parallel for num_threads(threads) if (threads > 1) schedule(static)
-        for (int64_t n = 0; n < p->weight.N; n += BLOCK_ROWS)
-            multiply_block(p, &numbers, scale + thread_index() * scale_length(p), token, tokens, n);
+        for (int64_t n = 0; n < p->weight.N; n += BLOCK_ROWS) multiply_block(p, &work, token, tokens, n);
     }
 }
