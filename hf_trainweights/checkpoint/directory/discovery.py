@@ -8,8 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed as dist
-
 from hf_trainweights.checkpoint.directory.layout import plain_problem, register_checkpoint
 from hf_trainweights.checkpoint.encoded.base_weights import find_base
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
@@ -18,7 +16,7 @@ from hf_trainweights.checkpoint.run.checkpoints import (
     checkpoint_step,
     converted_weights_problem,
 )
-from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
 
@@ -132,9 +130,7 @@ def latest_on_all_ranks(root: str | Path, group: Any = None) -> str | None:
         >>> latest_on_all_ranks(tempfile.mkdtemp()) is None
         True
     """
-    if not (dist.is_available() and dist.is_initialized()):
-        return latest(root)
-    found = Ranks(group or dist.group.WORLD).decide(lambda: latest(root))
+    found = (Ranks(group) if group else all_ranks()).decide(lambda: latest(root))
     if found is not None:
         register_checkpoint(Path(found))
     return found

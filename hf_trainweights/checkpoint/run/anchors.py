@@ -15,7 +15,7 @@ import contextlib
 import functools
 import math
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -32,13 +32,12 @@ from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, read_structure
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
-from hf_trainweights.checkpoint.manifest import read_manifest, require_anchor
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, read_manifest, require_anchor
 from hf_trainweights.checkpoint.planning.modes import SIZE_FLOOR
 from hf_trainweights.checkpoint.planning.roles import is_number, is_optimizer_state
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, steps_since_last_save
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import link_or_copy
+from hf_trainweights.files.atomic import link_or_copy, remove_files
 from hf_trainweights.files.reading import TORCH_SUFFIXES, open_pickle
 
 _CHUNK_BYTES = 1 << 20
@@ -79,13 +78,9 @@ class AnchorRecord:
         """Tell whether deltas have become that many bits per weight more expensive than the first."""
         return self.first_bits is not None and (self.last_bits or 0.0) > self.first_bits + bits
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as JSON."""
-        return asdict(self)
-
     @classmethod
     def from_dict(cls, value: Mapping[str, Any]) -> AnchorRecord:
-        """Read what `to_dict` returned; CorruptFileError: a field is missing, unknown or of another type."""
+        """Read it from JSON; CorruptFileError: a field is missing, unknown or of another type."""
         require_anchor("anchor", {**asdict(cls("")), **value})
         try:
             return cls(**value)
@@ -200,7 +195,7 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
         return Anchor(first)
     except (CorruptFileError, FileNotFoundError) as error:
         warnings.warn(f"Weights are stored without reference: {error}", stacklevel=2)
-        unlink_anchor(made)
+        remove_files(made)
         return None
 
 
@@ -208,13 +203,6 @@ def link_anchor(source: Path, sha256: str, directory: Path) -> Anchor | None:
 def _say_that_anchors_are_copied(run: Path) -> None:
     what = "each checkpoint has its own copies of the anchors that it needs, and takes their size as well"
     warnings.warn(f"The disk of {run} has no hard links: {what}.", stacklevel=3)
-
-
-def unlink_anchor(links: Iterable[Path]) -> None:
-    """Remove links to anchors that are of no use, as far as they are there."""
-    for link in links:
-        if link.exists():
-            disk.file_system.unlink(link)
 
 
 def unused_anchors(directory: Path) -> list[Path]:
@@ -226,7 +214,8 @@ def unused_anchors(directory: Path) -> list[Path]:
     if not anchors:
         return []
     try:
-        needed = {directory / name for name in _listed_files(directory)}
+        listed = read_manifest(directory).files if (directory / MANIFEST_NAME).exists() else ()
+        needed = {directory / name for name in listed}
         readers = set(directory.iterdir()) - anchors
         while readers:  # an anchor may be a difference to another one
             names = {anchor_file_name(sha256) for path in readers for sha256 in _anchor_digests(path)}
@@ -235,14 +224,6 @@ def unused_anchors(directory: Path) -> list[Path]:
     except (CorruptFileError, OSError):
         return []
     return sorted(anchors - needed)
-
-
-def _listed_files(directory: Path) -> Collection[str]:
-    """Return the names of the files that a manifest lists; none without a manifest."""
-    try:
-        return read_manifest(directory).files
-    except FileNotFoundError:
-        return ()
 
 
 def _anchor_digests(path: Path) -> Collection[str]:
@@ -307,8 +288,7 @@ def expected_drift_rms(
                 task = partial(_adam_drift_rms, state, float(group["lr"]), group["betas"], most_steps)
                 tasks[names[index]] = state["exp_avg"].nbytes, task
     workers = worker_count(sum(size_bytes for size_bytes, _ in tasks.values()))
-    with contextlib.closing(in_order(tasks.values(), workers, lambda _: 0)) as results:
-        return dict(zip(tasks, results, strict=True))
+    return dict(zip(tasks, in_order(tasks.values(), workers, lambda _: 0), strict=True))
 
 
 def second_moments(optimizer: Mapping[str, Any], names: Mapping[Any, str]) -> dict[str, Tensor]:

@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.encoded.base_weights import (
 )
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.run.anchors import AnchorRecord, WeightsAnchor
-from hf_trainweights.checkpoint.run.checkpoints import checkpoint_step, steps_since_last_save
+from hf_trainweights.checkpoint.run.checkpoints import step_of, steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.checkpoint.run.verification import TRAINER_STATE_NAME
 from hf_trainweights.errors import ConfigError, CorruptFileError, TrainWeightsError, UnsupportedError
@@ -131,7 +131,7 @@ def base_candidate(job: SaveJob) -> WeightsAnchor | None:
     if job.base is None:
         return None
     base = identify_base(job.base.path)
-    interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, _step_of(job.path))
+    interval_steps = steps_since_last_save(job.path) or _noted_interval(job.directory, step_of(job.path))
     record = AnchorRecord(base.sha256, saves=0)
     kept = {"base": base, "keep_base": job.base.keep}
     return WeightsAnchor(path=job.directory, record=record, interval_steps=interval_steps, **kept)
@@ -183,19 +183,13 @@ def drift_from_base(
     way that one interval between saves has, as if weights had drifted steadily. Weights that did not begin at the base
     have no entry, so they are exact.
     """
-    step = _step_of(path)
+    step = step_of(path)
     share = min(interval_steps / step, 1.0) if step and interval_steps else 1.0
     return {
         name: rms * share
         for name, rms in distance_rms.items()
         if rms <= _LARGEST_DRIFT * rms_difference(weights[name].cpu())
     }
-
-
-def _step_of(path: Path) -> int | None:
-    with contextlib.suppress(ValueError):
-        return checkpoint_step(path)
-    return None
 
 
 def _noted_interval(directory: Path, step: int | None) -> int | None:

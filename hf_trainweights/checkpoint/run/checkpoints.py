@@ -15,9 +15,8 @@ import stat
 from collections.abc import Set
 from pathlib import Path
 
-from safetensors import SafetensorError, safe_open
-
 from hf_trainweights.files.atomic import replace_file
+from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.weight_files import safetensors_files
 
@@ -53,11 +52,17 @@ def checkpoint_step(path: Path) -> int:
     return int(match[1])
 
 
+def step_of(path: Path) -> int | None:
+    """Return what `checkpoint_step` does; None: it has another name."""
+    with contextlib.suppress(ValueError):
+        return checkpoint_step(path)
+    return None
+
+
 def steps_since_last_save(path: Path) -> int | None:
     """Return the training steps since the save before a checkpoint; None without an earlier one in its run."""
-    try:
-        step = checkpoint_step(path)
-    except ValueError:
+    step = step_of(path)
+    if step is None:
         return None
     # Later ones are of a run that was resumed from before them.
     newest_first = map(checkpoint_step, checkpoint_directories(path.parent))
@@ -85,8 +90,9 @@ def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = N
     checkpoint = Path(checkpoint).absolute()
     try:
         names = _marked_names(checkpoint.parent) if names is None else names
-        found = names & stored_weight_names(checkpoint) if names else None
-    except (OSError, ValueError, SafetensorError) as error:
+        files = safetensors_files(checkpoint) if names else []
+        found = {name for file in files for name in read_safetensors_header(file) if name in names}
+    except (OSError, ValueError) as error:
         return f"{MARK_NAME} or the weights cannot be read: {error}"
     if not found:
         return None
@@ -94,18 +100,6 @@ def converted_weights_problem(checkpoint: str | Path, names: Set[str] | None = N
         f"its weight files name weights otherwise than the model's modules do ({min(found)}), "
         "and a Trainer that resumes from them leaves these at their starting values"
     )
-
-
-def stored_weight_names(directory: Path) -> set[str]:
-    """Return the names in the `model*.safetensors` files of a directory, which may be missing.
-
-    SafetensorError: one of the files is damaged.
-    """
-    names: set[str] = set()
-    for file in safetensors_files(directory):
-        with safe_open(file, framework="pt") as shard:
-            names |= set(shard.keys())
-    return names
 
 
 def _marked_names(root: Path) -> frozenset[str]:

@@ -87,22 +87,15 @@ def rewriting(path: Path) -> Iterator[None]:
     SaveError: the disk is full or refuses, also in the block.
     """
     outcome = "Every file there is whole, old or new."
-    with save_errors(path, outcome), lock_directory(path, wait=True), _same_times(path):
-        remove_files([path / MANIFEST_NAME])
-        remove_abandoned(path)
-        yield
-
-
-@contextlib.contextmanager
-def _same_times(path: Path) -> Iterator[None]:
-    times = path.stat()
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(OSError):  # what went wrong before says more
-            disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
-        raise
-    disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
+    with save_errors(path, outcome), lock_directory(path, wait=True):
+        times = path.stat()
+        try:
+            remove_files([path / MANIFEST_NAME])
+            remove_abandoned(path)
+            yield
+        finally:
+            with contextlib.suppress(OSError):  # whoever may write in a directory of others may not set its times
+                disk.file_system.set_times(path, times.st_atime_ns, times.st_mtime_ns)
 
 
 def manifest_fields(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -30,24 +29,19 @@ class Ranks:
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
 
-    @property
-    def is_coordinator(self) -> bool:
-        """Whether this is the first rank."""
-        return self.rank == 0
-
     def decide(self, work: Callable[[], T]) -> T:
         """Return on every rank what `work` returns on the coordinator alone, or raise its error; every rank calls this.
 
         Within it the coordinator may have all ranks `share` in the work. The others do only what they are told, until
         it has ended. So wherever an error is raised, on whichever rank, none waits for what will not come.
         """
-        if self.is_coordinator:
+        if self.rank == 0:
             outcome = _outcome(work)
             if self.size > 1:
                 self._broadcast(_pickled(outcome))
         else:
             while not (message := self._broadcast(_TAKE_PART)):
-                self._gather(_pickled(_outcome(partial(_do, self._scatter([])))))
+                self._gather(_pickled(_outcome(lambda part: pickle.loads(part)(), self._scatter([]))))
             outcome = pickle.loads(message)
         return _value(outcome)
 
@@ -97,14 +91,14 @@ class Ranks:
 
     def _gather(self, message: bytes) -> list[bytes]:
         """Return on the coordinator the messages of all ranks, nothing on the others."""
-        box = [b""] * self.size if self.is_coordinator else None
+        box = [b""] * self.size if self.rank == 0 else None
         dist.gather_object(message, box, group=self._group, group_dst=0)
         return box or []
 
 
-def _outcome(work: Callable[[], Any]) -> Outcome:
+def _outcome(work: Callable[..., Any], *arguments: Any) -> Outcome:
     try:
-        return work(), None
+        return work(*arguments), None
     except Exception as error:
         return None, error
 
@@ -114,10 +108,6 @@ def _value(outcome: Outcome) -> Any:
     if error is not None:
         raise error
     return value
-
-
-def _do(part: bytes) -> Any:
-    return pickle.loads(part)()
 
 
 def _pickled(outcome: Outcome) -> bytes:

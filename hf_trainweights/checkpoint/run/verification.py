@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import stat
@@ -58,6 +57,7 @@ def progress_problem(directory: Path) -> str | None:
 
 def anchor_problem(path: Path) -> str | None:
     """Say which anchor or base a file of weights needs and cannot read, or return None."""
+    register_anchor_directory(path.parent)  # as whoever loads the checkpoint does
     try:
         _require_anchor(path)
     except MissingAnchorError as error:
@@ -68,8 +68,7 @@ def anchor_problem(path: Path) -> str | None:
 
 
 def _require_anchor(path: Path) -> None:
-    """Open the anchor or the base of an encoded file, where whoever loads the checkpoint looks for it."""
-    register_anchor_directory(path.parent)
+    """Open the anchor or the base of an encoded file."""
     anchor = read_structure(path).get("anchor") if is_encoded(path) else None
     if anchor is not None:
         open_anchor(anchor)
@@ -82,6 +81,7 @@ def require_undamaged(directory: Path, verified: Collection[str]) -> None:
     written, as far as its checksums or its structure show. MissingAnchorError: an encoded one needs an anchor that is
     found nowhere.
     """
+    register_anchor_directory(directory)
     for name, status in list_files(directory).items():
         if name in verified or name.startswith(RNG_PREFIX) or not stat.S_ISREG(status.st_mode):
             continue
@@ -131,9 +131,8 @@ def _read_zip(path: Path) -> None:
     with open_zip(path) as archive:
         tasks = [(member.file_size, partial(check_member, archive, member)) for member in archive.infolist()]
         workers = worker_count(sum(size_bytes for size_bytes, _ in tasks))
-        with contextlib.closing(in_order(tasks, workers, lambda _: 0)) as done:
-            for _ in done:
-                pass
+        for _ in in_order(tasks, workers, lambda _: 0):
+            pass
 
 
 def weights_problem(path: Path) -> str | None:

@@ -48,7 +48,7 @@ class ShardedAnchor(AnchorCandidate):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
-        fields = {name: value for name, value in self.record.to_dict().items() if name != "sha256"}
+        fields = {name: value for name, value in dataclasses.asdict(self.record).items() if name != "sha256"}
         return {**fields, "files": {sha256: list(names) for sha256, names in self.files.items()}}
 
     @classmethod

@@ -10,11 +10,12 @@ import logging
 import shutil
 import threading
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from hf_trainweights.checkpoint.directory.discovery import find_checkpoints
 from hf_trainweights.checkpoint.directory.layout import layout_of
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, total_rounding
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.verification import progress_problem, size_bytes, verify_checkpoint
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -41,9 +42,7 @@ class Savings:
         self.checkpoints += 1
         self.before_bytes += before_bytes
         self.after_bytes += after_bytes
-        tensors = [tensor for entry in manifest.files.values() for tensor in entry.report.get("tensors", ())]
-        bounds = [tensor["bound"] or 0.0 for tensor in tensors if tensor["role"] == "weight"]
-        self.largest_weight_error = max([self.largest_weight_error, *bounds])
+        self.largest_weight_error = max(self.largest_weight_error, total_rounding(manifest).get("weight", 0.0))
 
     def __str__(self) -> str:
         ratio = self.before_bytes / max(1, self.after_bytes)
@@ -59,13 +58,6 @@ def is_plain(directory: Path) -> bool:
     return directory.is_dir() and not (directory / MANIFEST_NAME).exists()
 
 
-def drop_stale_manifest(directory: Path) -> None:
-    """Remove the manifest of an earlier run whose checkpoint of this step the Trainer has just written over."""
-    manifest = directory / MANIFEST_NAME
-    if manifest.exists() and not verify_checkpoint(directory).intact:
-        manifest.unlink()
-
-
 def make_small(job: SaveJob, savings: Savings) -> str | None:
     """Make a checkpoint small, a sharded one by all ranks, and count it; return why there is no room, or None.
 
@@ -74,9 +66,11 @@ def make_small(job: SaveJob, savings: Savings) -> str | None:
     path = job.path
     if not path.is_dir():
         return None
-    drop_stale_manifest(path)
+    manifest = path / MANIFEST_NAME
+    if manifest.exists() and not verify_checkpoint(path).intact:
+        manifest.unlink()  # it is of an earlier run, over whose checkpoint of this step the Trainer has just written
     layout, plain_bytes = layout_of(path), size_bytes(path)
-    if is_plain(path):
+    if not manifest.exists():
         problem = progress_problem(path) or layout.missing_problem()
         if problem:
             next_step = "The other checkpoints do not need this one; remove it, or restore the file from a copy."
@@ -104,11 +98,9 @@ class Backlog:
         self._waiting: list[SaveJob] = []
         self._failed: dict[Path, SaveJob] = {}
         self._stayed: dict[Path, str] = {}
-        self._outcomes: list[tuple[SaveJob, Exception | str]] = []
-        self._fatal: BaseException | None = None
+        self._outcomes: list[tuple[Path, Exception | str]] = []
         self._thread: threading.Thread | None = None
         self._savings = Savings()
-        self._said: set[tuple[Path, str]] = set()
 
     def add(self, job: SaveJob) -> None:
         """Take in a checkpoint, and those again that stayed plain; of these one that is gone costs nothing."""
@@ -124,22 +116,18 @@ class Backlog:
             self._thread.start()
 
     def finish(self) -> None:
-        """Work here and now on what waits, if the thread does not, and wait for the thread; raise what `blame` does."""
+        """Work here and now on what waits, if the thread does not, and wait for the thread; raise what `blame` does.
+
+        The error of the first checkpoint that has one; the others get another try all the same.
+        """
         thread, self._thread = self._thread, None
         if thread is None:
             self._work()
         else:
             thread.join()
         outcomes, self._outcomes = self._outcomes, []
-        fatal, self._fatal = self._fatal, None
-        errors = [] if fatal is None else [fatal]
-        for job, outcome in outcomes:
-            try:
-                self._keep_plain(job, outcome)
-            except Exception as error:
-                errors.append(error)
-        if errors:
-            raise errors[0]
+        for directory, outcome in outcomes:
+            self._keep_plain(directory, outcome)
 
     def blame(self, directory: Path, error: Exception, message: str) -> None:
         """Say once what went wrong with a checkpoint, and in a sentence what that means for it, or raise the error.
@@ -164,24 +152,18 @@ class Backlog:
         return "; ".join(parts)
 
     def _work(self) -> None:
-        try:
-            while self._waiting:
-                self._try(self._waiting.pop(0))
-        except BaseException as error:  # raised again by finish, in the thread that asks
-            self._fatal = error
+        while self._waiting:
+            job = self._waiting.pop(0)
+            outcome: Exception | str | None
+            try:
+                outcome = job.ranks.decide(partial(make_small, job, self._savings))
+            except Exception as error:
+                outcome = error
+            if outcome:
+                self._failed[job.path] = job
+                self._outcomes.append((job.path, outcome))
 
-    def _try(self, job: SaveJob) -> None:
-        outcome: Exception | str | None
-        try:
-            outcome = job.ranks.decide(lambda: make_small(job, self._savings))
-        except Exception as error:
-            outcome = error
-        if outcome:
-            self._outcomes.append((job, outcome))
-
-    def _keep_plain(self, job: SaveJob, outcome: Exception | str) -> None:
-        directory = job.path
-        self._failed[directory] = job
+    def _keep_plain(self, directory: Path, outcome: Exception | str) -> None:
         message = f"{directory.name} stays as it is, plain, and gets another try at the next save:"
         if isinstance(outcome, Exception):
             self.blame(directory, outcome, message)
@@ -189,8 +171,6 @@ class Backlog:
             self._stay(directory, message, outcome)
 
     def _stay(self, directory: Path, message: str, reason: str) -> None:
+        if self.speaks and self._stayed.get(directory) != reason:
+            _logger.warning("%s %s", message, reason)
         self._stayed[directory] = reason
-        if (directory, reason) not in self._said:
-            self._said.add((directory, reason))
-            if self.speaks:
-                _logger.warning("%s %s", message, reason)

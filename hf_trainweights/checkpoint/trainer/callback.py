@@ -8,7 +8,8 @@ the Trainer's files name weights otherwise than the modules do, other files repl
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterable, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
-from hf_trainweights.checkpoint.trainer.backlog import Backlog, drop_stale_manifest
+from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.host.checkpoints import converted_names
@@ -37,7 +38,7 @@ from hf_trainweights.models.host.checkpoints import converted_names
 _logger = logging.get_logger(__name__)
 
 # What wraps modules under FSDP, and does not stand in the names of a checkpoint.
-_WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.")
+_WRAPPERS = re.compile(r"(?:_fsdp_wrapped_module|_checkpoint_wrapped_module|_orig_mod)\.")
 
 
 class Sharding(Enum):
@@ -122,7 +123,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self._base.require_whole_files(sharding is Sharding.SHARDED)
         self._base.find(model)
         if model is not None:
-            self.policy.require_used(_plain_names(extract_model_from_parallel(model)))
+            module = extract_model_from_parallel(model)
+            named = [*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)]
+            self.policy.require_used(_plain_names(named))
         # Under FSDP the Trainer resumes from files that have the modules' names.
         is_whole = model is not None and sharding is Sharding.NONE
         names = converted_names(extract_model_from_parallel(model)) if is_whole else set()
@@ -145,9 +148,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         if control.should_save or control.should_training_stop:
             self._backlog.finish()
 
-    def on_epoch_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Wait for the last checkpoint if another is about to be saved."""
-        self.on_step_end(args, state, control)
+    on_epoch_end = on_step_end
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Wait for the last checkpoint where the evaluation decides whether another is saved."""
@@ -193,15 +194,14 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         names: Mapping[Any, str] = {}
         try:
-            if sharding is not Sharding.SHARDED:
-                drop_stale_manifest(directory)
             if module is not None and sharding is Sharding.NONE:  # what is gathered from several ranks has names
                 names = optimizer_parameter_names(module, optimizer)
                 self._replace_converted_weights(module, directory, keep=args.push_to_hub)
         except Exception as error:
             self._backlog.blame(directory, error, f"{directory.name} stays as the Trainer wrote it:")
             return
-        policy = Policy(self.policy.mode, self._rules(state, directory))
+        is_best = Path(state.best_model_checkpoint or "").name == directory.name
+        policy = Policy(self.policy.mode, self.policy.rules_of_exact_weights if is_best else self.policy.rules)
         job = SaveJob(
             directory,
             policy,
@@ -209,7 +209,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             self._base.choice,
             self._ranks,
             keep_weights=bool(args.push_to_hub),
-            buffers=_plain_buffer_names(module) if module is not None else None,
+            buffers=None if module is None else _plain_names(module.named_buffers(remove_duplicate=False)),
             optimizer_names=names,
             metrics=_newest_metrics(state),
         )
@@ -230,10 +230,6 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             return
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         replace_weights(directory.absolute(), weights)
-
-    def _rules(self, state: TrainerState, directory: Path) -> Mapping[str, Any]:
-        best = state.best_model_checkpoint and Path(state.best_model_checkpoint).name == directory.name
-        return self.policy.rules_of_exact_weights if best else self.policy.rules
 
     def _sharding(self, args: TrainingArguments) -> Sharding:
         sharding = _sharding_of(args)
@@ -283,21 +279,6 @@ def _sharding_of(args: Any) -> Sharding:
     return next((kind for name, kind in kinds.items() if name in shown), Sharding.OTHER)
 
 
-def _plain_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's weights and buffers as checkpoints have them, whatever wraps its modules."""
-    return [
-        *_unwrapped(name for name, _ in model.named_parameters(remove_duplicate=False)),
-        *_plain_buffer_names(model),
-    ]
-
-
-def _plain_buffer_names(model: nn.Module) -> list[str]:
-    """Return the names of a model's buffers, likewise."""
-    return list(_unwrapped(name for name, _ in model.named_buffers(remove_duplicate=False)))
-
-
-def _unwrapped(names: Iterable[str]) -> Iterator[str]:
-    for name in names:
-        for wrapper in _WRAPPERS:
-            name = name.replace(wrapper, "")
-        yield name
+def _plain_names(named: Iterable[tuple[str, Any]]) -> list[str]:
+    """Return the names of weights or buffers as checkpoints have them, whatever wraps the modules."""
+    return [_WRAPPERS.sub("", name) for name, _ in named]

@@ -15,7 +15,6 @@ from typing import Any
 import safetensors.torch
 import torch
 
-from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
@@ -101,10 +100,13 @@ class WholeLayout:
         if not job.weights_only:
             inventory.require_training_state()
         previous = self._verified()
-        recorded = _recorded(job)
+        # With the same choices a second call finds nothing left to do.
+        recorded: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
+        if job.base is not None:
+            recorded["anchor"] = [str(job.base.path), job.base.keep]
         if previous and recorded.items() <= previous.metadata.items():
             return previous
-        self._require_undamaged(previous)
+        require_undamaged(path, previous.files if previous else ())
         optimizer = OptimizerFile.read(path, job.policy, job.optimizer_names)
         keeps = job.keep_weights or _must_keep_weights(path)
         weights = None if keeps else weights_to_store(inventory, job.policy, previous, job.buffers, optimizer)
@@ -121,7 +123,7 @@ class WholeLayout:
         """Turn the files back into plain ones that torch.load reads without this package."""
         path, inventory = self.path, take_inventory(self.path)
         previous = self._verified()
-        self._require_undamaged(previous)
+        require_undamaged(path, previous.files if previous else ())
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
             for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
@@ -147,16 +149,6 @@ class WholeLayout:
 
     def _verified(self) -> Manifest | None:
         return require_intact(self.path) if (self.path / MANIFEST_NAME).exists() else None
-
-    def _require_undamaged(self, previous: Manifest | None) -> None:
-        require_undamaged(self.path, previous.files if previous else ())
-        register_anchor_directory(self.path)
-
-
-def _recorded(job: SaveJob) -> dict[str, Any]:
-    """Return what a second call must not differ in to find nothing left to do, as metadata of the manifest."""
-    choices: dict[str, Any] = {"policy": job.policy.to_dict(), "keep_weights": job.keep_weights}
-    return choices if job.base is None else {**choices, "anchor": [str(job.base.path), job.base.keep]}
 
 
 def _must_keep_weights(path: Path) -> bool:

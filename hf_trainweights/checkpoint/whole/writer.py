@@ -1,19 +1,13 @@
 """A new checkpoint directory: written aside and renamed into place, so that it appears whole or not at all.
 
-| file | what |
-|---|---|
-| `pytorch_model.bin`, `adapter_model.bin` | weights, a flat state dict under module names; encoded |
-| `optimizer.pt` and other torch files | any tree; encoded |
-| `model.torchscript.pt` | a model that runs without this package; as TorchScript wrote it |
-| `<sha256>.anchor` | hard link to weights that reading these weights takes, or what is kept of a base |
-| `trainweights.json` | the manifest, written last |
+docs/checkpoint.md lists the files that it may hold.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,13 +30,12 @@ from hf_trainweights.checkpoint.run.anchors import (
     link_anchor,
     measure_delta_rms,
     second_moments,
-    unlink_anchor,
 )
 from hf_trainweights.checkpoint.run.base import base_candidate, drift_from_base, keep_files, open_base
 from hf_trainweights.checkpoint.run.checkpoints import steps_since_last_save
 from hf_trainweights.checkpoint.run.job import BaseChoice, SaveJob
 from hf_trainweights.errors import UnstorableError
-from hf_trainweights.files.atomic import create_directory
+from hf_trainweights.files.atomic import create_directory, remove_files
 from hf_trainweights.files.reading import DigestedFile
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.torch_zip_writer import Writable
@@ -120,20 +113,16 @@ def _encode_delta(job: SaveJob, weights: Weights, candidate: WeightsAnchor, file
         if written.anchor_sha256:
             record = candidate.after_delta(_bits_per_weight(written, weights.state), moved, is_exact=is_exact)
             if isinstance(anchor, BaseWeights):
-                links, base = _kept_files(job, candidate, anchor), anchor.base
+                keeps = candidate.keep_base or (job.base is not None and job.base.keep)
+                links, base = keep_files(anchor, job.directory) if keeps else (), anchor.base
             else:
                 links = anchor.files
                 if not is_exact and weights.as_anchor and len(links) + 1 < MOST_FILES:
                     record = replace(record, sha256="")  # this file is the next one's anchor
     if isinstance(anchor, Anchor) and not links:
         # The file that is about to be replaced may need those that were there; they go after it.
-        unlink_anchor(file for file in anchor.files if file not in before)
+        remove_files(file for file in anchor.files if file not in before)
     return written and _Encoded(written, record, links, base)
-
-
-def _kept_files(job: SaveJob, candidate: WeightsAnchor, base: BaseWeights) -> Sequence[Path]:
-    keeps = candidate.keep_base or (job.base is not None and job.base.keep)
-    return keep_files(base, job.directory) if keeps else ()
 
 
 def _drift_rms(
@@ -205,7 +194,7 @@ def save_weights(job: SaveJob, weights: Weights) -> tuple[dict[str, FileEntry], 
         written, record, links, base = _encode(job, weights, file)
     entry = _entry(file, written)
     entries = {link.name: FileEntry(link.stat().st_size, link.stem) for link in links}  # verified when opened
-    anchor = record and replace(record, sha256=record.sha256 or entry.sha256).to_dict()
+    anchor = record and asdict(replace(record, sha256=record.sha256 or entry.sha256))
     return {weights.file_name: entry, **entries}, {"anchor": anchor, "base": base}
 
 

@@ -2,6 +2,7 @@ import errno
 import json
 import os
 import shutil
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -311,7 +312,7 @@ def test_buffers_are_exact_in_every_mode(tmp_path):
 
 def test_the_record_of_an_anchor_survives_json():
     state = AnchorRecord("a" * 64, 3, 4.5, 5.0, {"w": 1e-4})
-    assert AnchorRecord.from_dict(json.loads(json.dumps(state.to_dict()))) == state
+    assert AnchorRecord.from_dict(json.loads(json.dumps(asdict(state)))) == state
 
 
 @pytest.mark.parametrize(

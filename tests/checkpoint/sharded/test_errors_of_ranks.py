@@ -232,10 +232,10 @@ def test_whatever_fails_on_the_coordinator_alone_is_an_error_of_all_ranks(
     assert in_threads(partial(compress, run / "checkpoint-8")) == ["None"] * RANKS
 
 
-class RefusesTimes(disk.FileSystem):
-    """A disk on which the first rank may not set times."""
+class RefusesNames(disk.FileSystem):
+    """A disk on which the first rank may not rename."""
 
-    def set_times(self, path: Path, accessed_ns: int, modified_ns: int) -> None:
+    def rename(self, source: Path, target: Path) -> None:
         raise PermissionError(1, os.strerror(1))
 
 
@@ -243,7 +243,7 @@ def trains(rank: int, root: Path) -> list[tuple[list[str], int]]:
     """Have two checkpoints made small, the first while the disk refuses; return the errors, and what is small."""
     ranks, backlog, found = Ranks(dist.new_group(backend="gloo")), Backlog("warn"), []
     for step in (7, 8):
-        disk.file_system = RefusesTimes() if step == 7 and rank == 0 else disk.FileSystem()
+        disk.file_system = RefusesNames() if step == 7 and rank == 0 else disk.FileSystem()
         backlog.add(job_of(root / f"checkpoint-{step}", ranks))
         backlog.finish()
         dist.barrier()

@@ -253,16 +253,14 @@ class RefusesTimes(disk.FileSystem):
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
 
-def test_what_went_wrong_first_is_said_where_times_cannot_be_set_either(
-    run: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_times_that_cannot_be_set_are_no_error(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shard = run / "checkpoint-7" / "optimizer_0" / "__1_0.distcp"
     shard.write_bytes(shard.read_bytes()[:-1])
     monkeypatch.setattr(disk, "file_system", RefusesTimes())
     with pytest.raises(CorruptFileError, match=r"__1_0\.distcp: expected \d+ bytes"):
         compress_directory(run / "checkpoint-7")
-    with pytest.raises(SaveError, match="Operation not permitted"):
-        compress_directory(run / "checkpoint-8")
+    compress_directory(run / "checkpoint-8")
+    assert verify_checkpoint(run / "checkpoint-8").ok
 
 
 def compress_together(path: Path, ranks: Ranks) -> list[str]:

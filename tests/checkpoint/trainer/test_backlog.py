@@ -34,7 +34,7 @@ def run(root: Path, *callbacks: Any, model: str = "llama", **options: Any) -> in
     return trainer.state.global_step
 
 
-def fail_for(monkeypatch: pytest.MonkeyPatch, error: BaseException, *names: str, times: int = 100) -> list[str]:
+def fail_for(monkeypatch: pytest.MonkeyPatch, error: Exception, *names: str, times: int = 100) -> list[str]:
     """Let the first calls for some checkpoints fail, and return the list of all calls that are made."""
     calls: list[str] = []
 
@@ -90,12 +90,9 @@ def test_asked_to_raise_an_error_ends_the_training_and_leaves_the_checkpoint(
     assert (tmp_path / "checkpoint-2" / "model.safetensors").exists()
 
 
-@pytest.mark.parametrize("error", [MemoryError("full"), KeyboardInterrupt("stop")], ids=["memory", "interrupt"])
-def test_what_is_no_matter_of_one_checkpoint_ends_the_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
-) -> None:
-    fail_for(monkeypatch, error, "checkpoint-2")
-    with pytest.raises(type(error), match=str(error)):
+def test_what_is_no_matter_of_one_checkpoint_ends_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_for(monkeypatch, MemoryError("full"), "checkpoint-2")
+    with pytest.raises(MemoryError, match="full"):
         run(tmp_path)
 
 
