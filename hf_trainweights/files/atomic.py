@@ -23,6 +23,9 @@ from hf_trainweights.files.temporary import claim_directory, claim_file, tempora
 
 FREEING_THREAD = "trainweights-free"
 
+# NFS and FUSE show a removed file under such a name until it is closed.
+SHOWN_PREFIXES = (".nfs", ".fuse_hidden")
+
 _BUFFER_BYTES = 1 << 20
 _LARGE_BYTES = 16 << 20
 # The disk writes so many bytes while the next ones are encoded.
@@ -198,10 +201,12 @@ def freeing_in_background(directory: Path) -> Iterator[None]:
         for descriptor in descriptors:
             held.callback(os.close, descriptor)
         yield
-        # NFS and FUSE show a removed file under such a name until it is closed.
-        is_shown = any(next(directory.glob(f"{prefix}*"), None) for prefix in (".nfs", ".fuse_hidden"))
-        if descriptors and not is_shown:
+        if descriptors and not _shows_removed(directory):
             threading.Thread(target=held.pop_all().close, name=FREEING_THREAD, daemon=True).start()
+
+
+def _shows_removed(directory: Path) -> bool:
+    return any(path.name.startswith(SHOWN_PREFIXES) for path in directory.rglob(".*"))
 
 
 def _large_files(directory: Path) -> Iterator[int]:
@@ -213,15 +218,22 @@ def _large_files(directory: Path) -> Iterator[int]:
 
 
 def remove_tree(path: Path, *, ignore_errors: bool = False) -> None:
-    """Remove a directory and everything in it; links are removed, never followed."""
-    with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
+    """Remove a directory and everything in it; links are removed, never followed.
+
+    A directory in which NFS or FUSE shows a file that is open stays, with this file alone, for a later call.
+    """
+    try:
         for entry in list(os.scandir(path)):
             if entry.is_dir(follow_symlinks=False):
                 remove_tree(Path(entry.path), ignore_errors=ignore_errors)
-            else:
-                with contextlib.suppress(OSError) if ignore_errors else contextlib.nullcontext():
-                    disk.file_system.unlink(Path(entry.path))
+                continue
+            may_stay = ignore_errors or entry.name.startswith(SHOWN_PREFIXES)
+            with contextlib.suppress(OSError) if may_stay else contextlib.nullcontext():
+                disk.file_system.unlink(Path(entry.path))
         disk.file_system.rmdir(path)
+    except OSError:
+        if not (ignore_errors or _shows_removed(path)):
+            raise
 
 
 def replace_by_link(source: Path, target: Path) -> None:

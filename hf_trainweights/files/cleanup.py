@@ -44,4 +44,4 @@ def _remove_if_abandoned(path: Path, dry_run: bool) -> bool:
             )
             return False
         remove_tree(path)
-        return True
+        return not path.exists()

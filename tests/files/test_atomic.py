@@ -221,6 +221,27 @@ def test_removing_a_tree_does_not_follow_links(tmp_path):
     assert (tmp_path / "outside" / "file").read_bytes() == b"precious"
 
 
+class ShowsOpenFiles(disk.FileSystem):
+    """A disk that shows a file which is removed while it is open under another name, as NFS does."""
+
+    def unlink(self, path):
+        if path.name.startswith(".nfs"):
+            raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+        path.rename(path.with_name(".nfs0001")) if path.name == "open" else super().unlink(path)
+
+
+def test_of_a_tree_that_is_removed_only_what_the_disk_shows_of_open_files_stays(tmp_path, monkeypatch):
+    (tmp_path / "a" / "sub").mkdir(parents=True)
+    for name in ("file", "sub/file", "sub/open"):
+        (tmp_path / "a" / name).touch()
+    for times in range(3):
+        monkeypatch.setattr(disk, "file_system", ShowsOpenFiles() if times < 2 else disk.FileSystem())
+        atomic.remove_tree(tmp_path / "a")
+        found = [path.name for path in tmp_path.rglob("*") if path.is_file()]
+        assert found == [".nfs0001"] * (times < 2)
+    assert not (tmp_path / "a").exists()
+
+
 def test_missing_parents_are_created(tmp_path):
     atomic.make_directories(tmp_path / "a" / "b" / "c")
     assert (tmp_path / "a" / "b" / "c").is_dir()

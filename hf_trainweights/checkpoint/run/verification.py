@@ -21,6 +21,7 @@ from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.encoded.workers import in_order, worker_count
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, FileEntry, Manifest, read_manifest
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
+from hf_trainweights.files.atomic import SHOWN_PREFIXES
 from hf_trainweights.files.reading import (
     TORCH_SUFFIXES,
     check_member,
@@ -232,9 +233,10 @@ def require_intact(path: str | Path) -> Manifest:
 
 
 def list_files(directory: Path) -> dict[str, os.stat_result]:
-    """Return the status of every file below a directory by its relative name, without those that are being written.
+    """Return the status of every file below a directory by its relative name.
 
-    A link is listed with its own status and never followed.
+    Left out are those that are being written, and removed ones that NFS or FUSE shows as long as they are open. A link
+    is listed with its own status and never followed.
     """
     found = {}
     for folder, subfolders, names in os.walk(directory, onerror=_raise):
@@ -242,7 +244,7 @@ def list_files(directory: Path) -> dict[str, os.stat_result]:
         for name in names + links:
             path = Path(folder) / name
             relative = path.relative_to(directory).as_posix()
-            if not relative.startswith(TEMPORARY_PREFIX):
+            if not (relative.startswith(TEMPORARY_PREFIX) or name.startswith(SHOWN_PREFIXES)):
                 found[relative] = path.lstat()
     return found
 

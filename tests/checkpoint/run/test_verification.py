@@ -69,8 +69,9 @@ def test_a_foreign_file_that_loaders_prefer_is_a_problem(checkpoint, name):
     assert not verify_checkpoint(checkpoint).intact
 
 
-def test_what_is_being_written_is_not_foreign(checkpoint):
-    (checkpoint / "_trainweights-1-abc").write_bytes(b"x")
+@pytest.mark.parametrize("name", ["_trainweights-1-abc", ".nfs0001", "sub/.fuse_hidden1"])
+def test_what_is_being_written_or_still_shown_after_its_removal_is_not_foreign(checkpoint, name):
+    (checkpoint / name).write_bytes(b"x")
     assert verify_checkpoint(checkpoint).ok
 
 
