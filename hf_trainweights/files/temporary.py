@@ -97,10 +97,18 @@ def take_over(path: Path) -> Iterator[bool]:
     descriptor = _open(path)
     locked = None if descriptor is None else _lock(descriptor, wait=False)
     try:
-        yield _is_old(path) if locked is None else locked
+        yield is_old(path) if locked is None else locked
     finally:
         if descriptor is not None:
             _unlock(descriptor)
+
+
+def is_old(path: Path) -> bool:
+    """Return whether no save that still runs can have written, renamed or linked a file or directory."""
+    try:
+        return time.time() - path.lstat().st_ctime > _ABANDONED_SECONDS
+    except OSError:
+        return False
 
 
 @contextlib.contextmanager
@@ -168,10 +176,3 @@ def _unlock(descriptor: int) -> None:
 def _close(descriptor: int | None) -> None:
     if descriptor is not None:
         os.close(descriptor)
-
-
-def _is_old(path: Path) -> bool:
-    try:
-        return time.time() - path.lstat().st_mtime > _ABANDONED_SECONDS
-    except OSError:
-        return False

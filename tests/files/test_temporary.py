@@ -145,11 +145,11 @@ def no_locks(request, monkeypatch):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("no_locks")
-def test_where_nothing_can_be_locked_a_day_makes_it_abandoned(tmp_path, kind):
+def test_where_nothing_can_be_locked_a_day_makes_it_abandoned(tmp_path, kind, monkeypatch):
     claimed = claim(tmp_path, kind)
     assert not is_abandoned(claimed.path)
-    day_before_yesterday = claimed.path.stat().st_mtime - 2 * 24 * 3600
-    os.utime(claimed.path, (day_before_yesterday, day_before_yesterday))
+    day_after_tomorrow = claimed.path.stat().st_ctime + 2 * 24 * 3600
+    monkeypatch.setattr(temporary.time, "time", lambda: day_after_tomorrow)
     assert is_abandoned(claimed.path)
     claimed.release()
     assert not is_abandoned(tmp_path / f"{TEMPORARY_PREFIX}gone")

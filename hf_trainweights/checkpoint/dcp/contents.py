@@ -22,6 +22,7 @@ from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest, read_ma
 from hf_trainweights.checkpoint.planning.roles import models, optimizer_states
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import file_sha256, open_regular_file
+from hf_trainweights.files.temporary import is_old
 
 _MODEL_KEY = "model"
 
@@ -184,7 +185,8 @@ def _models(contents: ShardedContents) -> Mapping[str, dict[str, str]]:
 def unlisted_files(directory: Path) -> list[Path]:
     """List the files of items that a DCP directory does not consist of, and the anchors that it does not need, sorted.
 
-    None where it holds no whole checkpoint, since what is missing may be put back.
+    None where it holds no whole checkpoint, since what is missing may be put back. Ranks on several machines hold no
+    lock, so what is younger than a day may be of a save that still runs.
     """
     try:
         contents = ShardedContents(directory)
@@ -195,4 +197,4 @@ def unlisted_files(directory: Path) -> list[Path]:
     unlisted = [path for path in directory.glob(f"__*{ITEM_SUFFIX}") if path.name not in listed]
     if contents.manifest is not None:  # without it only the items themselves know their anchors
         unlisted += [each for each in directory.glob(f"*{ANCHOR_SUFFIX}") if each.name not in contents.manifest.files]
-    return sorted(unlisted)
+    return sorted(filter(is_old, unlisted))

@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import size_bytes
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
-from hf_trainweights.files import disk
+from hf_trainweights.files import disk, temporary
 
 pytestmark = pytest.mark.slow  # many start ranks
 
@@ -133,12 +133,16 @@ def test_rules_name_weights_wherever_they_lie_and_a_wrong_name_changes_nothing(r
     assert sorted(path.name for path in (run / "checkpoint-8").rglob("*")) == files
 
 
-def test_garbage_of_killed_rewritings_goes_and_the_checkpoint_stays(run: Path) -> None:
+def test_garbage_of_killed_rewritings_goes_after_a_day_and_the_checkpoint_stays(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stray = run / "checkpoint-7" / "optimizer_0" / "__0_5.distcp"
     stray.write_bytes(b"left by a killed rank")
     compress_directory(run / "checkpoint-8")
     anchor = run / "checkpoint-8" / "pytorch_model_fsdp_0" / f"{'0' * 64}.anchor"
     anchor.write_bytes(b"nobody needs it")
+    assert collect_garbage(run) == []  # a save may still run
+    monkeypatch.setattr(temporary, "_ABANDONED_SECONDS", -1)
     assert collect_garbage(run, dry_run=True) == sorted([stray, anchor])
     assert collect_garbage(run) == sorted([stray, anchor])
     assert exact(sample_state(), run / "checkpoint-7")
