@@ -38,7 +38,9 @@ def dcp_directories(path: Path) -> list[Path]:
     """Return the DCP directories of a checkpoint, sorted: itself, or those that a Trainer wrote in it; else none."""
     if not path.is_dir():
         return []
-    return [path] if is_dcp_directory(path) else sorted(each for each in path.iterdir() if is_dcp_directory(each))
+    # The checkpoints of a run may be such directories, too.
+    parts = (each for each in path.iterdir() if not each.name.startswith("checkpoint-"))
+    return [path] if is_dcp_directory(path) else sorted(filter(is_dcp_directory, parts))
 
 
 class ShardedContents:
