@@ -80,16 +80,16 @@ def _plain_bytes(manifest: Manifest) -> dict[str, int]:
 def verification_row(directory: Path) -> dict[str, Any]:
     """Return whether a checkpoint is intact, damaged or, without a manifest, unverified."""
     from hf_trainweights.checkpoint.dcp.contents import dcp_directories
-    from hf_trainweights.checkpoint.directory.discovery import check_checkpoint
-    from hf_trainweights.checkpoint.directory.layout import layout_of
+    from hf_trainweights.checkpoint.directory.layout import layout_of, plain_problem
     from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
-    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
+    from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem
     from hf_trainweights.checkpoint.run.verification import verify_checkpoint
 
     path = directory.resolve()
     sharded = dcp_directories(path)
     if not (path / MANIFEST_NAME).exists() and (sharded or path in checkpoint_directories(path.parent)):
-        problem = layout_of(path).problem() if sharded == [path] else check_checkpoint(path).problem
+        problem = layout_of(path).problem() if sharded == [path] else plain_problem(path)
+        problem = problem or converted_weights_problem(path)
         state, problems, foreign = "unverified", {"": problem} if problem else {}, []
     else:
         report = verify_checkpoint(path)

@@ -28,6 +28,11 @@ def test_plain_ones_are_listed_and_called_unverified(checkpoint: Path) -> None:
         assert row["state"] == "unverified"
 
 
+def test_a_plain_one_is_unverified_under_any_name(checkpoint: Path) -> None:
+    (row,) = run_json("checkpoint", "verify", checkpoint.rename(checkpoint.with_name("best")))
+    assert row["state"] == "unverified"
+
+
 def test_a_missing_shard_is_damage(checkpoint: Path) -> None:
     (checkpoint / "optimizer_0" / "__1_0.distcp").unlink()
     (row,) = run_json("checkpoint", "verify", checkpoint, exit_code=1)
