@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -16,6 +17,9 @@ Outcome = tuple[Any, Exception | None]
 
 # Tells a rank that a part of the work follows; every other message is how the work ended.
 _TAKE_PART = b""
+
+# While the coordinator reads a whole run, the others wait for longer than training ever does.
+_PATIENCE = timedelta(days=1)
 
 
 class Ranks:
@@ -126,4 +130,4 @@ def all_ranks() -> Ranks:
     """Return all ranks, joined by a group of their own, so that they can talk beside training; every rank calls it."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return Ranks()
-    return Ranks(dist.new_group(backend="gloo"))
+    return Ranks(dist.new_group(timeout=_PATIENCE, backend="gloo"))

@@ -6,6 +6,7 @@ import os
 import shutil
 import threading
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,7 @@ from trees import fingerprint
 from hf_trainweights.checkpoint import latest, verify_checkpoint
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob
-from hf_trainweights.checkpoint.run.ranks import Ranks
+from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog, Savings, make_small
 from hf_trainweights.distributed import latest_on_all_ranks
 from hf_trainweights.errors import CorruptFileError
@@ -260,6 +261,15 @@ def test_an_error_of_the_first_rank_alone_costs_a_run_no_later_checkpoint(tmp_pa
     assert found[0] == found[1]
     assert [failed for failed, _ in found[0]] == [["checkpoint-7"], []]
     assert all(verify_checkpoint(tmp_path / f"checkpoint-{step}").ok for step in (7, 8))
+
+
+def test_ranks_wait_a_day_for_one_that_reads_a_whole_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+    for name, value in {"is_initialized": True, "get_world_size": RANKS, "get_rank": 1}.items():
+        monkeypatch.setattr(dist, name, lambda *_, value=value: value)
+    monkeypatch.setattr(dist, "new_group", lambda **options: asked.append(options) or "a group")
+    assert all_ranks().size == RANKS
+    assert asked == [{"backend": "gloo", "timeout": timedelta(days=1)}]
 
 
 def looks_alone(rank: int, root: Path) -> str | None:
