@@ -47,7 +47,7 @@ class Sharding(Enum):
     NONE = "files of one rank"
     FULL = "files of one rank, gathered from all (FSDP, FULL_STATE_DICT)"
     SHARDED = "DCP directories (FSDP, SHARDED_STATE_DICT)"
-    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT)"
+    OTHER = "something else (DeepSpeed, FSDP of XLA or with LOCAL_STATE_DICT), or nobody says where (a search)"
 
 
 class TrainWeightsCheckpointCallback(TrainerCallback):
@@ -55,8 +55,9 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
 
     The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
     stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
-    every rank makes small what it has written. Checkpoints of DeepSpeed are left as they are. A Trainer calls the
-    methods with its arguments, its state, what it is going to do and, among others, model and optimizer.
+    every rank makes small what it has written. Checkpoints of DeepSpeed, and of a hyperparameter search, are left as
+    they are. A Trainer calls the methods with its arguments, its state, what it is going to do and, among others, model
+    and optimizer.
 
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
@@ -115,7 +116,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             UnsupportedError: The checkpoints will be sharded ones, and there is an `anchor`.
             SaveError: The mark cannot be written.
         """
-        sharding = self._sharding(args)
+        sharding = self._sharding(args, state)
         if sharding is Sharding.OTHER:
             return
         self._backlog.speaks = state.is_world_process_zero
@@ -159,7 +160,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         """Make the checkpoint small before it is uploaded; `on_save` then finds nothing left to do."""
-        if self._sharding(args) is Sharding.SHARDED:  # only one rank hears of a push
+        if self._sharding(args, state) is Sharding.SHARDED:  # only one rank hears of a push
             return
         self._backlog.finish()
         self._add(args, state, **kwargs)
@@ -184,7 +185,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, *, model: Any = None, optimizer: Any = None, **_: Any
     ) -> None:
         directory = _checkpoint_of(args, state)
-        sharding = self._sharding(args)
+        sharding = self._sharding(args, state)
         module = extract_model_from_parallel(model) if model is not None else None
         if sharding is Sharding.SHARDED:  # every rank does the same, whatever it finds on the disk
             if args.push_to_hub:
@@ -231,10 +232,12 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         weights = {name: tensor.detach() for name, tensor in module.state_dict().items()}
         replace_weights(directory.absolute(), weights)
 
-    def _sharding(self, args: TrainingArguments) -> Sharding:
-        sharding = _sharding_of(args)
+    def _sharding(self, args: TrainingArguments, state: TrainerState) -> Sharding:
+        # Only the Trainer knows the directory of a trial; checkpoints right in the output directory are of another run.
+        sharding = Sharding.OTHER if state.is_hyper_param_search else _sharding_of(args)
         if sharding is Sharding.OTHER:
-            self._say_once("Checkpoints of DeepSpeed, and of FSDP other than DCP, are left as the Trainer wrote them.")
+            what = "Checkpoints of DeepSpeed, of FSDP other than DCP and of a hyperparameter search"
+            self._say_once(f"{what} are left as the Trainer wrote them.")
         return sharding
 
     def _say_once(self, message: str) -> None:

@@ -333,3 +333,17 @@ def test_buffers_of_wrapped_modules_are_exact(tmp_path: Path) -> None:
         state = TrainerState(global_step=step, max_steps=step)
         callback.on_save(args, state, TrainerControl(), model=model, optimizer=None)
     assert torch.equal(load_file(path / "pytorch_model.bin")["0.codebook"], weights["0.codebook"])
+
+
+def test_a_trial_of_a_search_leaves_the_checkpoints_of_another_run_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = save(tmp_path, 2, manifest=False)
+    before = {file: file.read_bytes() for file in path.iterdir()}
+    args = TrainingArguments(str(tmp_path), report_to=[], use_cpu=True)
+    callback, model = TrainWeightsCheckpointCallback(), nn.Linear(2, 1)
+    state = TrainerState(global_step=2, max_steps=2, is_hyper_param_search=True)  # saves to run-0/checkpoint-2
+    for _ in range(2):
+        callback.on_save(args, state, TrainerControl(), model=model, optimizer=None)
+    assert {file: file.read_bytes() for file in path.iterdir()} == before
+    assert caplog.text.count("hyperparameter search are left") == 1
