@@ -12,7 +12,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from hf_trainweights.checkpoint.encoded.reader import is_encoded, load_file, read_report
@@ -49,8 +48,10 @@ from hf_trainweights.checkpoint.whole.sources import (
 from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME, Weights, save_tree, save_weights
 from hf_trainweights.errors import UnstorableError
 from hf_trainweights.files import disk
-from hf_trainweights.files.atomic import freeing_in_background, remove_files, replace_by_link, replace_file
+from hf_trainweights.files.atomic import freeing_in_background, move_file, remove_files, replace_by_link, replace_file
 from hf_trainweights.files.reading import is_torch_file
+from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
+from hf_trainweights.files.temporary import temporary_path
 from hf_trainweights.files.weight_files import ENTRY_POINTS, safetensors_files
 
 # Smaller ones are left alone: RNG states, schedulers, scalers, training_args.bin.
@@ -127,14 +128,8 @@ class WholeLayout:
         lost = dict(previous.rounded_before) if previous else {}
         with rewriting(path):
             for file in filter(is_torch_file, sorted([*inventory.weight_files, *inventory.other_files])):
-                if is_encoded(file):
-                    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
-                    with replace_file(file) as plain:
-                        torch.save(tree, plain)
-                    # Where two files hold an optimizer's state the newer one counts.
-                    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
-                    if rounding:
-                        lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
+                if is_encoded(file) and (rounding := _restore_file(file)):
+                    lost[file.name] = add_rounding(lost.get(file.name, {}), rounding)
             fields = manifest_fields(path, previous)
             weights_name = fields["metadata"].pop(_WAS_SAFETENSORS, None)
             if weights_name in (WEIGHTS_NAME, ADAPTER_WEIGHTS_NAME) and (path / weights_name).is_file():
@@ -173,12 +168,30 @@ def _compress_weights(
     return entries, anchor
 
 
+def _restore_file(file: Path) -> dict[str, float]:
+    """Write a plain file in the place of an encoded one, and return by role what this had lost."""
+    tree, rounding, status = load_file(file), reported_rounding(read_report(file)), file.stat()
+    with replace_file(file) as plain:
+        torch.save(tree, plain)
+    # Where two files hold an optimizer's state the newer one counts.
+    disk.file_system.set_times(file, status.st_atime_ns, status.st_mtime_ns)
+    return rounding
+
+
 def _to_safetensors(file: Path) -> str:
-    """Write a plain file of weights as safetensors in its place, and return the new name."""
+    """Write a plain file of weights as safetensors in its place, tensor by tensor, and return the new name."""
     target = file.with_name("model.safetensors" if file.name == WEIGHTS_NAME else "adapter_model.safetensors")
-    state = {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in load_file(file).items()}
-    with replace_file(target) as plain:
-        plain.write(safetensors.torch.save(state, metadata={"format": "pt"}))
+    aside = temporary_path(file.parent)
+    try:
+        write_safetensors(
+            aside,
+            # As arguments alone: Windows removes no file from which something is mapped.
+            {name: TensorToWrite.of(each) for name, each in load_file(file, map_location="cpu", mmap=True).items()},
+            {"format": "pt"},
+        )
+        move_file(aside, target)
+    finally:
+        remove_files([aside])
     remove_files([file])
     return target.name
 

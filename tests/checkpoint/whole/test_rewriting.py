@@ -1,6 +1,7 @@
 import errno
 import json
 import os
+import tracemalloc
 import warnings
 
 import pytest
@@ -703,3 +704,18 @@ def test_a_model_without_training_state_is_refused_unless_asked_for_and_comes_ba
     assert restore_directory(tmp_path).mode == "plain"
     assert file.read_bytes() == content
     assert not list(tmp_path.glob("*_model.bin"))
+
+
+def test_weights_become_safetensors_again_in_little_more_memory_than_they_take(tmp_path):
+    state = {str(number): torch.full((512, 512), float(number)) for number in range(8)}
+    safetensors.torch.save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    content = (tmp_path / "model.safetensors").read_bytes()
+    compress_directory(tmp_path, weights_only=True)
+    tracemalloc.start()
+    try:
+        restore_directory(tmp_path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (tmp_path / "model.safetensors").read_bytes() == content
+    assert peak_bytes < 1.5 * len(content)
