@@ -56,8 +56,8 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     The checkpoint that is the best when it is saved keeps its weights exact in every mode. With `push_to_hub` weights
     stay plain safetensors, so that what is uploaded needs nothing but Transformers. Under FSDP with SHARDED_STATE_DICT
     every rank makes small what it has written. Checkpoints of DeepSpeed, and of a hyperparameter search, are left as
-    they are. A Trainer calls the methods with its arguments, its state, what it is going to do and, among others, model
-    and optimizer.
+    they are. Callbacks that ask for saves have to come before it, so that it sees that one is due. A Trainer calls the
+    methods with its arguments, its state, what it is going to do and, among others, model and optimizer.
 
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
