@@ -33,7 +33,7 @@ OPTIMIZER_NAMES = (OPTIMIZER_NAME, FSDP_OPTIMIZER_NAME)
 
 ADAPTER_WEIGHTS_NAME = "adapter_model.bin"
 
-_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_[0-9]*", "global_step*", "*.distcp", "zero_to_fp32.py")
+_SHARDED_STATE = ("pytorch_model_fsdp_*", "optimizer_*[0-9]", "global_step*", "*.distcp", "zero_to_fp32.py")
 
 _MODEL_CONFIGS = ("config.json", "adapter_config.json")
 _PROGRESS_NAMES = (STATE_NAME, TRAINER_STATE_NAME, MANIFEST_NAME)

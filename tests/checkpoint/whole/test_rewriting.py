@@ -380,6 +380,17 @@ def test_a_file_of_a_pytorch_before_zip_files_is_made_small_too(tmp_path):
     assert fingerprint(load_file(path / "optimizer.pt")) == fingerprint(state)
 
 
+@pytest.mark.parametrize("name", ["optimizer_1.pt", "optimizer_1.bin"])
+def test_the_file_of_a_second_optimizer_is_made_small_too(tmp_path, name):
+    path = tmp_path / "checkpoint-500"
+    trainer_directory(path)
+    state = {"state": {0: {"momentum_buffer": torch.ones(256, 256)}}, "param_groups": [{"params": [0]}]}
+    torch.save(state, path / name)
+    compress_directory(path)
+    assert is_encoded(path / name)
+    assert fingerprint(load_file(path / name)) == fingerprint(state)
+
+
 @pytest.mark.parametrize("name", ["pytorch_model_fsdp_0", "optimizer_0", "global_step500", "zero_to_fp32.py"])
 def test_sharded_state_is_left_untouched(tmp_path, name):
     path = tmp_path / "checkpoint-500"
