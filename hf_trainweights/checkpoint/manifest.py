@@ -45,7 +45,7 @@ import torch
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.planning.modes import MODES
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import file_sha256, is_safe_name, read_chunks
 from hf_trainweights.files.signed_json import is_signed, sign_json
@@ -56,7 +56,7 @@ _FORMAT = "trainweights-checkpoint"
 _FORMAT_VERSION = 1
 # Left out where they are empty.
 _OPTIONAL = ("rounded_before", "sharded", "base")
-_MAX_MANIFEST_BYTES = 256 << 20  # about 300 bytes a tensor; the largest models have some 100,000 tensors
+_MAX_MANIFEST_BYTES = 1 << 30  # 500 to 600 bytes a tensor; a 70B model with AdamW has up to 1.3 MB on each rank
 
 PLAIN_MODE = "plain"
 
@@ -274,9 +274,15 @@ def require_json(value: object, where: str) -> None:
 
 
 def write_manifest(directory: Path, manifest: Manifest) -> None:
-    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already."""
-    content = manifest.to_bytes()
-    with replace_file(directory / MANIFEST_NAME) as file:
+    """Write `trainweights.json`, durably and in one step; everything it lists must be durable already.
+
+    SaveError: it is longer than readers allow.
+    """
+    path, content = directory / MANIFEST_NAME, manifest.to_bytes()
+    if len(content) > _MAX_MANIFEST_BYTES:
+        expected, found = f"at most {_MAX_MANIFEST_BYTES} bytes", f"{len(content)} bytes"
+        raise SaveError(str(path), expected, found, "Save fewer tensors, or the same ones on fewer ranks.")
+    with replace_file(path) as file:
         file.write(content)
 
 

@@ -24,7 +24,7 @@ from hf_trainweights.checkpoint.manifest import (
 )
 from hf_trainweights.checkpoint.run.job import rewriting
 from hf_trainweights.checkpoint.run.verification import verify_checkpoint
-from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.signed_json import sign_json
 
 SHA256 = "0" * 64
@@ -221,8 +221,17 @@ def test_a_newer_version_is_named(tmp_path, monkeypatch):
 def test_an_enormous_manifest_is_refused_before_it_is_read(tmp_path):
     (tmp_path / MANIFEST_NAME).touch()
     os.truncate(tmp_path / MANIFEST_NAME, 1 << 40)
-    with pytest.raises(CorruptFileError, match="at most 268435456 bytes"):
+    with pytest.raises(CorruptFileError, match="at most 1073741824 bytes"):
         read_manifest(tmp_path)
+
+
+def test_no_manifest_is_written_that_readers_refuse_for_its_length(tmp_path, monkeypatch):
+    monkeypatch.setattr("hf_trainweights.checkpoint.manifest._MAX_MANIFEST_BYTES", len(signed()))
+    write_manifest(tmp_path, Manifest({"a": FileEntry(1, SHA256)}, "lossless"))
+    read_manifest(tmp_path)
+    with pytest.raises(SaveError, match=rf"{MANIFEST_NAME}: expected at most {len(signed())} bytes"):
+        write_manifest(tmp_path, Manifest({"ab": FileEntry(1, SHA256)}, "lossless"))
+    read_manifest(tmp_path)
 
 
 def test_a_linked_manifest_is_not_followed(checkpoint):
