@@ -44,6 +44,7 @@ import torch
 
 from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
+from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
@@ -256,18 +257,24 @@ def package_version() -> str:
         return "unknown"
 
 
-def require_json(value: object, where: str) -> None:
-    """Check that JSON can hold a value and give it back unchanged; a ConfigError names the key, from `where` on."""
+def require_json(value: object, where: str, levels: int = MAX_DEPTH) -> None:
+    """Check that JSON can hold a value and give it back; a ConfigError names the key, from `where` on.
+
+    Lists and dicts may be nested `levels` deep, which one within itself is not.
+    """
     if value is None or isinstance(value, str | int | float | bool):
         return
+    if levels == 0:
+        found = "deeper ones, or one within itself"
+        raise ConfigError(where, f"lists and dicts nested at most {MAX_DEPTH} deep", found, "Flatten them.")
     if isinstance(value, list | tuple):
         for index, item in enumerate(value):
-            require_json(item, f"{where}[{index}]")
-    elif isinstance(value, Mapping):
+            require_json(item, f"{where}[{index}]", levels - 1)
+    elif isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
                 raise ConfigError(where, "strings as keys", repr(key), "Turn the key into a string.")
-            require_json(item, f"{where}[{key!r}]")
+            require_json(item, f"{where}[{key!r}]", levels - 1)
     else:
         expected = "a string, number, bool, None, list or dict"
         raise ConfigError(where, expected, type(value).__name__, "Turn it into one of these first.")

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import re
+from collections import UserDict
 from pathlib import Path
 
 import pytest
@@ -240,9 +241,19 @@ def test_a_linked_manifest_is_not_followed(checkpoint):
     assert list(verify_checkpoint(checkpoint).problems) == [MANIFEST_NAME]
 
 
+CIRCLE: list = []
+CIRCLE.append(CIRCLE)
+
+
 @pytest.mark.parametrize(
     ("value", "key"),
-    [({"a": {1: 2}}, r"config\['a'\]"), ({"a": [0, {1, 2}]}, r"config\['a'\]\[1\]"), ({"a": b"x"}, r"config\['a'\]")],
+    [
+        ({"a": {1: 2}}, r"config\['a'\]"),
+        ({"a": [0, {1, 2}]}, r"config\['a'\]\[1\]"),
+        ({"a": b"x"}, r"config\['a'\]"),
+        ({"a": UserDict(b=1)}, r"config\['a'\]: expected .*, found UserDict"),
+        (CIRCLE, r"config(\[0\])+: expected .*, found deeper ones, or one within itself"),
+    ],
 )
 def test_what_json_cannot_hold_is_named_by_its_key(value, key):
     with pytest.raises(ConfigError, match=key):

@@ -119,7 +119,7 @@ def manifest_fields(
                 state = json.load(file)
             fields = {"step": int(state["global_step"]), "epoch": float(state["epoch"])}
     if metrics is not None:
-        fields["metrics"] = metrics
+        fields["metrics"] = dict(metrics)
     return {**fields, "metadata": {**metadata, **(choices or {})}}
 
 
