@@ -100,7 +100,7 @@ def _read(file: Path, values: bool) -> Iterator[tuple[str, Tensor, int | None]]:
         yield from ((path, tensor, tensor.nbytes) for path, tensor in _leaves_of(file, load_file(file, mmap=True)))
         return
     stored_bytes = _reported_bytes(file)
-    for path, tensor in _leaves_of(file, load_file(file, map_location=None if values else "meta")):
+    for path, tensor in _leaves_of(file, load_file(file, map_location="cpu" if values else "meta")):
         # The report counts tied tensors once, under the name of the first.
         yield path, tensor, stored_bytes.get(path, 0) if stored_bytes else None
 

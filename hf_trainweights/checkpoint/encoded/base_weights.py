@@ -213,7 +213,7 @@ class BaseWeights:
             raise corrupt(f"{name} of {self.base}", "a safetensors file", error) from error
 
     def _open_torch_file(self, path: Path) -> None:
-        state = None if is_encoded(path) else load_file(path, map_location="cpu", mmap=True)
+        state = None if is_encoded(path) else load_file(path, mmap=True)
         if not isinstance(state, dict):
             raise corrupt(f"{path} of {self.base}", "a plain state dict", type(state).__name__)
         for name, tensor in state.items():

@@ -37,8 +37,8 @@ class Undecoded:
     payload: Tensor
 
 
-def load_file(path: str | Path, *, map_location: Any = None, mmap: bool = False) -> Any:
-    """Load a plain or an encoded torch file like `torch.load(path, weights_only=True)`; errors name it.
+def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False) -> Any:
+    """Load a plain or an encoded torch file to the CPU like `torch.load(path, weights_only=True)`; errors name it.
 
     An encoded file is always mapped, because decoding copies it; one of torch before 1.6 never can be.
     CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is found

@@ -63,7 +63,7 @@ def read_weights(first: Path) -> dict[str, Any]:
 def load_if_possible(path: Path) -> Any:
     """Load a torch file as `load_file` does, mapped and on the CPU; None if it holds more than data, or is none."""
     try:
-        return _load_mapped(path)
+        return load_file(path, mmap=True)
     except CorruptFileError:
         return None
 
@@ -77,15 +77,10 @@ def _read_weight_file(path: Path) -> dict[str, Any]:
                 return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         except SafetensorError as error:
             raise CorruptFileError(str(path), "readable weights", str(error)[:300], next_step) from error
-    state = _load_mapped(path)
+    state = load_file(path, mmap=True)
     if not isinstance(state, dict):
         raise CorruptFileError(str(path), "a state dict", type(state).__name__, next_step)
     return state
-
-
-def _load_mapped(path: Path) -> Any:
-    # torch.save records the device: a tensor saved on a GPU would go back there, or fail where there is none.
-    return load_file(path, map_location="cpu", mmap=True)
 
 
 @dataclass(frozen=True)

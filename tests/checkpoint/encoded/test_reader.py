@@ -85,6 +85,15 @@ def test_load_file_reads_plain_files_as_well(tmp_path, state):
     assert load_file(write_encoded(tmp_path / "small.pt", state), map_location="meta")["state"][0]["exp_avg"].is_meta
 
 
+@pytest.mark.parametrize("is_zip", [True, False])
+def test_what_was_saved_on_a_gpu_is_loaded_where_there_is_none(tmp_path, monkeypatch, is_zip):
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save({"w": torch.ones(2)}, tmp_path / "file.pt", _use_new_zipfile_serialization=is_zip)
+    for mmap in (True, False):
+        assert torch.equal(load_file(tmp_path / "file.pt", mmap=mmap)["w"], torch.ones(2))
+
+
 def test_load_file_names_the_file(tmp_path, state, delta):
     path = write_encoded(tmp_path / "optimizer.pt", state)
     data = path.read_bytes()
