@@ -132,16 +132,34 @@ def test_a_file_of_old_torch_versions_is_read_although_it_cannot_be_mapped(tmp_p
     assert torch.equal(load_file(tmp_path / "file.pt", mmap=True)["w"], torch.ones(2))
 
 
-@pytest.mark.parametrize(("number", "kind"), [(errno.EINVAL, CorruptFileError), (errno.EIO, OSError)])
-def test_a_seek_to_a_wrong_place_is_damage_and_what_the_disk_refuses_is_not(number, kind, tmp_path, monkeypatch):
+def refuse(number):
+    raise OSError(number, os.strerror(number))
+
+
+@pytest.mark.parametrize(
+    ("load", "kind", "text"),
+    [
+        (lambda: refuse(errno.EINVAL), CorruptFileError, os.strerror(errno.EINVAL)),
+        (lambda: refuse(errno.EIO), OSError, os.strerror(errno.EIO)),
+        (lambda: torch.empty(1 << 50, dtype=torch.uint8), RuntimeError, "tried to allocate"),
+    ],
+    ids=["seek", "disk", "memory"],
+)
+def test_a_seek_to_a_wrong_place_is_damage_and_what_the_system_refuses_is_not(load, kind, text, tmp_path, monkeypatch):
     torch.save({"w": torch.ones(2)}, tmp_path / "file.pt")
-
-    def refuse(*_, **__):
-        raise OSError(number, os.strerror(number))
-
-    monkeypatch.setattr(torch, "load", refuse)
-    with pytest.raises(kind, match=os.strerror(number)):
+    monkeypatch.setattr(torch, "load", lambda *_, **__: load())
+    with pytest.raises(kind, match=text):
         load_file(tmp_path / "file.pt")
+
+
+def test_an_old_file_that_claims_more_values_than_there_is_memory_is_damaged(tmp_path):
+    path = tmp_path / "file.pt"
+    torch.save(torch.ones(0x12345), path, _use_new_zipfile_serialization=False)
+    length = b"J\x45\x23\x01\x00"
+    assert path.read_bytes().count(length) == 2  # of the storage, and the shape
+    path.write_bytes(path.read_bytes().replace(length, b"\x8a\x07\x00\x00\x00\x00\x00\x00\x01"))
+    with pytest.raises(CorruptFileError, match=r"file\.pt: expected a file that torch\.load reads"):
+        load_file(path)
 
 
 def test_an_old_file_that_claims_a_text_of_4_gigabytes_takes_no_more_memory_than_it_has_bytes(tmp_path):
