@@ -20,8 +20,8 @@ from hf_trainweights.checkpoint.directory.garbage import collect_garbage, remove
 from hf_trainweights.checkpoint.loop.progress import Boundary, Progress, state_from_bytes, state_of_rank
 from hf_trainweights.checkpoint.loop.training_state import (
     build_checkpoint,
-    load_checkpoint,
-    restore_checkpoint,
+    give_checkpoint,
+    load_verified,
     save_training_state,
 )
 from hf_trainweights.checkpoint.planning.modes import ModeName
@@ -236,10 +236,10 @@ class CheckpointManager:
         path = self._ranks.decide(lambda: latest(self._root))
         if path is None:
             return
-        checkpoint = load_checkpoint(path)
+        checkpoint = load_verified(Path(path))
         mine = state_of_rank(path, checkpoint, self._ranks)
         model, *others = self._parts
-        restore_checkpoint({**checkpoint, "rng": mine["rng"]}, model, *others)
+        give_checkpoint({**checkpoint, "rng": mine["rng"]}, model, *others)
         self._progress = Progress.resumed(checkpoint["step"], mine["position"], mine["rng"])
         self._saved_step = checkpoint["step"]
         # A process that was killed after its last save has not come to this, and there may be no save any more.

@@ -132,15 +132,29 @@ def restore_checkpoint(
         >>> source.weight.equal(target.weight)
         True
     """
-    load_module_state(model, checkpoint["model"])
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-    for part, target in parts.items():
-        if target is not None and part not in checkpoint:
-            warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=2)
+    copies = {part: copy.deepcopy(checkpoint.get(part)) for part, target in parts.items() if target is not None}
+    return give_checkpoint({**checkpoint, **copies}, model, **parts, rng=rng)
+
+
+def give_checkpoint(
+    checkpoint: Mapping[str, Any],
+    model: nn.Module,
+    optimizer: Any = None,
+    scheduler: Any = None,
+    scaler: Any = None,
+    *,
+    rng: bool = True,
+) -> tuple[float | None, int | None]:
+    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied."""
+    load_module_state(model, checkpoint["model"])
+    for part, target in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
+        if target is not None and checkpoint.get(part) is None:
+            warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=3)
         elif target is not None and part == "optimizer":
             _load_optimizer_state(optimizer, model, checkpoint)
         elif target is not None and checkpoint[part]:  # {} is what a disabled GradScaler gives, and refuses
-            target.load_state_dict(copy.deepcopy(checkpoint[part]))
+            target.load_state_dict(checkpoint[part])
     if rng and "rng" in checkpoint:
         set_rng_state(checkpoint["rng"])
     return checkpoint.get("epoch"), checkpoint.get("step")
@@ -150,10 +164,10 @@ def _load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[
     """Load an optimizer's state without the cast to the parameter's dtype that torch makes on loading.
 
     An optimizer that keeps float32 moments for bfloat16 weights would lose two bytes of each at every resume.
-    `checkpoint` has `model`, `optimizer` and `names`, and shares no memory with the optimizer afterwards.
+    `checkpoint` has `model`, `optimizer` and `names`.
     """
     saved = checkpoint["optimizer"]
-    optimizer.load_state_dict(copy.deepcopy(saved))
+    optimizer.load_state_dict(saved)
     own = dict(model.named_parameters())
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, name in checkpoint.get("names", {}).get("optimizer", {}).items():
@@ -164,7 +178,7 @@ def _load_optimizer_state(optimizer: Any, model: nn.Module, checkpoint: Mapping[
         for key, value in saved["state"].get(index, {}).items():
             current = state.get(key)
             if isinstance(current, torch.Tensor) and isinstance(value, torch.Tensor) and current.dtype != value.dtype:
-                state[key] = value.to(current.device, copy=True)
+                state[key] = value.to(current.device)
 
 
 def save_checkpoint(
@@ -272,12 +286,16 @@ def load_checkpoint(path: str | Path) -> dict[str, Any]:
         >>> load_checkpoint(path)["extra"]
         {'note': [1, 2.5]}
     """
-    path = Path(path)
+    if (Path(path) / MANIFEST_NAME).exists():
+        require_intact(path)
+    return load_verified(Path(path))
+
+
+def load_verified(path: Path) -> dict[str, Any]:
+    """Read a checkpoint directory as `load_checkpoint` does, one that was compared with its manifest just now."""
     if not (path / STATE_NAME).is_file():
         next_step = "Resume a Trainer's checkpoint with Trainer.train(resume_from_checkpoint=...)."
         raise CorruptFileError(str(path), f"a directory with {STATE_NAME}", "none", next_step)
-    if (path / MANIFEST_NAME).exists():
-        require_intact(path)
     register_anchor_directory(path)
     checkpoint = load_file(path / STATE_NAME)
     parts = checkpoint.pop("parts", None) if isinstance(checkpoint, dict) else None
