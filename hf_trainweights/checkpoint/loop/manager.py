@@ -106,7 +106,7 @@ class CheckpointManager:
         self._base = RunBase(anchor, keep_base)
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler
-        self._pass: Generator[tuple[int, Any], None, None] | None = None
+        self._pass: Generator[tuple[int, Any], None, None] = (each for each in ())
         self._progress = Progress()
         self._ranks = Ranks()
         self._saved_step: int | None = None
@@ -131,8 +131,7 @@ class CheckpointManager:
     ) -> None:
         try:
             if kind is None:
-                if self._pass is not None:
-                    self._pass.close()
+                self._pass.close()
                 self._save_last()
         finally:
             self._entered = False
@@ -186,6 +185,7 @@ class CheckpointManager:
         """
         if not self._entered:
             raise ConfigError("CheckpointManager.steps", "a call inside its `with` block", "one outside", "Enter it.")
+        self._pass.close()  # the loop may still hold one that it has left
         first = not self._parts
         self._parts = (model, optimizer, scheduler, scaler)
         if first:

@@ -257,7 +257,8 @@ def test_a_pass_may_be_left_and_taken_up_in_the_same_process(tmp_path):
     run = Run()
     with CheckpointManager(tmp_path / "b") as manager:
         parts = (run.model, run.optimizer, run.scheduler, run.scaler)
-        for step, (x,) in manager.steps(loader(), *parts):
+        left = manager.steps(loader(), *parts)
+        for step, (x,) in left:
             run.step(step, x, manager)
             if step == 3:
                 break
