@@ -14,7 +14,7 @@ from hf_trainweights.checkpoint.encoded.anchor import register_anchor_directory
 from hf_trainweights.checkpoint.manifest import Manifest
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, BaseChoice, SaveJob, require_count
 from hf_trainweights.checkpoint.run.verification import progress_problem
 from hf_trainweights.checkpoint.sharded.rewriting import ShardedLayout
 from hf_trainweights.checkpoint.whole.rewriting import WholeLayout
@@ -67,7 +67,7 @@ def compress_directory(
         buffers: Names of weights that are buffers. Default: what an earlier save recorded, else see `find_buffers`.
         optimizer_names: Names of the optimizer's parameters by their index in `optimizer.pt`.
         metrics: For the manifest.
-        anchor_every: The most checkpoints one anchor serves.
+        anchor_every: The most checkpoints one anchor serves, at least 1.
         anchor: Plain weights outside the run, a directory or a file, that its first checkpoint is stored against.
         keep_base: Keep those weights in the run, linked or copied, so that the checkpoint needs nothing outside.
         weights_only: Take a model without training state as well. `restore_directory` gives it back its safetensors.
@@ -76,7 +76,7 @@ def compress_directory(
         The manifest that was written.
 
     Raises:
-        ConfigError: Mode or rules are wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
+        ConfigError: An option is wrong, a rule names nothing there, there is nothing at `path` or `anchor`,
             or there is a model without training state and not `weights_only`.
         CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
             tells which one is newer; nothing has changed.
@@ -94,8 +94,8 @@ def compress_directory(
     base = None if anchor is None else BaseChoice(Path(anchor).absolute(), keep_base)
     wanted: dict[str, Any] = {"keep_weights": keep_weights, "weights_only": weights_only}
     known: dict[str, Any] = {"buffers": buffers, "optimizer_names": optimizer_names or {}, "metrics": metrics}
-    job = SaveJob(path, Policy(mode, rules or {}), anchor_every, base, **wanted, **known)
-    return layout_of(path).compress(job)
+    saves = require_count("anchor_every", anchor_every)
+    return layout_of(path).compress(SaveJob(path, Policy(mode, rules or {}), saves, base, **wanted, **known))
 
 
 def restore_directory(path: str | Path) -> Manifest:

@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, checkpoint_step
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import make_directories
@@ -95,14 +95,11 @@ class CheckpointManager:
         anchor: str | Path | None = None,
         keep_base: bool = False,
     ):
-        for name, value in (("every_steps", every_steps), ("keep_last", keep_last), ("anchor_every", anchor_every)):
-            if value is not None and (type(value) is not int or value < 1):
-                raise ConfigError(name, "an integer of at least 1", repr(value), "Pass one.")
         self._root = Path(root)
         self._policy = Policy(mode, rules or {})
-        self._every_steps = every_steps
-        self._keep_last = keep_last
-        self._anchor_every = anchor_every
+        self._every_steps = require_count("every_steps", every_steps)
+        self._keep_last = None if keep_last is None else require_count("keep_last", keep_last)
+        self._anchor_every = require_count("anchor_every", anchor_every)
         self._base = RunBase(anchor, keep_base)
         self._metrics: dict[str, Any] = {}
         self._parts: tuple[Any, ...] = ()  # model, optimizer, scheduler, scaler

@@ -25,6 +25,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import RNG_PREFIX, TRAINER_STATE_NAME, file_problem, list_files
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import create_file, remove_files, replace_file
 from hf_trainweights.files.cleanup import remove_abandoned
@@ -36,6 +37,13 @@ ANCHOR_EVERY_SAVES = 8
 
 # Keys in a manifest's metadata that say how the directory was rewritten.
 _CHOICES = ("policy", "keep_weights", "anchor")
+
+
+def require_count(name: str, value: object) -> int:
+    """Return an option's value that is an integer of at least 1; ConfigError: it is not."""
+    if type(value) is not int or value < 1:
+        raise ConfigError(name, "an integer of at least 1", repr(value), "Pass one.")
+    return value
 
 
 @dataclass(frozen=True)

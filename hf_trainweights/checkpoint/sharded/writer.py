@@ -30,7 +30,7 @@ from hf_trainweights.checkpoint.encoded.storages import Key
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
@@ -135,14 +135,14 @@ class TrainWeightsWriter(StorageWriter):
             where the tensors are sharded otherwise, the checkpoint is full.
         buffers: Names in the model that are buffers, which are exact in every mode. Default: tensors that have no state
             in an optimizer that is saved with them; if none has, those of fewer than two dimensions.
-        anchor_every: The most checkpoints that one anchor serves.
+        anchor_every: The most checkpoints that one anchor serves, at least 1.
         step: Training steps done. Where the checkpoints of a run tell theirs, steps of the lossy modes become finer if
             saves follow each other more closely.
         metadata: JSON to keep in the manifest.
         overwrite: Whether a checkpoint at `path` may be replaced.
 
     Raises:
-        ConfigError: The mode or a rule is unknown.
+        ConfigError: The mode or a rule is unknown, or `anchor_every` is no such number.
 
     Examples:
         >>> import warnings, torch, torch.distributed.checkpoint as dcp
@@ -177,7 +177,7 @@ class TrainWeightsWriter(StorageWriter):
         self._policy = Policy(mode, rules or {})
         self._previous = None if anchor is None else Path(anchor).absolute()
         self._buffers = None if buffers is None else frozenset(buffers)
-        self._anchor_every = anchor_every
+        self._anchor_every = require_count("anchor_every", anchor_every)
         self._fields = {"mode": mode, "step": step, "metadata": dict(metadata or {})}
         self._overwrite = overwrite
         self._save_id = str(uuid.uuid4())

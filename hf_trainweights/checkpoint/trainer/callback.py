@@ -28,7 +28,7 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import optimizer_parameter_names
 from hf_trainweights.checkpoint.run.base import RunBase
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories, converted_weights_problem, mark_run
-from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob
+from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, SaveJob, require_count
 from hf_trainweights.checkpoint.run.ranks import Ranks, all_ranks
 from hf_trainweights.checkpoint.trainer.backlog import Backlog
 from hf_trainweights.checkpoint.whole.rewriting import replace_weights
@@ -62,7 +62,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
     Args:
         mode: `"lossless"`, `"near-lossless"` or `"compact"`; see `hf_trainweights.checkpoint.planning.policy.Policy`.
         rules: Exceptions from the mode, likewise.
-        anchor_every: The most checkpoints whose weights are stored as differences to one earlier one.
+        anchor_every: The most checkpoints whose weights are stored as differences to one earlier one, at least 1.
         anchor: Weights outside the run that its first checkpoint is stored against: `"base"` for those that the model
             was loaded from by `from_pretrained`, of an adapter those of its base model; or a directory or file.
         keep_base: Keep those weights in the run, linked or copied, so that it needs nothing outside.
@@ -71,7 +71,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
             ends.
 
     Raises:
-        ConfigError: Mode, rules, `anchor` or `on_error` are wrong.
+        ConfigError: An option is wrong.
         Exception: By any method, whatever went wrong in the background, where it ends the training; see `on_error`.
 
     Examples:
@@ -89,7 +89,7 @@ class TrainWeightsCheckpointCallback(TrainerCallback):
         keep_base: bool = False,
     ):
         self.policy = Policy(mode, rules or {})
-        self.anchor_every = anchor_every
+        self.anchor_every = require_count("anchor_every", anchor_every)
         self._base = RunBase(anchor, keep_base)
         self._backlog = Backlog(on_error)
         self._said: set[str] = set()

@@ -371,6 +371,7 @@ def test_a_logged_tensor_is_what_it_was_when_it_was_logged(tmp_path):
     [
         ({"every_steps": 0}, "every_steps"),
         ({"every_steps": 1.5}, "every_steps"),
+        ({"every_steps": None}, "every_steps"),
         ({"keep_last": 0}, "keep_last"),
         ({"anchor_every": True}, "anchor_every"),
         ({"mode": "tiny"}, "mode"),
