@@ -270,7 +270,8 @@ class CheckpointManager:
         checkpoint = build_checkpoint(*self._parts, step=step, extra={"position": states[0]["position"], **others})
         if boundary:
             checkpoint["rng"] = states[0]["rng"]
-            checkpoint["model"] = {name: boundary.buffers.get(name, each) for name, each in checkpoint["model"].items()}
+            model = checkpoint["model"]
+            model |= {name: each for name, each in boundary.buffers.items() if name in model}
         path = self._root / f"checkpoint-{step}"
         if path.exists():  # `latest` passed it over: it is broken
             remove_checkpoint(path)

@@ -186,6 +186,8 @@ def test_a_loop_that_is_left_within_a_gradient_goes_on_exactly(tmp_path, stop, e
     straight = Accumulating()(tmp_path / "a", every=every)
     Accumulating()(tmp_path / "b", stop=stop, every=every)
     assert [path.name for path in (tmp_path / "b").iterdir()] == [f"checkpoint-{saved}"]
+    metadata = load_checkpoint(tmp_path / "b" / f"checkpoint-{saved}")["model"]._metadata
+    assert metadata == Accumulating().model.state_dict()._metadata
     assert Accumulating()(tmp_path / "b", every=every) == straight
 
 
