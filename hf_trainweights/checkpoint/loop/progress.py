@@ -15,6 +15,8 @@ from torch import nn
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.errors import ConfigError
 
+_POSITION = {"passes", "consumed", "start"}
+
 
 @dataclass
 class Progress:
@@ -68,7 +70,11 @@ class Progress:
         to_skip = 0 if rng is None and isinstance(loader, Iterator) else self.consumed
         rng = rng or rng_state()
         set_rng_state(self.start["rng"])
-        for generator, state in zip(generators, self.start["loader"], strict=True):
+        states = self.start["loader"]
+        if len(states) != len(generators):
+            expected = f"{len(states)} random number generators of its own, as when its pass began"
+            raise ConfigError("the loader", expected, f"{len(generators)}", "Build the loader as it was then.")
+        for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
         batches = iter(loader)
         for _ in range(to_skip):
@@ -107,8 +113,9 @@ def state_of_rank(path: str, checkpoint: Mapping[str, Any], ranks: Ranks) -> Map
     ConfigError: no manager wrote it, or one of another number of ranks.
     """
     extra = checkpoint.get("extra")
-    position = extra.get("position") if isinstance(extra, dict) else None
-    if not isinstance(extra, dict) or not isinstance(position, dict):
+    extra = extra if isinstance(extra, dict) else {}
+    position = extra.get("position")
+    if not isinstance(position, dict) or not position.keys() >= _POSITION or "rng" not in checkpoint:
         next_step = "Restore it with restore_checkpoint, and give this run a directory of its own."
         raise ConfigError(path, "a checkpoint of a CheckpointManager", "one of save_checkpoint", next_step)
     states = [{"position": position, "rng": checkpoint["rng"]}, *extra.get("ranks", ())]

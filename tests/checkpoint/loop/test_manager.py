@@ -391,11 +391,26 @@ def test_steps_outside_the_with_block_are_refused(tmp_path):
         CheckpointManager(tmp_path).steps(range(3), nn.Linear(1, 1))
 
 
-def test_a_checkpoint_of_someone_else_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"extra": {"position": 3}},
+        {"extra": {"position": {"passes": 0}}},
+        {"extra": {"position": {"passes": 0, "consumed": 0, "start": None}}, "rng": False},
+    ],
+)
+def test_a_checkpoint_of_someone_else_is_refused(tmp_path, options):
     model = nn.Linear(1, 1)
-    save_checkpoint(build_checkpoint(model, step=1), tmp_path / "checkpoint-1")
+    save_checkpoint(build_checkpoint(model, step=1, **options), tmp_path / "checkpoint-1")
     with CheckpointManager(tmp_path) as manager, pytest.raises(ConfigError, match="CheckpointManager"):
         manager.steps(range(3), model)
+
+
+def test_a_loader_with_other_generators_than_its_pass_began_with_is_refused(tmp_path):
+    Run()(tmp_path, stop=2, kind="own generator")
+    with pytest.raises(ConfigError, match=r"the loader: expected 1 random number generators of its own.*, found 0"):
+        Run()(tmp_path)
 
 
 def test_a_save_that_fails_stops_the_loop(tmp_path):
