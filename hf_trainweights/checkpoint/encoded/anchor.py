@@ -102,9 +102,11 @@ def sha256_once(path: Path) -> str:
 
 
 def anchor_paths(sha256: str, recorded_path: Path) -> Iterator[Path]:
-    """Yield where an anchor may lie; its recorded path is believed if it is absolute and ends in its name."""
+    """Yield where an anchor may lie; its recorded path is believed if it is absolute, local and ends in its name."""
     name = anchor_file_name(sha256)
-    if recorded_path.is_absolute() and recorded_path.name == name:
+    # What begins with two slashes is on any host of the network, where Windows would log in.
+    is_local = not str(recorded_path).startswith(("//", r"\\"))
+    if recorded_path.is_absolute() and is_local and recorded_path.name == name:
         yield recorded_path
     for directory in _directories:
         yield directory / name

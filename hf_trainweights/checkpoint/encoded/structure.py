@@ -197,7 +197,7 @@ def decode_storage(
     except CorruptFileError as error:
         where = f"{storage_name(structure, index)}, {error.where}"
         raise CorruptFileError(where, error.expected, error.found, error.next_step) from error
-    # A codec may decode to the memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
+    # A codec may decode to memory of the anchor, which may be a part of a larger one. Views begin at the first byte.
     return decoded if decoded.untyped_storage().nbytes() == decoded.nbytes else decoded.clone()
 
 

@@ -176,8 +176,8 @@ class CheckpointManager:
             An iterator. Steps count from 1, through all passes. Batches that were consumed before are left out.
 
         Raises:
-            ConfigError: The manager's `with` block is not entered, the model's base is not found, or the checkpoint or the
-                loader is none that a resume can go on from.
+            ConfigError: The manager's `with` block is not entered, the model's base is not found, or a resume cannot go
+                on from the checkpoint with this loader.
             CorruptFileError: The model is not the one that was saved.
             SaveError: A checkpoint cannot be written; earlier ones are untouched.
         """

@@ -174,6 +174,13 @@ def test_relative_path_is_not_looked_up_in_the_working_directory(tmp_path, monke
         find_anchor(SHA256, NAME)
 
 
+def test_path_to_another_host_is_not_opened(tmp_path):
+    path = f"/{anchor_in(tmp_path)}"
+    assert path.startswith("//")
+    with pytest.raises(MissingAnchorError, match=f"a file at {path}"):
+        find_anchor(SHA256, path)
+
+
 def test_damaged_anchor_is_passed_over_for_a_whole_one(tmp_path):
     damaged, whole = anchor_in(tmp_path / "a", b"w0ights"), anchor_in(tmp_path / "b")
     register_anchor_directory(tmp_path / "b")
