@@ -70,10 +70,10 @@ def require_weights(path: Path) -> dict[str, Path]:
     names = shard_names(entry) if entry.name.endswith(".index.json") else [entry.name]
     files = {name: entry.parent / name for name in names}
     for name, file in files.items():
-        if not name.endswith((".safetensors", ".bin")) or is_encoded(file):
-            found = f"{file}, an encoded one" if is_encoded(file) else str(file)
+        found = "no file" if not file.is_file() else "an encoded file" if is_encoded(file) else "a file"
+        if found != "a file" or not name.endswith((".safetensors", ".bin")):
             next_step = "Pass the model that the run starts from, or make this checkpoint plain by restore_directory."
-            raise ConfigError("anchor", "plain files of weights, .safetensors or .bin", found, next_step)
+            raise ConfigError("anchor", "plain files of weights, .safetensors or .bin", f"{found} at {file}", next_step)
     register_base(entry.parent)
     return files
 
@@ -93,6 +93,9 @@ def _find_file(base: Base, name: str, directory: Path) -> Path:
         try:
             found = sha256_once(path)
         except OSError:
+            continue
+        except CorruptFileError as error:
+            changed = error
             continue
         if found == sha256:
             return path

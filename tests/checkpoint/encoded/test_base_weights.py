@@ -120,6 +120,12 @@ def test_kept_files_are_found_under_their_digests(local: Path, tmp_path: Path, m
     assert find_base(base, tmp_path) == {"model.safetensors": kept}
 
 
+def test_a_kept_file_that_is_a_link_is_passed_over_for_a_whole_one(local: Path, tmp_path: Path) -> None:
+    base = identify_base(local)
+    (tmp_path / f"{base.files['model.safetensors']}.anchor").symlink_to(local / "model.safetensors")
+    assert find_base(base, tmp_path) == {"model.safetensors": local / "model.safetensors"}
+
+
 def test_shards_are_listed_by_their_index_or_not_at_all(tmp_path: Path) -> None:
     for number, (name, tensor) in enumerate(weights().items(), 1):
         write(tmp_path / f"model-0000{number}-of-00002.safetensors", {name: tensor})
@@ -130,6 +136,9 @@ def test_shards_are_listed_by_their_index_or_not_at_all(tmp_path: Path) -> None:
     index.write_text(json.dumps({"weight_map": shards}))
     assert list(identify_base(tmp_path).files) == list(identify_base(index).files)
     assert len(identify_base(tmp_path).files) == 2
+    (tmp_path / shards["b"]).unlink()
+    with pytest.raises(ConfigError, match=f"expected plain files of weights.*, found no file at .*{shards['b']}"):
+        require_weights(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
