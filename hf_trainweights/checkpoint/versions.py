@@ -254,10 +254,12 @@ def _build(model_class: Callable[..., nn.Module], config: Mapping[str, Any], kwa
 
 def _adopt_dtypes(model: nn.Module, state: Mapping[str, Any]) -> None:
     """Give parameters and buffers the dtypes they were saved with: a class builds float32, and copying would cast."""
+    cast: dict[Any, torch.Tensor] = {}  # tensors that share memory go on doing so
     for name, tensor in model.state_dict(keep_vars=True).items():
         stored = state.get(name)
         if isinstance(tensor, torch.Tensor) and isinstance(stored, torch.Tensor) and tensor.dtype != stored.dtype:
-            tensor.data = tensor.data.to(stored.dtype)
+            memory = tensor.data_ptr(), tensor.shape, tensor.stride(), stored.dtype
+            tensor.data = cast.setdefault(memory, tensor.data.to(stored.dtype))
 
 
 def _metadata(manifest: Manifest) -> dict[str, Any]:

@@ -88,6 +88,18 @@ def test_tied_weights_are_tied_again(saver):
     assert loaded.first.weight.dtype == torch.bfloat16
 
 
+class Sharing(Net):
+    def __init__(self, width):
+        super().__init__(width)
+        self.last.weight.data = self.first.weight.data
+
+
+def test_weights_that_share_their_memory_do_so_again(saver):
+    saver.save(Sharing(8).bfloat16(), "1.0.0", CONFIG)
+    loaded, _ = saver.load("1.0.0", Sharing)
+    assert loaded.first.weight.data_ptr() == loaded.last.weight.data_ptr()
+
+
 class WithTransient(Net):
     def __init__(self, width):
         super().__init__(width)
