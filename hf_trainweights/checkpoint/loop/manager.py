@@ -48,7 +48,8 @@ class CheckpointManager:
 
     Resuming is exact: batches come in the same order, because the random number generators are put back to where they
     were when the pass over the loader began, its consumed batches are skipped, and they are then set as they were at
-    the save. A loop over several passes calls `steps` once for each; passes that are done yield nothing.
+    the save. They are Python's, numpy's and torch's on CPU and CUDA; those of MPS and XPU are not saved. A loop over
+    several passes calls `steps` once for each; passes that are done yield nothing.
 
     Where `torch.distributed` is initialized, as for DDP, every rank runs the same loop with the same arguments. The
     first rank writes and removes checkpoints for all of them; each rank gets its own random number generators and its
