@@ -31,7 +31,6 @@ Types and ranges are checked as well: a right digest proves the text whole, not 
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from hf_trainweights.checkpoint.encoded.tree import MAX_DEPTH
 from hf_trainweights.checkpoint.planning.modes import MODES
 from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
 from hf_trainweights.files.atomic import replace_file
-from hf_trainweights.files.reading import file_sha256, is_safe_name, read_chunks
+from hf_trainweights.files.reading import file_sha256, is_safe_name, is_sha256, read_chunks
 from hf_trainweights.files.signed_json import is_signed, sign_json
 
 MANIFEST_NAME = "trainweights.json"
@@ -65,7 +64,6 @@ _EXACT_MODES = (PLAIN_MODE, MODES[0])
 _RANKS = {mode: rank for rank, mode in enumerate((PLAIN_MODE, *MODES))}
 
 _NEXT_STEP = "Use another checkpoint, or restore this one from a copy."
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -91,7 +89,7 @@ _AMOUNT = Kind(
 _POSITIVE = Kind("an integer of at least 1", lambda value: type(value) is int and value >= 1)
 # File systems count bytes in 64 bits with a sign.
 _SIZE = Kind("a number of bytes", lambda value: type(value) is int and 0 <= value < 1 << 63)
-_DIGEST = Kind("a SHA-256 in hexadecimal", lambda value: type(value) is str and bool(_SHA256.fullmatch(value)))
+_DIGEST = Kind("a SHA-256 in hexadecimal", is_sha256)
 _BITS = Kind("a finite number", lambda value: type(value) in (int, float) and abs(value) <= sys.float_info.max)
 
 MANIFEST = {

@@ -15,7 +15,7 @@ import stat
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, BinaryIO, TypeGuard
 
 from zlib_ng import zlib_ng
 
@@ -92,6 +92,11 @@ def file_sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
+def is_sha256(value: object) -> TypeGuard[str]:
+    """Return whether a value is a text that `file_sha256` may have returned."""
+    return type(value) is str and re.fullmatch(r"[0-9a-f]{64}", value) is not None
+
+
 class DigestedFile:
     """A binary file, written from its beginning, and the digest of what was written, so that nobody has to read it."""
 
@@ -163,6 +168,12 @@ def open_pickle(path: str | Path) -> Iterator[IO[bytes]]:
             raise zipfile.BadZipFile(f"{len(pickles)} members called data.pkl")
         with archive.open(pickles[0]) as pickle:
             yield pickle
+
+
+def is_torch_zip(path: str | Path) -> bool:
+    """Return whether torch.load takes a regular file for a zip archive; before version 1.6 it was a bare pickle."""
+    with open_regular_file(path) as file:
+        return file.read(4) == b"PK\x03\x04"
 
 
 def is_torch_file(path: Path) -> bool:

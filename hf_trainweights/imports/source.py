@@ -12,6 +12,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.reading import is_torch_zip
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.loading.stored_weights import check_weight_files
@@ -80,9 +81,7 @@ class _Safetensors:
 
 class _Bin:
     def __init__(self, path: Path):
-        with path.open("rb") as stream:
-            zipped = stream.read(4) == b"PK\x03\x04"
-        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=zipped or None)
+        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=is_torch_zip(path) or None)
         self._tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
         for name, tensor in self._tensors.items():
             plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_trainweights.checkpoint.encoded.storages import corrupt
-from hf_trainweights.files.reading import is_safe_name
+from hf_trainweights.files.reading import is_safe_name, is_sha256
 
-_SHA256 = re.compile(r"[0-9a-f]{64}")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 # The Hub's own rule, with at most one slash; it allows no name that is or begins with a full stop.
 _REPOSITORY = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9._-]{0,95}/)?[A-Za-z0-9_][A-Za-z0-9._-]{0,95}")
@@ -89,4 +88,4 @@ def _matches(pattern: re.Pattern[str], value: object) -> bool:
 
 def _is_file(name: object, sha256: object) -> bool:
     is_name = type(name) is str and "/" not in name and is_safe_name(name) and name.endswith(_SUFFIXES)
-    return is_name and _matches(_SHA256, sha256)
+    return is_name and is_sha256(sha256)

@@ -20,10 +20,7 @@ from torch import Tensor
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, storage_paths
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
-from hf_trainweights.files.reading import open_pickle, open_regular_file, require_regular_file
-
-# What torch.load takes for a zip archive; torch.save before version 1.6 wrote a bare pickle.
-_ZIP_MAGIC = b"PK\x03\x04"
+from hf_trainweights.files.reading import is_torch_zip, open_pickle, require_regular_file
 
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
 """Whether `decode_file`, which torch.load calls, is to return an `Undecoded`."""
@@ -44,8 +41,7 @@ def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False
     CorruptFileError: it is damaged, no torch file, or holds more than data. MissingAnchorError: its anchor is found
     nowhere.
     """
-    with open_regular_file(path) as file:
-        is_zip = file.read(len(_ZIP_MAGIC)) == _ZIP_MAGIC
+    is_zip = is_torch_zip(path)
     with _load_errors(str(path), is_zip):
         if not is_zip:
             # A file of PyTorch before 1.6 may claim a text of 4 GB: of bytes in memory no more is read than is there.

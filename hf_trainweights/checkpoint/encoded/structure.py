@@ -46,6 +46,7 @@ from hf_trainweights.checkpoint.encoded.base_identity import Base
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text, require_sizes
 from hf_trainweights.checkpoint.encoded.tree import MAPPING_TYPES, MAX_DEPTH
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.reading import is_sha256
 
 VERSION = 1
 ANCHOR_SUFFIX = ".anchor"
@@ -117,7 +118,7 @@ def _check_anchor(anchor: Any) -> None:
     if type(anchor) is not dict or type(anchor.get("path")) is not str:
         raise corrupt("the anchor", "a digest and a path", anchor)
     sha256, path = anchor.get("sha256"), anchor["path"]
-    if type(sha256) is not str or len(sha256) != 64 or set(sha256) - set("0123456789abcdef"):
+    if not is_sha256(sha256):
         raise corrupt("the anchor", "a SHA-256 in hexadecimal", sha256)
     parts = path.replace("\\", "/").split("/")
     if parts[-1] != anchor_file_name(sha256) or ".." in parts or "\0" in path:

@@ -26,6 +26,7 @@ from hf_trainweights.files.reading import (
     TORCH_SUFFIXES,
     check_member,
     file_sha256,
+    is_torch_zip,
     open_regular_file,
     open_zip,
     require_regular_file,
@@ -120,9 +121,7 @@ def _read_through(path: Path, is_torch: bool) -> None:
     elif path.suffix == ANCHOR_SUFFIX:
         verify_anchor(path)
     elif path.suffix in TORCH_SUFFIXES:
-        with open_regular_file(path) as file:
-            is_zip = file.read(4) == b"PK\x03\x04" or zipfile.is_zipfile(file)  # it begins like one, or ends like one
-        if is_zip:
+        if is_torch_zip(path) or zipfile.is_zipfile(path):  # it begins like one, or ends like one
             _read_zip(path)
         elif is_torch:
             load_file(path)  # PyTorch before 1.6 wrote no zip archives

@@ -20,6 +20,7 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.files.reading import is_sha256
 
 NO_DIGEST = "0" * 64
 
@@ -57,8 +58,7 @@ class ShardedAnchor(AnchorCandidate):
         if type(value) is not dict or type(value.get("files")) is not dict:
             raise corrupt("sharded.anchor", "an object with files", value)
         for sha256, names in value["files"].items():
-            is_digest = len(sha256) == 64 and not set(sha256) - set("0123456789abcdef")
-            if not is_digest or type(names) is not list or not all(type(name) is str for name in names):
+            if not is_sha256(sha256) or type(names) is not list or not all(type(name) is str for name in names):
                 raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
         fields = {name: content for name, content in value.items() if name != "files"}
         record = AnchorRecord.from_dict({"sha256": NO_DIGEST, **fields})

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.reading import is_safe_name, require_regular_file
+from hf_trainweights.files.reading import is_safe_name, is_torch_zip, require_regular_file
 from hf_trainweights.files.safetensors_file import read_safetensors_header
 from hf_trainweights.formats import FORMATS
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
@@ -111,8 +111,7 @@ def _read_header(file: Path) -> dict[str, dict[str, Any]]:
 
 def _read_bin(file: Path) -> dict[str, Tensor]:
     """Return the tensors of a `.bin`, on the meta device, so that nothing but the pickle is read."""
-    with file.open("rb") as stream:
-        zipped = stream.read(4) == b"PK\x03\x04"
+    zipped = is_torch_zip(file)
     try:
         if zipped:
             with zipfile.ZipFile(file):
