@@ -30,11 +30,11 @@ from pathlib import Path
 from typing import Any
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.model_config import CONFIG_NAME, quantization_sha256
 from hf_trainweights.files.reading import open_regular_file, require_regular_file
 from hf_trainweights.files.signed_json import sign_json
 from hf_trainweights.files.weight_files import may_be_loaded
 
+CONFIG_NAME = "config.json"
 _STEM = "trainweights_files"
 _FORMAT = "trainweights-files"
 _FORMAT_VERSION = 1
@@ -91,7 +91,7 @@ def write_digests(
     known = known or {}
     content: dict[str, Any] = {"files": {name: _entry(directory / name, known.get(name)) for name in names}}
     content["versions"] = package_versions()
-    config_sha256 = quantization_sha256(directory)
+    config_sha256 = _quantization_sha256(directory)
     if config_sha256 is not None:
         content[_CONFIG_KEY] = config_sha256
     if calibration is not None:
@@ -171,6 +171,27 @@ def read_calibration(directory: Path) -> Mapping[str, Any] | None:
     )
 
 
+def _quantization_sha256(directory: Path) -> str | None:
+    """Return the SHA-256 of a directory's `quantization_config` as canonical JSON; None where there is none.
+
+    Canonical JSON has sorted keys, no spaces, and ASCII only.
+    """
+    file = directory / CONFIG_NAME
+    try:
+        with open_regular_file(file) as stream:
+            described = json.loads(stream.read()).get("quantization_config")
+    except FileNotFoundError:
+        return None
+    except CorruptFileError:
+        raise
+    except (ValueError, AttributeError, RecursionError) as error:
+        next_step = "Download it again, or save the model again from its source."
+        raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], next_step) from error
+    if described is None:
+        return None
+    return hashlib.sha256(json.dumps(described, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
 def digest_files(directory: Path) -> list[Path]:
     """Return the files with digests in a directory, sorted: one for each variant; none if the directory is missing."""
     return sorted([*directory.glob(digests_name()), *directory.glob(digests_name("*"))])
@@ -205,7 +226,7 @@ def _config_problem(directory: Path, saved: Iterable[str | None]) -> str | None:
     """Return what is wrong with config.json, given the digests of its part at the saves; None of an earlier version."""
     known = {sha256 for sha256 in saved if sha256 is not None}
     try:
-        if known and known != {quantization_sha256(directory)}:
+        if known and known != {_quantization_sha256(directory)}:
             return "has another quantization_config than when the model was saved"
     except CorruptFileError as error:
         return f"is {error.found}, not {error.expected}"

@@ -1,8 +1,12 @@
-"""The one way to write files into a directory that may hold a model already: aside, then all of them into place."""
+"""The one way to write files into a directory that may hold a model already: aside, then all of them into place.
+
+What a writer that died left there is removed, and what its save took away is put back.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,10 +14,11 @@ from pathlib import Path
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
 from hf_trainweights.files.atomic import make_directories, remove_tree, sync_tree
-from hf_trainweights.files.cleanup import remove_abandoned
 from hf_trainweights.files.save_errors import save_errors
-from hf_trainweights.files.swap import JOURNAL, NEW, swap_in
-from hf_trainweights.files.temporary import claim_directory, lock_directory
+from hf_trainweights.files.swap import JOURNAL, NEW, swap_in, undo_interrupted
+from hf_trainweights.files.temporary import TEMPORARY_PREFIX, claim_directory, lock_directory, take_over
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -59,3 +64,37 @@ def staged_files(directory: Path, is_replaced: Callable[[str], bool]) -> Iterato
                 if not (claim.path / JOURNAL).exists():
                     remove_tree(claim.path, ignore_errors=True)
                 claim.release()
+
+
+def clean_up(directory: Path, *, dry_run: bool = False) -> list[Path]:
+    """Remove temporary files and directories right in a directory whose writers no longer live; return them, sorted.
+
+    While a save into the directory runs nothing is removed: that one cleans up itself.
+    """
+    if not directory.is_dir():
+        return []
+    with lock_directory(directory) as is_free:
+        return remove_abandoned(directory, dry_run=dry_run) if is_free else []
+
+
+def remove_abandoned(directory: Path, *, dry_run: bool = False) -> list[Path]:
+    """Do what `clean_up` does, in a directory that the caller has locked."""
+    return [path for path in sorted(directory.glob(f"{TEMPORARY_PREFIX}*")) if _remove_if_abandoned(path, dry_run)]
+
+
+def _remove_if_abandoned(path: Path, dry_run: bool) -> bool:
+    with take_over(path) as is_abandoned:
+        if not is_abandoned or dry_run:
+            return is_abandoned
+        if path.is_symlink() or not path.is_dir():
+            disk.file_system.unlink(path)
+            return True
+        try:
+            undo_interrupted(path, path.parent)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            _logger.warning(
+                "%s stays: it may hold what a save replaced, but its journal cannot be read: %s", path, error
+            )
+            return False
+        remove_tree(path)
+        return not path.exists()

@@ -17,7 +17,7 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.model_config import CONFIG_NAME
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.formats.base import Format
 from hf_trainweights.imports.conversion import convert

@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
-from hf_trainweights.files.model_config import CONFIG_NAME
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.models.choosing.layers import is_experts, is_transposed
 from hf_trainweights.models.host.models import base_prefix
 from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint

@@ -8,7 +8,7 @@ from typing import Any
 
 from huggingface_hub import CommitInfo
 
-from hf_trainweights.files.model_config import CONFIG_NAME
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.models.loading.saved_models import load_quantized
 from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of
 from hf_trainweights.models.saving.companions import companions

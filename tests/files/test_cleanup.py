@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.staging import clean_up
 from hf_trainweights.files.temporary import claim_directory, lock_directory
 
 

@@ -14,8 +14,7 @@ from simulated_disk import OUTCOMES, FailingDisk, replay
 
 from hf_trainweights.errors import SaveError
 from hf_trainweights.files import disk
-from hf_trainweights.files.cleanup import clean_up
-from hf_trainweights.files.staging import staged_files
+from hf_trainweights.files.staging import clean_up, staged_files
 from hf_trainweights.files.weight_files import ENTRY_POINTS, bin_name, is_weight_file, shard_names
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from hf_trainweights import TrainWeightsConfig, quantize_directory, verify_model
 from hf_trainweights.errors import TrainWeightsError
-from hf_trainweights.files.cleanup import clean_up
+from hf_trainweights.files.staging import clean_up
 
 SAVES = 4
 FORMATS = ("int8", "int4")

@@ -11,7 +11,7 @@ from pathlib import Path
 from huggingface_hub import snapshot_download
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.model_config import CONFIG_NAME
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import open_regular_file
 
 # Files that are not copied: those that the quantized model writes itself, and float weights or training state.

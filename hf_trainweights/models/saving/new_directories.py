@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_directory, sync_tree
-from hf_trainweights.files.cleanup import clean_up
 from hf_trainweights.files.save_errors import save_errors
+from hf_trainweights.files.staging import clean_up
 from hf_trainweights.models.saving.companions import copy_companions
 
 _UNCHANGED = "It is as it was."
