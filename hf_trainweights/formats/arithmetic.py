@@ -22,7 +22,7 @@ _BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16:
 
 # The smallest scale: a float16 scale of 2**-24 codes every float16 value exactly; below 2**-126 a float32
 # reciprocal overflows to infinity.
-_SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
+SMALLEST_SCALE = {torch.float32: 2.0**-126, torch.bfloat16: 2.0**-126, torch.float16: 2.0**-24}
 
 
 def cache_blocks(values: Tensor) -> Iterator[slice]:
@@ -79,18 +79,13 @@ def round_scale(scale: Tensor, largest_code: int, dtype: torch.dtype) -> Tensor:
         A new tensor of `dtype` and the shape of `scale`.
     """
     largest = torch.finfo(dtype).max / (1 << (largest_code - 1).bit_length())
-    bounded = scale.clamp(_SMALLEST_SCALE[dtype], largest)
+    bounded = scale.clamp(SMALLEST_SCALE[dtype], largest)
     rounded = bounded.to(dtype)
     if dtype == torch.float16:
         # It has few bits left below 2**-17: a scale rounded down by half would clip the row's largest weights at half
         # their size. So it goes up to the next one, 2**-24 away, where more than bfloat16's half step of 2**-8 is lost.
         rounded = torch.where(rounded.float() * (1 + 2**-8) < bounded, rounded + 2**-24, rounded)
     return rounded.masked_fill_(scale == 0, 0.0)
-
-
-def smallest_scale(dtype: torch.dtype) -> float:
-    """Return the smallest scale other than zero that a weight may have in a dtype."""
-    return _SMALLEST_SCALE[dtype]
 
 
 def reciprocal(scale: Tensor) -> Tensor:
@@ -131,13 +126,12 @@ def scale_codes(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return codes.to(torch.float32).mul_(scale.float()).to(dtype)
 
 
-def take(stored: Tensor, indices: Tensor) -> Tensor:
-    """Return new rows `[n, *]` of a tensor `[N, *]`; IndexError: an index is negative or not below N."""
-    # Indexing would take a negative number for a row counted from the end; index_select refuses it. Bytes: torch 2.8
-    # has no index_select for float8 on the CPU.
-    if stored.dtype.itemsize == 1:
-        return stored.view(torch.uint8).index_select(0, indices).view(stored.dtype)
-    return stored.index_select(0, indices)
+def as_bytes(stored: Tensor) -> Tensor:
+    """Return elements of one byte as uint8, in the same memory, and any others as they are.
+
+    PyTorch 2.8 does not index, join or select float8 on a CPU, and not every backend sends it to other ranks.
+    """
+    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
 
 
 def add_by_halves(values: Tensor) -> Tensor:

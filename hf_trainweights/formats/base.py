@@ -14,10 +14,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError, QuantizationError
-from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude, take
+from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
+from hf_trainweights.formats.arithmetic import BLOCK_ELEMENTS, FLOAT_DTYPES, largest_magnitude
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.unpacked import Unpacked
+
+# Shape and dtype of each stored tensor, by name.
+Specs = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 # Layouts of other programs, to group sizes; None stands for whole rows.
 TargetGroups = Mapping[str, tuple[int | None, ...]]
@@ -53,21 +56,12 @@ class Format(ABC):
         """The least number of columns that can be cut off without rounding anew: those that share a scale."""
         return getattr(self, "group_size", None) or 1
 
-    def take_rows(self, tensors: Mapping[str, Tensor], indices: Tensor) -> dict[str, Tensor]:
-        """Return the tensors of some rows.
-
-        Args:
-            tensors: Stored tensors of a weight `[N, K]`.
-            indices: Integers `[n]`.
-
-        Returns:
-            New tensors of a weight `[n, K]`.
-
-        Raises:
-            IndexError: An index is negative or not below N, as for `F.embedding`.
-        """
-        shared = self.shared_names
-        return {name: stored if name in shared else take(stored, indices) for name, stored in tensors.items()}
+    def check_group_size(self, allowed: Sequence[int], advice: str) -> None:
+        """Check the parameter `group_size`; ConfigError: it is none of those that are allowed."""
+        group_size = getattr(self, "group_size", None)
+        if group_size not in allowed or type(group_size) is not int:
+            expected = f"one of {', '.join(map(str, allowed))} for {self.name}"
+            raise ConfigError("group_size", expected, repr(group_size), advice)
 
     def get_config(self) -> dict[str, Any]:
         """Return the JSON description from which `get_format` builds an equal format.
@@ -92,9 +86,7 @@ class Format(ABC):
         return self
 
     @abstractmethod
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return shape and dtype of each stored tensor, in the order of `tensor_names`.
 
         Args:
@@ -149,12 +141,16 @@ class Format(ABC):
             dtype: Dtype to return.
         """
 
-    def quantize(self, weight: Tensor, name: str = "weight") -> dict[str, Tensor]:
+    def quantize(
+        self, weight: Tensor, name: str = "weight", shared: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
         """Quantize a weight.
 
         Args:
             weight: Float32, bfloat16 or float16, `[*, N, K]`, on any device; any strides. It is not changed.
             name: What errors call the weight.
+            shared: Stored tensors of an earlier weight of the same K; those of `shared_names` among them are kept, so
+                that rows of one value get the same codes.
 
         Returns:
             New contiguous tensors on the weight's device, named and shaped as `tensor_specs` says. Scales have the
@@ -170,6 +166,7 @@ class Format(ABC):
             >>> tensors["qdata"].tolist()
             [[127, 127, 127], [127, 127, 127]]
         """
+        del shared
         self.check_weight(weight, name)
         weight = weight.detach()
         out = self.empty(weight.shape, weight.dtype, weight.device)
@@ -194,20 +191,6 @@ class Format(ABC):
                     )
                 form.quantize_rows(rows, amax, {key: t[index, start : start + block] for key, t in flat.items()})
         return out
-
-    def quantize_beside(self, weight: Tensor, shared: Mapping[str, Tensor], name: str = "weight") -> dict[str, Tensor]:
-        """As `quantize`, with the tensors that all rows share given, so that rows of one value get the same codes.
-
-        Args:
-            weight: As for `quantize`.
-            shared: Stored tensors of an earlier weight of the same K, those of `shared_names` among them.
-            name: What errors call the weight.
-
-        Raises:
-            QuantizationError: As for `quantize`.
-        """
-        del shared
-        return self.quantize(weight, name)
 
     def check_weight(self, weight: Tensor, name: str) -> None:
         """Check that a weight has a dtype and a shape that can be quantized to this format.

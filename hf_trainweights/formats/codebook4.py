@@ -25,7 +25,7 @@ from hf_trainweights.formats.arithmetic import (
     reciprocal,
     round_scale,
 )
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.compiled_search import search_codebook, serves
 from hf_trainweights.formats.group_scales import (
@@ -86,9 +86,7 @@ class Codebook4(Format):
         *_, N, K = shape
         return self if N > 1 and K > 1 and K % GROUP_SIZE == 0 else Int8()
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return `qdata` as `[*, N, K // 8]` int32, `scale` as `[*, N, 1]`, `group_scale` as `[*, N, bytes]` uint8."""
         *lead, K = shape
         return {

@@ -31,7 +31,7 @@ from hf_trainweights.formats.arithmetic import (
     round_to_int8,
     scale_codes,
 )
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.columns import ColumnCodes, FileBits
 from hf_trainweights.formats.unpacked import Unpacked
 
@@ -93,9 +93,7 @@ class Coded(Format):
         del scale_dtype
         return math.ceil(math.prod(shape) * self.bits / 8)
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return `qdata` as `[*, N, K]` int8 and `scale` as `[*, N, 1]`."""
         *lead, K = shape
         return {"qdata": ((*lead, K), torch.int8), "scale": ((*lead, 1), scale_dtype)}

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import largest_magnitude
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.columns import ColumnCodes, FileBits
 from hf_trainweights.formats.unpacked import Unpacked
 
@@ -90,9 +90,7 @@ class ColumnScaled(Format):
         inner = self.inner.fallback(shape)
         return ColumnScaled(inner) if shape[-2] > 1 and shape[-1] > 1 else inner
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return the inner format's stored tensors and `column_scale` as `[*, 1, K]`."""
         *lead, _, K = shape
         return {**self.inner.tensor_specs(shape, scale_dtype), COLUMN_SCALE: ((*lead, 1, K), scale_dtype)}
@@ -106,19 +104,17 @@ class ColumnScaled(Format):
         """Return the shape of the stored weight that a `qdata` tensor of the inner format holds."""
         return self.inner.shape_of(qdata)
 
-    def quantize(self, weight: Tensor, name: str = "weight") -> dict[str, Tensor]:
-        """As `Format.quantize`; rows depend on one another by the factors that they share."""
-        return self.quantize_beside(weight, {}, name)
-
-    def quantize_beside(self, weight: Tensor, shared: Mapping[str, Tensor], name: str = "weight") -> dict[str, Tensor]:
-        """As `Format.quantize_beside`; the factors are chosen where `shared` has none."""
+    def quantize(
+        self, weight: Tensor, name: str = "weight", shared: Mapping[str, Tensor] | None = None
+    ) -> dict[str, Tensor]:
+        """As `Format.quantize`; the factors, which all rows share, are chosen where `shared` has none."""
         self.check_weight(weight, name)
         weight = weight.detach()
         out, lead = self.empty(weight.shape, weight.dtype, weight.device), weight.shape[:-2]
         # One matrix after the other, because each is divided in a copy.
         for index in itertools.product(*map(range, lead)):
             matrix = weight[index]
-            factors = shared[COLUMN_SCALE][index] if COLUMN_SCALE in shared else choose_column_scale(matrix)
+            factors = shared[COLUMN_SCALE][index] if shared and COLUMN_SCALE in shared else choose_column_scale(matrix)
             stored = self.inner.quantize(_divide(matrix, factors), name)
             for key, tensor in {**stored, COLUMN_SCALE: factors}.items():
                 out[key][index].copy_(tensor)

@@ -32,14 +32,18 @@ def serves(values: Tensor) -> bool:
     return type(values) is Tensor and values.device.type == "cpu" and _load() is not None
 
 
+def _functions() -> ctypes.CDLL:
+    library = _load()
+    assert library is not None
+    return library
+
+
 def lay_side_by_side(values: Tensor, group_size: int) -> tuple[Tensor, Tensor]:
     """Return groups as `[group_size, n]` and their ends, see `uint_search.side_by_side`."""
-    library = _load()
-    assert library
     values = values.contiguous()
     n = values.numel() // group_size
     groups, ends = values.new_empty(group_size, n), values.new_empty(2, n)
-    library.lay_side_by_side(_at(values), *groups.shape, _at(groups), _at(ends))
+    _functions().lay_side_by_side(_at(values), *groups.shape, _at(groups), _at(ends))
     return groups, ends
 
 
@@ -55,12 +59,10 @@ def search_uint(
 
     `covering` and `middle` are `[n]`, `units` the bits of a code, `code_units` and `zero_units`.
     """
-    library = _load()
-    assert library
     groups, fractions = groups.contiguous(), torch.tensor(clippings, device="cpu")
     scale, zero = torch.empty_like(covering), torch.empty_like(covering)
     given = [_at(tensor) for tensor in (covering, middle, importance)]
-    library.search_uint(
+    _functions().search_uint(
         _at(groups), *groups.shape, *given, *units, _at(fractions), len(fractions), _at(scale), _at(zero)
     )
     return scale, zero
@@ -68,11 +70,9 @@ def search_uint(
 
 def encode_uint(groups: Tensor, scale: Tensor, zero: Tensor, units: tuple[int, int, int]) -> Tensor:
     """Return the packed codes of groups `[group_size, n]`, int32 `[n * group_size // 32, bits]`."""
-    library = _load()
-    assert library
     groups, scale, zero = (tensor.contiguous() for tensor in (groups, scale, zero))
     qdata = groups.new_empty(groups.numel() // 32, units[0], dtype=torch.int32)
-    library.encode_uint(_at(groups), *groups.shape, _at(scale), _at(zero), *units, _at(qdata))
+    _functions().encode_uint(_at(groups), *groups.shape, _at(scale), _at(zero), *units, _at(qdata))
     return qdata
 
 
@@ -83,12 +83,10 @@ def search_codebook(
 
     `codes` (int32), `doubled` and `squares` are `[5, n]`: what is tried, twice its inverse scale, its factor squared.
     """
-    library = _load()
-    assert library
     chosen = codes.new_empty(codes.shape[1])
     given = [tensor.contiguous() for tensor in (groups, codes, doubled, squares, table)]
     first, *others = map(_at, given)
-    library.search_codebook(first, groups.shape[1], *others, _at(importance), _at(chosen))
+    _functions().search_codebook(first, groups.shape[1], *others, _at(importance), _at(chosen))
     return chosen
 
 

@@ -25,7 +25,7 @@ from hf_trainweights.formats.arithmetic import (
     round_scale,
     scale_codes,
 )
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.unpacked import Unpacked
 
 _LARGEST = 448
@@ -43,9 +43,7 @@ class Float8E4M3(Format):
 
     name: ClassVar[str] = "float8_e4m3"
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return `qdata` as `[*, N, K]` float8_e4m3fn and `scale` as `[*, N, 1]`."""
         *lead, K = shape
         return {"qdata": ((*lead, K), torch.float8_e4m3fn), "scale": ((*lead, 1), scale_dtype)}

@@ -18,7 +18,6 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import (
     float32_blocks,
     largest_magnitude,
@@ -26,7 +25,7 @@ from hf_trainweights.formats.arithmetic import (
     round_scale,
     scale_codes,
 )
-from hf_trainweights.formats.base import Format, TargetGroups
+from hf_trainweights.formats.base import Format, Specs, TargetGroups
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import CODES_PER_WORD, pack_int4, unpack_int4
@@ -61,23 +60,14 @@ class Int4(Format):
     group_size: int = 128
 
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES or type(self.group_size) is not int:
-            allowed = ", ".join(map(str, GROUP_SIZES))
-            raise ConfigError(
-                "group_size",
-                f"one of {allowed} for int4",
-                repr(self.group_size),
-                "32 is the most exact, 128 the smallest.",
-            )
+        self.check_group_size(GROUP_SIZES, "32 is the most exact, 128 the smallest.")
 
     def fallback(self, shape: Sequence[int]) -> Format:
         """Return int8 with one scale a row where the groups do not divide K, or N or K is at most 1."""
         *_, N, K = shape
         return self if N > 1 and K > 1 and K % self.group_size == 0 else Int8()
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return `qdata` as `[*, N, K // 8]` int32 and `scale` as `[*, N, K // group_size]`."""
         *lead, K = shape
         return {

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import round_scale, round_to_int8, scale_codes
-from hf_trainweights.formats.base import Format, TargetGroups
+from hf_trainweights.formats.base import Format, Specs, TargetGroups
 from hf_trainweights.formats.unpacked import Unpacked
 
 
@@ -71,9 +71,7 @@ class Int8(Format):
         fits = self.group_size is None or (shape[-1] > 0 and shape[-1] % self.group_size == 0)
         return self if fits else Int8()
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return `qdata` as `[*, N, K]` int8 and `scale` as `[*, N, G]`."""
         *lead, K = shape
         G = 1 if self.group_size is None else K // self.group_size

@@ -20,9 +20,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.formats.arithmetic import float32_blocks, reciprocal, scale_codes
-from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.base import Format, Specs
 from hf_trainweights.formats.columns import ColumnCodes
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.planes import COLUMNS, codes_of_planes, pack_planes, unpack_planes
@@ -57,13 +56,7 @@ class UInt(Format):
     group_size: int = 16
 
     def __post_init__(self) -> None:
-        if self.group_size not in GROUP_SIZES or type(self.group_size) is not int:
-            raise ConfigError(
-                "group_size",
-                f"one of {', '.join(map(str, GROUP_SIZES))} for {self.name}",
-                repr(self.group_size),
-                "16 is the most exact, 32 takes a quarter of a bit less.",
-            )
+        self.check_group_size(GROUP_SIZES, "16 is the most exact, 32 takes a quarter of a bit less.")
 
     @property
     def column_step(self) -> int:
@@ -78,9 +71,7 @@ class UInt(Format):
         size = next(fitting, None)
         return Int8() if size is None else type(self)(size)
 
-    def tensor_specs(
-        self, shape: Sequence[int], scale_dtype: torch.dtype
-    ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    def tensor_specs(self, shape: Sequence[int], scale_dtype: torch.dtype) -> Specs:
         """Return words of codes, a scale for each row, and bytes of two groups each."""
         *lead, K = shape
         pairs = ((*lead, K // self.group_size // 2), torch.uint8)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hf_trainweights.formats.arithmetic import add_by_halves, smallest_scale
+from hf_trainweights.formats.arithmetic import SMALLEST_SCALE, add_by_halves
 from hf_trainweights.formats.compiled_search import encode_uint, lay_side_by_side, search_uint, serves
 from hf_trainweights.formats.planes import COLUMNS, pack_planes
 
@@ -66,7 +66,7 @@ def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """
     low, high = ends / (grid.largest_code * grid.code_units)
     wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS
-    fraction, exponent = torch.frexp(wanted.clamp_min(smallest_scale(dtype)))
+    fraction, exponent = torch.frexp(wanted.clamp_min(SMALLEST_SCALE[dtype]))
     up = torch.where(fraction > 0.75, 1.0, torch.where(fraction > 0.5, 0.75, 0.5))
     return torch.ldexp(up, exponent).to(dtype).masked_fill_(wanted == 0, 0)
 

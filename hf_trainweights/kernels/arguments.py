@@ -1,14 +1,23 @@
-"""The one check of what `F.linear` is given, before a function that reads it by its address."""
+"""What `F.linear` is given, checked before a function reads it by its address.
+
+Such a function returns garbage or crashes the process where a tensor is not what it expects. TRAINWEIGHTS_DEBUG=1, set
+before the import, has each product checked whole; without it only what a caller may choose is.
+"""
 
 from __future__ import annotations
 
+import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
+from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
+from hf_trainweights.formats.base import Format
+
+DEBUG = os.environ.get("TRAINWEIGHTS_DEBUG") == "1"
 
 # From x `[*, K]` and a bias `[N]` or None to the product `[*, N]`; None for what it does not take.
 MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
@@ -52,3 +61,38 @@ def storage_freed() -> UnsupportedError:
         "one whose storage was freed (untyped_storage().resize_(0))",
         "Multiply before it is freed, or after it was gathered or computed again.",
     )
+
+
+def check_product(
+    op: str, x: Tensor, tensors: Mapping[str, Tensor], form: Format, bias: Tensor | None, any_strides: bool = False
+) -> None:
+    """Check that a product reads its tensors as they are, x and the bias by their strides if `any_strides`."""
+    shape = form.shape_of(tensors["qdata"])
+    specs = form.tensor_specs(shape, tensors["scale"].dtype)
+    read = [(name, tensors[name], size, (dtype,), False) for name, (size, dtype) in specs.items()]
+    read.append(("x", x, (*x.shape[:-1], shape[-1]), FLOAT_DTYPES, any_strides))
+    if bias is not None:
+        read.append(("bias", bias, shape[:1], (x.dtype,), any_strides))
+    for name, tensor, size, dtypes, has_any_strides in read:
+        fault = _fault(tensor, size, dtypes, has_any_strides, x.device)
+        if fault is not None:
+            next_step = "Report this with the traceback: hf_trainweights should not have made this call."
+            raise UnsupportedError(f"{op}, argument {name}", *fault, next_step)
+
+
+def _fault(
+    tensor: Tensor, size: tuple[int, ...], dtypes: tuple[torch.dtype, ...], any_strides: bool, device: torch.device
+) -> tuple[str, str] | None:
+    """Return what was expected and found instead, None if a product can read the tensor."""
+    if tensor.shape != size:
+        return f"shape {size}", f"{tuple(tensor.shape)}"
+    if tensor.dtype not in dtypes:
+        return f"one of {', '.join(map(str, dtypes))}", f"{tensor.dtype}"
+    if tensor.device != device:
+        return f"{device}", f"{tensor.device}"
+    if not any_strides and not tensor.is_contiguous():
+        return "a contiguous tensor", f"strides {tensor.stride()}"
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    end_bytes = (tensor.storage_offset() + steps + 1) * tensor.element_size() if tensor.numel() else 0
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return (f"a storage of {end_bytes} bytes", f"{storage_bytes}") if end_bytes > storage_bytes else None

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
+import threading
 from pathlib import Path
 
 import torch
@@ -23,11 +24,8 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt
-from hf_trainweights.kernels.arguments import storage_freed
-from hf_trainweights.kernels.cpu_features import capabilities
-from hf_trainweights.kernels.guards import ENABLED, Needs, check
-from hf_trainweights.kernels.scratch import SCRATCH
-from hf_trainweights.kernels.thresholds import most_rows
+from hf_trainweights.kernels.arguments import DEBUG, check_product, storage_freed
+from hf_trainweights.kernels.cpu_features import capabilities, most_rows
 from hf_trainweights.native_library import load_library
 
 _logger = logging.getLogger(__name__)
@@ -53,8 +51,8 @@ _LIBRARIES = {
     "neon": ("dot",),
 }
 
-# The formats that the libraries read; in memory the tensors of coded are those of int8.
-FORMATS = (Int8, Coded, Int4, Float8E4M3, UInt, Codebook4)
+# The formats that the libraries read.
+FORMATS = (Int8, Int4, Float8E4M3, UInt, Codebook4)
 
 # Sums of products of two bytes fit 32 bits up to this K.
 _MOST_COLUMNS = 1 << 16
@@ -66,14 +64,32 @@ _SIZES = 256
 
 # Group scales and zero points of a uint weight, the former of a codebook4 weight; nothing for other weights.
 Groups = tuple[Tensor, ...]
-_NO_GROUPS = (None, None)
-
-# Bits of a float8 weight in `Weight`: it has no integer codes.
-_FLOAT8_BITS = 0
 
 
 # What `Weight` knows of the codes; zeros where a format needs it not.
 _CODES = ("bits", "code_units", "zero_units", "codebook")
+
+
+class _Scratch(threading.local):
+    """One buffer for each use and thread, kept from call to call.
+
+    Fresh memory is paid for page by page: of a prefill of 256 tokens with int4 weights it took a quarter.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, use: str, size_bytes: int) -> Tensor:
+        """Return so many bytes or more, uninitialised, valid until the next `take` for the same use in this thread."""
+        buffer = self._buffers.get(use)
+        if buffer is None or buffer.numel() < size_bytes:
+            # A tensor that is made in inference mode can never be written to outside it.
+            with torch.inference_mode(False):
+                buffer = self._buffers[use] = torch.empty(size_bytes, dtype=torch.uint8)
+        return buffer
+
+
+_SCRATCH = _Scratch()
 
 
 class Weight(ctypes.Structure):
@@ -115,6 +131,11 @@ def _load() -> ctypes.CDLL | None:
     return None if name is None else _open(_path(name))
 
 
+def in_memory(form: Format) -> Format:
+    """Return the format of the tensors that a weight holds in memory: those of coded are those of int8."""
+    return Int8() if isinstance(form, Coded) else form
+
+
 def describe() -> str:
     """Return which library multiplies on this machine, as people read it."""
     return f"products compiled for {instructions()}" if is_available() else "no compiled products"
@@ -128,31 +149,21 @@ def is_available() -> bool:
 class Product:
     """Products with weights of one shape and format; up to `most_rows` rows they take less time than PyTorch's ops."""
 
-    def __init__(self, library: ctypes.CDLL, weight: Weight, most_rows: int) -> None:
-        self._library, self._weight, self.most_rows = library, weight, most_rows
+    def __init__(self, library: ctypes.CDLL, weight: Weight, form: Format, most_rows: int) -> None:
+        self._library, self._weight, self._form, self.most_rows = library, weight, form, most_rows
         self._address = ctypes.addressof(weight)
         self._N, self.columns = weight.N, weight.K
-        self._sizes: dict[tuple[int, int], int] = {}
-        self._missing = _NO_GROUPS[2 if weight.code_units else weight.codebook :]
-        dtypes = {number: dtype for dtype, number in _DTYPES.items()}
-        self._dtype = dtypes[weight.dtype]
-        is_packed, has_row_scale = weight.bits not in (8, _FLOAT8_BITS), weight.code_units or weight.codebook
-        codes = self.columns * weight.bits // 32 if is_packed else self.columns
-        G = self.columns // weight.group_size if weight.group_size and not has_row_scale else 1
-        self._needs = (
-            Needs("x", ("*", self.columns), (self._dtype,)),
-            Needs("qdata", (self._N, codes), (torch.int8, torch.int32, torch.float8_e4m3fn)),
-            Needs("scale", (self._N, G), (dtypes[weight.scale_dtype],)),
-            Needs("bias", (self._N,), (self._dtype,)),
-        )
+        self._size = functools.lru_cache(_SIZES)(functools.partial(library.product_bytes, self._address))
+        self._dtype = next(dtype for dtype, number in _DTYPES.items() if number == weight.dtype)
 
     def __call__(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
         """Return `F.linear(x, weight, bias)`; all tensors are as `find` was told, on the CPU and contiguous.
 
         x `[*, K]` has at least one row. UnsupportedError: the storage of a tensor was freed.
         """
-        if ENABLED:
-            check("a compiled product", self._needs, (x, qdata, scale, bias), {})
+        if DEBUG:
+            tensors = dict(zip(self._form.tensor_names, (qdata, scale, *groups), strict=True))
+            check_product("a compiled product", x, tensors, self._form, bias)
         numbers = [tensor.data_ptr() for tensor in groups]
         codes_at, scales_at, x_at = qdata.data_ptr(), scale.data_ptr(), x.data_ptr()
         bias_at = None if bias is None else bias.data_ptr()
@@ -160,36 +171,22 @@ class Product:
             raise storage_freed()
         M = x.numel() // self.columns
         threads = torch.get_num_threads() if M * self._N * self.columns >= _THREADED else 1
-        scratch = SCRATCH.take("compiled", (self._sizes.get((M, threads)) or self._size(M, threads),), torch.uint8)
+        scratch = _SCRATCH.take("compiled", self._size(M, threads))
         out = torch.empty((*x.shape[:-1], self._N), dtype=x.dtype)
         pointers = (x_at, codes_at, scales_at, bias_at, out.data_ptr())
-        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *numbers, *self._missing)
+        self._library.product(self._address, *pointers, M, threads, scratch.data_ptr(), *[*numbers, None, None][:2])
         return out
-
-    def of_any_strides(self, qdata: Tensor, scale: Tensor, groups: Groups, x: Tensor, bias: Tensor | None) -> Tensor:
-        """Return the same for tensors of any strides, and a bias of any dtype."""
-        bias = None if bias is None else bias.to(x.dtype).contiguous()
-        whole = tuple(tensor.contiguous() for tensor in groups)
-        return self(qdata.contiguous(), scale.contiguous(), whole, x.contiguous(), bias)
 
     def dequantize(self, qdata: Tensor, scale: Tensor, groups: Groups, rows: slice) -> Tensor:
         """Return some rows of the float weight in scratch memory, valid until the next call of this thread."""
         first, count, threads = rows.start, min(rows.stop, self._N) - rows.start, torch.get_num_threads()
-        out = SCRATCH.take("weight", (count, self.columns), self._dtype)
-        size = self._library.dequantized_bytes(self._address, threads)
-        memory = SCRATCH.take("compiled", (1 << (size - 1).bit_length(),), torch.uint8).data_ptr()
+        size_bytes = count * self.columns * self._dtype.itemsize
+        out = _SCRATCH.take("weight", size_bytes)[:size_bytes].view(self._dtype).view(count, self.columns)
+        memory = _SCRATCH.take("compiled", self._library.dequantized_bytes(self._address, threads)).data_ptr()
         numbers = [tensor.data_ptr() for tensor in groups]
         pointers = (qdata.data_ptr(), scale.data_ptr(), out.data_ptr())
-        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *numbers, *self._missing)
+        self._library.dequantize(self._address, *pointers, first, count, threads, memory, *[*numbers, None, None][:2])
         return out
-
-    def _size(self, M: int, threads: int) -> int:
-        """Return the scratch bytes of M rows, a power of two: few sizes of memory are kept."""
-        if len(self._sizes) == _SIZES:
-            self._sizes.clear()
-        needed = self._library.product_bytes(self._address, M, threads)
-        size = self._sizes[M, threads] = 1 << (needed - 1).bit_length()
-        return size
 
 
 @functools.lru_cache(maxsize=4096)
@@ -203,7 +200,7 @@ def find(form: Format, N: int, K: int, dtype: torch.dtype, scale_dtype: torch.dt
         return None
     digits = 1 if getattr(form, "activations", None) else 3 if dtype == torch.float32 else 2
     weight = Weight(N, K, size, _DTYPES[dtype], _DTYPES[scale_dtype], digits, *_codes(form))
-    return Product(library, weight, most_rows(form, dtype, N * K, instructions() or ""))
+    return Product(library, weight, form, most_rows(form, dtype, N * K, instructions() or ""))
 
 
 def _codes(form: Format) -> tuple[int, ...]:
@@ -212,4 +209,4 @@ def _codes(form: Format) -> tuple[int, ...]:
         return form.grid.bits, form.grid.code_units, form.grid.zero_units
     if isinstance(form, Codebook4):
         return 4, 0, 0, 1
-    return (4 if isinstance(form, Int4) else _FLOAT8_BITS if isinstance(form, Float8E4M3) else 8,)
+    return (4 if isinstance(form, Int4) else 0 if isinstance(form, Float8E4M3) else 8,)

@@ -1,12 +1,23 @@
-"""The instructions of this CPU, from which the kernels choose their way."""
+"""The instructions of this CPU, from which the kernels choose their way, and up to how many rows each takes least time.
+
+The numbers are measured: docs/performance.md, "Thresholds".
+"""
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from typing import Any
 
 import torch
+
+from hf_trainweights.formats.base import Format
+from hf_trainweights.formats.codebook4 import Codebook4
+from hf_trainweights.formats.float8_e4m3 import Float8E4M3
+from hf_trainweights.formats.int4 import Int4
+from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.formats.uint import UInt
 
 # By instruction: what the name of a limit on oneDNN holds where that leaves the instruction in use.
 _ALLOWED = {
@@ -21,6 +32,19 @@ _ALLOWED = {
 
 # A CPU without AMX whose AVX512_BF16 is slow multiplies float32 faster from here on: docs/performance.md, "Thresholds".
 _BFLOAT16_ROWS = 48
+
+ALL = sys.maxsize
+
+# Integer codes in a 16-bit dtype that the CPU multiplies fast, without AMX; the scales of codebook4 take longer.
+_SHORT_ROWS = 256
+_CODEBOOK_ROWS = 64
+# Integer codes in float32, and float8, with AVX2; integer codes with NEON, where nothing was measured.
+_WIDENED_ROWS = 16
+# Float8 with more than AVX2, and uint, where products of many rows do not serve.
+_FLOAT8_ROWS, _UINT_ROWS = 8, 16
+
+# From so many elements on a weight is large.
+_LARGE_WEIGHTS = 1 << 23
 
 
 @functools.cache
@@ -56,3 +80,54 @@ def product_dtype(dtype: torch.dtype, M: int) -> torch.dtype:
         torch.float16: found.get("avx512_fp16") or found.get("amx_fp16"),
     }
     return dtype if fast.get(dtype, True) else torch.float32
+
+
+def most_rows(form: Format, dtype: torch.dtype, weights: int, library: str) -> int:
+    """Return up to how many rows of x the functions of a library serve a weight of so many elements; `ALL` for any."""
+    if library == "amx" and _takes_tiles(form, dtype):
+        return ALL
+    if dtype == torch.bfloat16 and has_amx():
+        return _most_rows_without_tiles(form, weights >= _LARGE_WEIGHTS)
+    is_fast = product_dtype(dtype, _SHORT_ROWS + 1) == dtype
+    is_widened = library == "avx512_bf16" and dtype == torch.bfloat16
+    if isinstance(form, (UInt, Float8E4M3)):
+        if is_widened or (library in ("avx512", "avx512_bf16", "amx") and (dtype == torch.float32 or not is_fast)):
+            return ALL
+        return _UINT_ROWS if isinstance(form, UInt) else _WIDENED_ROWS if library == "avx2" else _FLOAT8_ROWS
+    if library == "neon":
+        return ALL if dtype == torch.float32 and is_rounding(form) else _WIDENED_ROWS
+    if not is_fast or is_rounding(form) or (is_widened and _group_size(form) % 32 == 0):
+        return ALL
+    if dtype == torch.float32:
+        return _WIDENED_ROWS if library == "avx2" else ALL
+    return _CODEBOOK_ROWS if isinstance(form, Codebook4) else _SHORT_ROWS
+
+
+def is_rounding(form: Format) -> bool:
+    """Return whether x is rounded to 8 bits, so that a product takes the fewest instructions."""
+    return isinstance(form, Int8) and form.activations is not None
+
+
+def _takes_tiles(form: Format, dtype: torch.dtype) -> bool:
+    """Return whether products of many rows take tiles: `way_of` in native/tiles/ways.c."""
+    if isinstance(form, Int4) and dtype == torch.bfloat16:
+        return True
+    return isinstance(form, (Int8, Int4)) and _group_size(form) % 64 == 0
+
+
+def _group_size(form: Format) -> int:
+    """Return how many columns share a scale, 0 for all."""
+    return getattr(form, "group_size", None) or 0
+
+
+def _most_rows_without_tiles(form: Format, is_large: bool) -> int:
+    """Return what `most_rows` does of bfloat16 on a CPU with AMX, for products without tiles."""
+    if isinstance(form, Float8E4M3):
+        return 8 if is_large else 16
+    if isinstance(form, UInt):
+        return _UINT_ROWS
+    if isinstance(form, Codebook4):
+        return _CODEBOOK_ROWS
+    if isinstance(form, Int4) or is_rounding(form):
+        return 256
+    return 64 if is_large and not _group_size(form) else 128

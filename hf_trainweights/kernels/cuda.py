@@ -17,10 +17,8 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
-from hf_trainweights.formats.coded import Coded
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels.guards import Needs, guarded
 
 _logger = logging.getLogger(__name__)
 
@@ -52,21 +50,28 @@ _FLOAT32_ERROR = 1e-6
 _SMALLEST_TOP = 2.0**-119
 
 
-class Tile(NamedTuple):
-    """What a program takes of products with several rows; it fits the 99 kB of shared memory of the smallest GPUs."""
+# What a program takes of products with several rows, by ascending M; it fits the 99 kB of shared memory of the smallest
+# GPUs.
+_TILES = [
+    {"BLOCK_M": 16, "BLOCK_N": 64, "BLOCK_K": 256, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 32, "BLOCK_N": 64, "BLOCK_K": 128, "num_warps": 4, "num_stages": 3},
+    {"BLOCK_M": 64, "BLOCK_N": 128, "BLOCK_K": 64, "num_warps": 4, "num_stages": 4},
+]
 
+
+class Case(NamedTuple):
+    """A kernel on a device, and what it computes: with so many rows of x, 0 for no product."""
+
+    kernel: Callable[..., Tensor]
     M: int
-    N: int
-    K: int
-    warps: int
-    stages: int
+    dtype: torch.dtype
+    scale_dtype: torch.dtype
+    device: torch.device
+    form: Int8 | Int4
 
 
-# By ascending M.
-_TILES = [Tile(16, 64, 256, 4, 3), Tile(32, 64, 128, 4, 3), Tile(64, 128, 64, 4, 4)]
-
-# Whether a kernel is right: by device, kernel, format, dtypes and, for products, its rows.
-_CHECKED: dict[tuple[object, ...], bool] = {}
+# Whether a kernel is right.
+_CHECKED: dict[Case, bool] = {}
 
 
 def serves(x: Tensor, qdata: Tensor, group_size: int | None) -> bool:
@@ -99,35 +104,26 @@ def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: I
         if by_integers and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0:
             kernel, rows = multiply_integers, _INTEGER_ROWS
         elif M == 1 or (K % 4 == 0 and 1 < M <= _MOST_ROWS[x.dtype]):
-            kernel, rows = multiply, M if M == 1 else _tile(M).M
+            kernel, rows = multiply, M if M == 1 else _tile(M)["BLOCK_M"]
         else:
             return None
-        if not _is_right(kernel, rows, x.dtype, scale.dtype, x.device, form):
+        if not _is_right(Case(kernel, rows, x.dtype, scale.dtype, x.device, form)):
             return None
         return kernel(*arguments).view(*x.shape[:-1], N)
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor | None:
     """Return what `form.dequantize_rows` returns of matrices, bit for bit; None where no kernel does it."""
-    form = Int8() if isinstance(form, Coded) else form  # which in memory it is
     if not isinstance(form, (Int8, Int4)) or dtype not in _MOST_ROWS or not _fits(form.group_size):
         return None
     qdata, scale = tensors["qdata"], tensors["scale"]
     if qdata.dim() != 2 or qdata.numel() == 0 or not _compiles(qdata.device.index):
         return None
     with torch.cuda.device_of(qdata):
-        is_right = _is_right(dequantize, 0, dtype, scale.dtype, qdata.device, form)
+        is_right = _is_right(Case(dequantize, 0, dtype, scale.dtype, qdata.device, form))
         return dequantize(qdata, scale, K, dtype) if is_right else None
 
 
-@guarded(
-    "the Triton kernels for products",
-    Needs("x", ("M", "K"), any_strides=True),
-    Needs("qdata", ("N", "columns"), (torch.int8, torch.int32), any_strides=True),
-    Needs("scale", ("N", "G"), any_strides=True),
-    Needs("bias", ("N",), any_strides=True),
-    rules={"codes of K columns": lambda s: s["K"] in (s["columns"], 8 * s["columns"]) and s["K"] % s["G"] == 0},
-)
 def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Return `F.linear(x, weight, bias)` of x `[M, K]`, not empty, by a kernel for int8 codes or words of int4.
 
@@ -144,19 +140,12 @@ def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Te
         return out
     words = qdata.view(torch.int32)
     tile = _tile(M)
-    programs, blocks = -(-M // tile.M) * -(-N // tile.N), -(-K // tile.K)
-    blocks_of_part = -(-blocks // max(1, min(_PROGRAMS // programs, blocks // _LEAST_BLOCKS)))
+    rows, columns, blocks = -(-M // tile["BLOCK_M"]), -(-N // tile["BLOCK_N"]), -(-K // tile["BLOCK_K"])
+    blocks_of_part = -(-blocks // max(1, min(_PROGRAMS // (rows * columns), blocks // _LEAST_BLOCKS)))
     parts = -(-blocks // blocks_of_part)
     sums = out if parts == 1 else x.new_empty(parts, M, N, dtype=torch.float32)
-    _kernels().multiply_tiles[-(-M // tile.M), -(-N // tile.N), parts](
-        *(x, words, scale, bias if parts == 1 else None, sums, M, N, K, words.stride(0), sizes[-1], blocks_of_part),
-        **kind,
-        BLOCK_M=tile.M,
-        BLOCK_N=tile.N,
-        BLOCK_K=tile.K,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
-    )
+    arguments = x, words, scale, bias if parts == 1 else None, sums, M, N, K, words.stride(0), sizes[-1], blocks_of_part
+    _kernels().multiply_tiles[rows, columns, parts](*arguments, **kind, **tile)
     if parts > 1:
         _kernels().add_parts[_programs(out)](sums, bias, out, parts, out.numel(), N, **_ELEMENTS)
     return out
@@ -178,20 +167,12 @@ def _kernels() -> Any:
     return importlib.import_module("hf_trainweights.kernels.triton_products")
 
 
-def _tile(M: int) -> Tile:
-    return next((tile for tile in _TILES if M <= tile.M), _TILES[-1])
+def _tile(M: int) -> dict[str, int]:
+    return next((tile for tile in _TILES if tile["BLOCK_M"] >= M), _TILES[-1])
 
 
 def _programs(out: Tensor) -> tuple[int]:
     return (-(-out.numel() // _ELEMENTS["BLOCK"]),)
-
-
-_int_mm = guarded(
-    "torch._int_mm",
-    Needs("first", ("M", "K"), (torch.int8,)),
-    Needs("second", ("K", "N"), (torch.int8,), any_strides=True),
-    rules={"M >= 17, 8 to divide K and N": lambda s: s["M"] >= _INTEGER_ROWS and s["K"] % 8 == s["N"] % 8 == 0},
-)(torch.ops.aten._int_mm.default)
 
 
 def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -203,7 +184,7 @@ def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
     _kernels().round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, **_ELEMENTS)
-    products, out = _int_mm(codes, qdata.contiguous().t()), x.new_empty(M, N)
+    products, out = torch._int_mm(codes, qdata.contiguous().t()), x.new_empty(M, N)
     _kernels().scale_products[_programs(out)](
         products, tops, scale.contiguous(), bias, out, out.numel(), N, **_ELEMENTS
     )
@@ -219,74 +200,48 @@ def dequantize(qdata: Tensor, scale: Tensor, K: int, dtype: torch.dtype) -> Tens
     return out
 
 
-def _is_right(
-    kernel: Callable[..., Tensor],
-    M: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    device: torch.device,
-    form: Int8 | Int4,
-) -> bool:
+def _is_right(case: Case) -> bool:
     """Return whether a kernel is right on a device; while a CUDA graph is captured only if that is known."""
-    key = (device, kernel.__name__, form, dtype, scale_dtype, M)
-    if key not in _CHECKED:
+    if case not in _CHECKED:
         if torch.cuda.is_current_stream_capturing():
             return False
-        _CHECKED[key] = _check(kernel, M, dtype, scale_dtype, device, form)
-    return _CHECKED[key]
+        _CHECKED[case] = _check(case)
+    return _CHECKED[case]
 
 
-def _check(
-    kernel: Callable[..., Tensor],
-    M: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    device: torch.device,
-    form: Int8 | Int4,
-) -> bool:
+def _check(case: Case) -> bool:
     """Return whether a kernel computes as it should with small weights, with one block of K and with several."""
-    span = form.group_size or 16
+    span = case.form.group_size or 16
     try:
         # A sum, because it is NaN where one of them is.
-        difference = sum(
-            _difference(kernel, M, 80, K, dtype, scale_dtype, device, form) for K in (2 * span, 1024 + 2 * span)
-        )
+        difference = sum(_difference(case, 80, K) for K in (2 * span, 1024 + 2 * span))
     # Whatever goes wrong inside Triton, its compiler or its driver: the weight can still be dequantized.
     except Exception as error:
         reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     else:
-        if difference <= max(torch.finfo(dtype).eps, _FLOAT32_ERROR):
+        if difference <= max(torch.finfo(case.dtype).eps, _FLOAT32_ERROR):
             return True
         reason = f"its results differ by {difference:.2g} of their norm"
     _logger.warning(
         "The Triton kernel `%s` for %s, %s and %d rows fails on %s (%s). PyTorch's operations serve, which are slower.",
-        *(kernel.__name__, form, dtype, M, device, reason),
+        *(case.kernel.__name__, case.form, case.dtype, case.M, case.device, reason),
     )
     return False
 
 
-def _difference(
-    kernel: Callable[..., Tensor],
-    M: int,
-    N: int,
-    K: int,
-    dtype: torch.dtype,
-    scale_dtype: torch.dtype,
-    device: torch.device,
-    form: Int8 | Int4,
-) -> float:
+def _difference(case: Case, N: int, K: int) -> float:
     # The sines of squares are as good as random here, and leave the state of torch's generators alone.
-    numbers = torch.arange(max(M, N) * K, dtype=torch.float64, device=device).square_()
-    tensors = form.quantize(numbers.mul(0.7).sin_()[: N * K].view(N, K).to(scale_dtype))
-    qdata, scale, exact = tensors["qdata"], tensors["scale"], form.dequantize_rows(tensors, K, torch.float64)
-    if kernel is dequantize:
-        result = dequantize(qdata, scale, K, dtype)
+    numbers = torch.arange(max(case.M, N) * K, dtype=torch.float64, device=case.device).square_()
+    tensors = case.form.quantize(numbers.mul(0.7).sin_()[: N * K].view(N, K).to(case.scale_dtype))
+    qdata, scale, exact = tensors["qdata"], tensors["scale"], case.form.dequantize_rows(tensors, K, torch.float64)
+    if case.kernel is dequantize:
+        result = dequantize(qdata, scale, K, case.dtype)
     else:
-        x = numbers.mul(0.3).cos_()[: M * K].view(M, K)
-        if kernel is multiply_integers:  # whole multiples of a power of two, and one largest: no rounding
+        x = numbers.mul(0.3).cos_()[: case.M * K].view(case.M, K)
+        if case.kernel is multiply_integers:  # whole multiples of a power of two, and one largest: no rounding
             x = x.mul_(126).round_().div_(64)
             x[:, 0] = 127 / 64
-        x = x.to(dtype)
+        x = x.to(case.dtype)
         exact = x.double() @ exact.t() + 1
-        result = kernel(x, qdata, scale, x.new_ones(N))
+        result = case.kernel(x, qdata, scale, x.new_ones(N))
     return ((result.double() - exact).norm() / exact.norm()).item()

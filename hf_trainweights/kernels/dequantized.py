@@ -73,6 +73,7 @@ def _rows_of(
     tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], dtype: torch.dtype
 ) -> Callable[[slice], Tensor]:
     """Return a function from a slice of rows to these rows of the weight, perhaps in scratch memory."""
+    form = compiled.in_memory(form)
     qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
     product = compiled.find(form, *shape, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:

@@ -94,7 +94,7 @@ def largest_error(form: Format, weight: Tensor) -> Tensor:
     smallest = 2.0**-126
     if isinstance(chosen, UInt):
         # Whole steps of the smallest scale lie apart, and those of float16 are not that small.
-        smallest = arithmetic.smallest_scale(weight.dtype) * chosen.grid.code_units
+        smallest = arithmetic.SMALLEST_SCALE[weight.dtype] * chosen.grid.code_units
     return ((values - weight.double()).abs().amax(dim=-1) - smallest).clamp_min(0) / amax.clamp_min(1e-300)
 
 

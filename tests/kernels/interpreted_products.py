@@ -232,4 +232,4 @@ def test_what_is_not_finite_stays_in_its_row(form: Int8 | Int4, value: float) ->
 def test_the_check_before_the_first_use_passes(M: int, dtype: torch.dtype, form: Int8 | Int4) -> None:
     for kernel, rows in ((cuda.multiply, M), (cuda.dequantize, 0), (cuda.multiply_integers, 17)):
         if kernel is not cuda.multiply_integers or form == Int8():
-            assert cuda._check(kernel, rows, dtype, dtype, torch.device("cpu"), form)
+            assert cuda._check(cuda.Case(kernel, rows, dtype, dtype, torch.device("cpu"), form))

@@ -19,7 +19,7 @@ from hf_trainweights.formats.codebook4 import Codebook4
 from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import compiled, linear, prepare_few_rows
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows, stored
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.tensor.dispatch import FALLBACKS
 
@@ -181,9 +181,9 @@ def test_guards_check_what_a_function_gets_where_they_are_on(monkeypatch: pytest
     few = compiled.find(Int8(), 64, 64, torch.float32, torch.float32)
     assert few is not None
     checked: list[str] = []
-    monkeypatch.setattr(compiled, "check", lambda op, *_: checked.append(op))
+    monkeypatch.setattr(compiled, "check_product", lambda op, *_: checked.append(op))
     for enabled in (False, True):
-        monkeypatch.setattr(compiled, "ENABLED", enabled)
+        monkeypatch.setattr(compiled, "DEBUG", enabled)
         few(tensors["qdata"], tensors["scale"], (), torch.ones(1, 64), None)
         assert checked == ["a compiled product"] * enabled
 
@@ -215,14 +215,13 @@ def test_shapes_that_the_functions_do_not_serve_are_multiplied_in_another_way(K:
 
 @pytest.mark.usefixtures("without_compiled")
 @every_dtype
-@pytest.mark.parametrize(("op", "form"), [("int8_linear", Int8(32)), ("float8_linear", Float8E4M3())], ids=str)
-def test_a_program_from_elsewhere_runs_without_the_library(op: str, form: Format, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("form", [Int8(32), Float8E4M3()], ids=str)
+def test_a_program_from_elsewhere_runs_without_the_library(form: Format, dtype: torch.dtype) -> None:
     tensors, bias = form.quantize(random_weight(20, 64, dtype=dtype)), torch.randn(20).to(dtype)
     weight = form.dequantize(tensors, (20, 64), dtype)
-    options = (False,) if op == "int8_linear" else ()
     for M in (1, 9):
         x = random_weight(M, 64, dtype=dtype, seed=M)
-        out = getattr(torch.ops.hf_trainweights, op)(x, tensors["qdata"], tensors["scale"], bias, *options)
+        out = stored.LINEAR(x, list(tensors.values()), bias, stored._config_of(form))
         assert_close_product(out, F.linear(x, weight, bias), F.linear(x.double(), weight.double(), bias.double()))
 
 

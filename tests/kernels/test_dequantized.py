@@ -36,7 +36,7 @@ def test_rows_are_those_of_the_format(form: Format, K: int, dtype: torch.dtype) 
     form = form.fallback((N, K))
     for scale_dtype in FLOAT_DTYPES:  # no parameter: these would be four thousand cases more, and each costs time
         tensors = form.quantize(random_weight(N, K, dtype=scale_dtype))
-        product = compiled.find(form, N, K, dtype, scale_dtype)
+        product = compiled.find(compiled.in_memory(form), N, K, dtype, scale_dtype)
         assert product is not None
         qdata, scale, *groups = (tensors[name] for name in form.tensor_names)
         expected = form.dequantize(tensors, (N, K), dtype)

@@ -15,7 +15,7 @@ from weights import random_weight
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import dequantized, int8_pack, stored
+from hf_trainweights.kernels import dequantized, stored
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
 
@@ -76,7 +76,6 @@ def test_every_shape_keeps_the_bound(shape: tuple[int, int], dtype: torch.dtype)
 def test_blocks_are_put_together(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("_BLOCK_ELEMENTS", "_BLOCK_ROWS"):
         monkeypatch.setattr(dequantized, name, 1)
-    monkeypatch.setattr(int8_pack, "_COPIED_CODES", 1)
     for rows in (1, 6, 100):
         assert_linear(x(rows, 64, dtype=dtype), quantized(200, 64, dtype), x(200, dtype=dtype, seed=2))
 
@@ -88,11 +87,11 @@ def test_codes_are_copied_only_where_pytorchs_op_would_crash(monkeypatch: pytest
         read.append(codes.data_ptr())
         return x.new_zeros(len(x), len(codes))
 
-    monkeypatch.setattr(int8_pack, "_weight_int8pack_mm", multiply)
+    monkeypatch.setattr(torch, "_weight_int8pack_mm", multiply)
     memory = torch.zeros(64 * 64 + 32, dtype=torch.int8)
     for offset in range(33):
         codes = memory[offset : offset + 64 * 64].view(64, 64)
-        int8_pack.multiply(x(1, 64, dtype=torch.bfloat16), codes, x(64, 1, dtype=torch.bfloat16), None)
+        stored._multiply_packed(x(1, 64, dtype=torch.bfloat16), codes, x(64, 1, dtype=torch.bfloat16), None)
         assert (read.pop() == codes.data_ptr()) == (codes.data_ptr() % 16 == 0)
 
 
@@ -246,8 +245,13 @@ def test_int8_activations_are_in_the_summary() -> None:
 def test_the_op_passes_the_checks_of_pytorch(quantize_x: bool, dtype: torch.dtype) -> None:
     weight = quantized(80, 96, dtype)
     for rows in (0, 1, 5, 70):
-        arguments = (x(rows, 96, dtype=dtype), weight.qdata, weight.scale, x(80, dtype=dtype), quantize_x)
-        torch.library.opcheck(stored.INT8_LINEAR, arguments)
+        arguments = (
+            x(rows, 96, dtype=dtype),
+            [weight.qdata, weight.scale],
+            x(80, dtype=dtype),
+            stored._config_of(Int8(None, "int8" if quantize_x else None)),
+        )
+        torch.library.opcheck(stored.LINEAR, arguments)
 
 
 @pytest.mark.slow
@@ -289,7 +293,7 @@ def test_it_compiles_to_one_graph_for_all_rows(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_all_ways_to_the_kernel_give_equal_bits(mode: type) -> None:
     weight, inputs, bias = quantized(80, 96, torch.bfloat16), x(3, 96).bfloat16(), x(80).bfloat16()
-    expected = stored.INT8_LINEAR(inputs, weight.qdata, weight.scale, bias, False)
+    expected = stored.LINEAR(inputs, [weight.qdata, weight.scale], bias, stored._config_of(weight.format))
     with mode():
         assert torch.equal(F.linear(inputs, weight, bias), expected)
         assert torch.equal(torch.addmm(bias, inputs, weight.t()), expected)

@@ -43,7 +43,11 @@ def quantized(N: int, K: int, dtype: torch.dtype, form: Int8 | Int4) -> Quantize
 
 def kernels_used(name: str, form: Int8 | Int4, dtype: torch.dtype) -> list[bool]:
     """Return the result of each check of a kernel."""
-    return [right for key, right in cuda._CHECKED.items() if key[1:4] == (name, form, dtype)]
+    return [
+        right
+        for case, right in cuda._CHECKED.items()
+        if (case.kernel.__name__, case.form, case.dtype) == (name, form, dtype)
+    ]
 
 
 @every_form

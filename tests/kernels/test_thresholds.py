@@ -29,8 +29,8 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.uint import UInt3, UInt4
-from hf_trainweights.kernels import compiled, int8_pack, linear, prepare_few_rows, slowness, stored
-from hf_trainweights.kernels.thresholds import ALL
+from hf_trainweights.kernels import compiled, linear, prepare_few_rows, slowness, stored
+from hf_trainweights.kernels.cpu_features import ALL
 
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16
 ROUNDED = Int8(activations="int8")
@@ -139,7 +139,7 @@ def test_pytorchs_op_for_int8_serves_few_rows_of_16_bits_where_nothing_is_compil
 ) -> None:
     use_cpu(ICE_LAKE, monkeypatch, is_compiled)
     taken: list[bool] = []
-    monkeypatch.setattr(int8_pack, "multiply", lambda x, *_: taken.append(True) or x)
+    monkeypatch.setattr(stored, "_multiply_packed", lambda x, *_: taken.append(True) or x)
     monkeypatch.setattr(compiled.Product, "__call__", lambda *args: args[4])
     linear(torch.ones(rows, 128, dtype=dtype), form.quantize(random_weight(64, 128).to(dtype)), form, None)
     assert bool(taken) == (expected and not is_compiled)

@@ -91,14 +91,14 @@ def stack_bytes(kernel: bytes, folder: Path) -> list[int]:
 # By each tile, and in each dtype by the first one; int8 with groups takes the most registers.
 FORMS = [Int8(), Int8(64), Int4(32)]
 COMPILED = [
-    (cuda._TILES[-1].M, torch.bfloat16, Int8(64)),
+    (cuda._TILES[-1]["BLOCK_M"], torch.bfloat16, Int8(64)),
     *exhaustive(
         (1, torch.bfloat16, Int8()),
         (16, torch.float16, Int4(32)),
         (16, torch.float16, Int8()),
         *((1, torch.bfloat16, form) for form in FORMS[1:]),
-        *((tile.M, torch.bfloat16, form) for tile in cuda._TILES[:-1] for form in FORMS),
-        *((cuda._TILES[-1].M, torch.bfloat16, form) for form in (Int8(), Int4(32))),
+        *((tile["BLOCK_M"], torch.bfloat16, form) for tile in cuda._TILES[:-1] for form in FORMS),
+        *((cuda._TILES[-1]["BLOCK_M"], torch.bfloat16, form) for form in (Int8(), Int4(32))),
         *((1, torch.float32, form) for form in FORMS),
     ),
 ]

@@ -52,7 +52,7 @@ class Room:
 ROOMS = {
     "formats": Room(("formats/*.py",), ("formats",)),
     "files": Room(("files/*.py",), ("files",)),
-    "kernels": Room(("kernels/*.py",), ("kernels",), ("kernels/test_guards.py", "kernels/test_triton_products.py")),
+    "kernels": Room(("kernels/*.py",), ("kernels",), ("kernels/test_arguments.py", "kernels/test_triton_products.py")),
     "tensor": Room(
         ("tensor/*.py", "tensor/distributed/*.py"),
         ("tensor",),
