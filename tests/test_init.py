@@ -19,7 +19,7 @@ from transformers.quantizers.auto import (
 
 import hf_trainweights
 from hf_trainweights import TrainWeightsConfig, TrainWeightsHfQuantizer
-from hf_trainweights.tensor.handlers import HANDLERS
+from hf_trainweights.tensor.dispatch import HANDLERS
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 MOST_NAMES = 28

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.dispatch import unsupported_in_place
-from hf_trainweights.tensor.handlers import replaces
+from hf_trainweights.tensor.dispatch import replaces, unsupported_in_place
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, lost_write, read_only_storage
 
@@ -22,9 +21,7 @@ def _set_item(tensor: Tensor, *index_and_value: Any) -> Any:
     raise unsupported_in_place("__setitem__", tensor)
 
 
-@replaces(Tensor.apply_)
-@replaces(Tensor.map_)
-@replaces(Tensor.map2_)
+@replaces(Tensor.apply_, Tensor.map_, Tensor.map2_)
 def _apply(tensor: Tensor, *others_and_function: Any) -> Any:
     """Refuse what would write to the address of a wrapper, which has no memory, and crash the process."""
     del others_and_function
@@ -62,8 +59,7 @@ def _set_data(tensor: Tensor, data: Tensor) -> Any:
     return tensor.hold_(data.held)
 
 
-@replaces(Tensor.numpy)
-@replaces(Tensor.__array__)
+@replaces(Tensor.numpy, Tensor.__array__)
 def _numpy(tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     """Refuse: accelerate's disk_offload would store float arrays, and bring float weights back."""
     del args, kwargs

@@ -5,21 +5,51 @@ from __future__ import annotations
 import logging
 import os
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.handlers import HANDLERS
 from hf_trainweights.tensor.held_tensor import HeldTensor
 from hf_trainweights.tensor.read_only import HOW_TO_CHANGE, read_only, views_as_read_only, written
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+# By op: the function that runs instead, from the op and its arguments to its result; NotImplemented leaves a case to
+# the fallback.
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+# By function of torch, above autograd: the function that runs instead, with the same arguments; NotImplemented leaves
+# the case to the ops.
+REPLACEMENTS: dict[Any, Callable[..., Any]] = {}
 
 # How often each op without a handler has dequantized its weights in this process.
 FALLBACKS: Counter[str] = Counter()
 
 _logger = logging.getLogger(__name__)
 _LOG_FALLBACKS = os.environ.get("TRAINWEIGHTS_LOG_FALLBACK") == "1"
+
+
+def implements(*ops: Any) -> Callable[[_Function], _Function]:
+    """Make the decorated function the handler of ops."""
+
+    def register(function: _Function) -> _Function:
+        HANDLERS.update(dict.fromkeys(ops, function))
+        return function
+
+    return register
+
+
+def replaces(*replaced: Any) -> Callable[[_Function], _Function]:
+    """Make the decorated function run instead of functions of torch that get a quantized weight."""
+
+    def register(function: _Function) -> _Function:
+        REPLACEMENTS.update(dict.fromkeys(replaced, function))
+        return function
+
+    return register
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,9 +8,9 @@ from typing import Any, Self, overload
 import torch
 from torch import Tensor, nn
 
+from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
-from hf_trainweights.tensor.stored_checks import check_stored
 
 
 class Held:
@@ -65,22 +65,13 @@ class HeldTensor(Tensor):
     @overload
     def __new__(cls, tensors: Tensor, *, requires_grad: bool = False) -> Any: ...
 
-    def __new__(cls, tensors: Any, *args: Any, **kwargs: Any) -> Any:
+    def __new__(cls, tensors: Any, format: Any = None, shape: Any = (), *args: Any, **kwargs: Any) -> Any:  # noqa: A002
         """Build a weight, or wrap a ready one as a parameter: accelerate calls the class of a parameter it moves."""
-        return nn.Parameter(tensors, **kwargs) if isinstance(tensors, Tensor) else cls._build(tensors, *args, **kwargs)
-
-    @classmethod
-    def _build(
-        cls,
-        tensors: Mapping[str, Tensor],
-        format: Format,  # noqa: A002
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        transposed: bool = False,
-    ) -> Self:
+        if isinstance(tensors, Tensor):
+            return nn.Parameter(tensors, **kwargs)
         check_stored(tensors, format, shape)
         held = Held({name: tensors[name] for name in format.tensor_names})
-        return cls.from_held(held, format, shape, dtype, transposed)
+        return cls.from_held(held, format, shape, *args, **kwargs)
 
     @classmethod
     def from_held(
@@ -104,6 +95,11 @@ class HeldTensor(Tensor):
         )
         weight.format, weight.stored_shape, weight.transposed = format, tuple(shape), transposed
         return weight.hold_(held)
+
+    def holding(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> Self:
+        """Return a weight like this one that holds other tensors, of any shape; they are kept, unchecked."""
+        shape = self.format.shape_of(tensors["qdata"])
+        return self.from_held(Held(tensors), self.format, shape, dtype or self.dtype, self.transposed)
 
     @classmethod
     def quantize(
@@ -131,7 +127,7 @@ class HeldTensor(Tensor):
         """
         stored = weight.detach().transpose(-1, -2) if transposed else weight.detach()
         chosen = format.fallback(stored.shape)
-        held = Held(chosen.quantize_beside(stored, beside or {}, name))
+        held = Held(chosen.quantize(stored, name, beside))
         return cls.from_held(held, chosen, stored.shape, weight.dtype, transposed)
 
     @property
@@ -191,3 +187,42 @@ class HeldTensor(Tensor):
         # What was prepared for another weight may serve another dtype.
         self.held = Held(held.tensors)
         return self
+
+
+def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:
+    """Check that a format's tensors of a weight `[*, N, K]` may be held and read by address; else CorruptFileError.
+
+    Shape and dtype do not tell where a tensor's bytes lie. PyTorch's products take the address of a scale and read on
+    from there, whatever its strides say: past its end, if one number was expanded to a column.
+    """
+    *lead, N, K = shape
+    # Of many rows: a single one, which no weight is quantized to alone, may be cut out of another weight.
+    if form.fallback((*lead, max(N, 2), K)) != form:
+        next_step = "The file is damaged or belongs to another model; save it again from the source."
+        raise CorruptFileError(name, f"columns that {form} can hold", f"{K}", next_step)
+    form.check(tensors, shape, name)
+    device = tensors["qdata"].device
+    for key in form.tensor_names:
+        fault = _fault(tensors[key], device)
+        if fault is not None:
+            raise CorruptFileError(
+                name,
+                f"{key} to be a plain contiguous tensor on {device}",
+                fault,
+                "Call .contiguous() on a tensor that you made; where it comes from a file, the file is damaged.",
+            )
+
+
+def _fault(tensor: Tensor, device: torch.device) -> str | None:
+    """Return what keeps a tensor from being read by its address, None if nothing does."""
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        return f"a {type(tensor).__name__}"
+    if tensor.layout != torch.strided:
+        return f"a tensor of layout {tensor.layout}"
+    if tensor.device != device:
+        return f"a tensor on {tensor.device}"
+    if tensor.is_neg() or not tensor.is_contiguous():
+        return f"strides {tensor.stride()}{' and a negated view' * tensor.is_neg()}"
+    end_bytes = (tensor.storage_offset() + tensor.numel()) * tensor.element_size()
+    storage_bytes = tensor.untyped_storage().nbytes()
+    return f"one that ends at byte {end_bytes} of {storage_bytes}" if end_bytes > storage_bytes else None

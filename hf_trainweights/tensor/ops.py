@@ -10,8 +10,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.handlers import implements
-from hf_trainweights.tensor.held_tensor import Held
+from hf_trainweights.formats.arithmetic import as_bytes
+from hf_trainweights.formats.cutting import cut_rows
+from hf_trainweights.tensor.dispatch import implements
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
 from hf_trainweights.tensor.read_only import read_only
 
@@ -158,7 +159,7 @@ def _part(tensor: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
         name: stored.expand(*shape[:-2], *stored.shape[-2:]) if name in tensor.format.shared_names else stored
         for name, stored in tensors.items()
     }
-    return QuantizedTensor.from_held(Held(whole), tensor.format, shape, tensor.dtype, tensor.transposed)
+    return tensor.holding(whole)
 
 
 @implements(aten.select.int)
@@ -202,16 +203,7 @@ def _index(func: Any, tensor: QuantizedTensor, indices: Sequence[Tensor | None])
     index = indices[0]
     if len(indices) != 1 or index is None or (index.dim() != 1 and (tensor.dim() > 2 or index.dtype in _MASKS)):
         return NotImplemented
-    # As bytes where that is what they are: PyTorch 2.8 does not index float8 on a CPU.
-    return _narrow(
-        tensor,
-        0,
-        lambda stored: (
-            func(stored.view(torch.uint8), list(indices)).view(stored.dtype)
-            if stored.dtype.itemsize == 1
-            else func(stored, list(indices))
-        ),
-    )
+    return _narrow(tensor, 0, lambda stored: func(as_bytes(stored), list(indices)).view(stored.dtype))
 
 
 @implements(aten.embedding.default)
@@ -220,7 +212,13 @@ def _embedding(func: Any, tensor: QuantizedTensor, indices: Tensor, *args: Any, 
     del func, args, kwargs
     if not isinstance(tensor, QuantizedTensor) or tensor.transposed:
         return NotImplemented
-    rows, K = tensor.format.take_rows(tensor.tensors, indices.flatten()), tensor.stored_shape[-1]
+
+    # Indexing would take a negative number for a row counted from the end; index_select refuses it.
+    def take(stored: Tensor) -> Tensor:
+        return as_bytes(stored).index_select(0, indices.flatten()).view(stored.dtype)
+
+    rows = cut_rows(tensor.format, tensor.tensors, take)
+    K = tensor.stored_shape[-1]
     return tensor.format.dequantize(rows, (indices.numel(), K), tensor.dtype).view(*indices.shape, K)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,29 +14,30 @@ from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.base import Format
 from hf_trainweights.kernels.arguments import MultiplyFew
 from hf_trainweights.kernels.dequantized import multiply_dequantized, multiply_transpose
-from hf_trainweights.tensor.dispatch import compute_dequantized
-from hf_trainweights.tensor.handlers import implements, replaces
+from hf_trainweights.tensor.dispatch import compute_dequantized, implements, replaces
 from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 aten = torch.ops.aten
 
-# Held tensors, format and shape `[N, K]` of one weight.
-Expert = tuple[Held, Format, tuple[int, ...]]
+# Stored tensors, format and shape `[N, K]` of one weight.
+Expert = tuple[Mapping[str, Tensor], Format, Sequence[int]]
 
 
-def multiply(x: Tensor, held: Held, form: Format, shape: Sequence[int], bias: Tensor | None = None) -> Tensor:
+def multiply(
+    x: Tensor, tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], bias: Tensor | None = None
+) -> Tensor:
     """Return `F.linear(x, weight, bias)` of x `[*, K]` in the dtype that the weight, of shape `[N, K]`, shows."""
     plain = is_plain(x)
     if not plain and torch.onnx.is_in_onnx_export():
         next_step = "Call hf_trainweights.export_onnx, which keeps the codes, or dequantize the module first."
         raise UnsupportedError("torch.onnx.export", "float weights", f"a weight in {form}", next_step)
-    out = kernels.linear(x, held.tensors, form, bias)
+    out = kernels.linear(x, tensors, form, bias)
     if out is not None:
         return out
     if not plain:
-        return F.linear(x, form.dequantize(held.tensors, shape, x.dtype), bias)
-    return multiply_dequantized(x, held.tensors, form, shape, bias)
+        return F.linear(x, form.dequantize(tensors, shape, x.dtype), bias)
+    return multiply_dequantized(x, tensors, form, shape, bias)
 
 
 def is_plain(*tensors: Tensor | None) -> bool:
@@ -83,7 +84,7 @@ def _takes(x: Tensor, weight: Tensor, bias: Tensor | None) -> bool:
 @implements(aten.linear.default)
 def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
     if _takes(x, weight, bias):
-        return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, x, weight, bias)
 
 
@@ -91,9 +92,9 @@ def _linear(func: Any, x: Tensor, weight: Any, bias: Tensor | None = None) -> Te
 def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
     """Multiply with the transpose of a stored matrix, as F.linear arrives below autograd, or with it for a gradient."""
     if weight.dim() == 2 and _fits(x, weight, transposed=True):
-        return multiply(x, weight.held, weight.format, weight.stored_shape)
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape)
     if x.dim() == weight.dim() == 2 and _fits_gradient(x, weight):
-        return multiply_transpose(x, weight.held.tensors, weight.format, weight.stored_shape)
+        return multiply_transpose(x, weight.tensors, weight.format, weight.stored_shape)
     return compute_dequantized(func, x, weight)
 
 
@@ -101,7 +102,7 @@ def _matmul(func: Any, x: Tensor, weight: Any) -> Tensor:
 def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> Tensor:
     fits = bias.shape == weight.shape[1:] and bias.dtype == weight.dtype
     if not factors and fits and _fits(x, weight, transposed=True):
-        return multiply(x, weight.held, weight.format, weight.stored_shape, bias)
+        return multiply(x, weight.tensors, weight.format, weight.stored_shape, bias)
     return compute_dequantized(func, bias, x, weight, **factors)
 
 
@@ -109,11 +110,11 @@ def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> T
 def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     """Multiply expert by expert: no float weight of a whole layer is made."""
     if is_plain(first) and _fits(first, second, transposed=True):
-        return torch.stack([_times(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
+        return torch.stack([multiply(x, *expert) for x, expert in zip(first, _experts(second), strict=True)])
     if is_plain(second) and _fits(second.mT, first, transposed=False):
-        return torch.stack([_times(x.t(), expert).t() for x, expert in zip(second, _experts(first), strict=True)])
+        return torch.stack([multiply(x.t(), *expert).t() for x, expert in zip(second, _experts(first), strict=True)])
     if _fits_gradient(first, second):
-        return torch.stack([_times_transpose(x, expert) for x, expert in zip(first, _experts(second), strict=True)])
+        return torch.stack([multiply_transpose(x, *expert) for x, expert in zip(first, _experts(second), strict=True)])
     return compute_dequantized(func, first, second)
 
 
@@ -124,30 +125,21 @@ def _grouped_mm(func: Any, x: Tensor, weight: Any, offs: Tensor | None = None, *
     is_forward, is_gradient = fits and _fits(x, weight, transposed=True), fits and _fits_gradient(x, weight)
     if not (is_forward or is_gradient) or offs is None or others or not is_plain(x, offs):
         return compute_dequantized(func, x, weight, offs, **others)
-    times = _times if is_forward else _times_transpose
+    times = multiply if is_forward else multiply_transpose
     out, ends = x.new_zeros(x.shape[0], weight.shape[-1]), offs.tolist()
     for index, (start, end) in enumerate(zip([0, *ends], ends, strict=False)):
         if end > start:
-            out[start:end] = times(x[start:end], _expert(weight, index))
+            out[start:end] = times(x[start:end], *_expert(weight, index))
     return out
 
 
 def _expert(weight: QuantizedTensor, index: int) -> Expert:
-    part = Held({name: tensor[index] for name, tensor in weight.tensors.items()})
-    return part, weight.format, weight.stored_shape[1:]
+    tensors = {name: tensor[index] for name, tensor in weight.tensors.items()}
+    return tensors, weight.format, weight.stored_shape[1:]
 
 
 def _experts(weight: QuantizedTensor) -> Iterator[Expert]:
     return (_expert(weight, index) for index in range(weight.stored_shape[0]))
-
-
-def _times(x: Tensor, expert: Expert) -> Tensor:
-    return multiply(x, *expert)
-
-
-def _times_transpose(x: Tensor, expert: Expert) -> Tensor:
-    held, form, shape = expert
-    return multiply_transpose(x, held.tensors, form, shape)
 
 
 implements(aten.baddbmm.default)(compute_dequantized)

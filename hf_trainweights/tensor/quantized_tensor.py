@@ -10,6 +10,7 @@ values that cannot be written to (`read_only`), because the write would not reac
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,15 +19,51 @@ from torch import Tensor, nn
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.formats import get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.tensor.dispatch import dispatch
+from hf_trainweights.tensor.dispatch import REPLACEMENTS, dispatch
 from hf_trainweights.tensor.distributed.sharding import ShardedTensor
-from hf_trainweights.tensor.handlers import REPLACEMENTS
 from hf_trainweights.tensor.held_tensor import Held
-from hf_trainweights.tensor.identity import Identity
 from hf_trainweights.tensor.read_only import dlpack_of_copy
 
 # Dtypes that a quantized weight can show; it is quantized from the first three only.
 SHOWN_DTYPES = (*FLOAT_DTYPES, torch.float64)
+
+
+@dataclass(frozen=True, eq=False)
+class Identity:
+    """What `data_ptr` of a quantized weight returns: good for telling weights apart, and for nothing else.
+
+    As a number it would make safetensors and Triton kernels read the float weight's bytes there, far past `qdata`.
+    """
+
+    address: int
+
+    def _refuse(self, *_: object) -> Any:
+        raise UnsupportedError(
+            "data_ptr",
+            "a plain tensor",
+            "a quantized weight, whose float values are nowhere in memory",
+            "To save it, call hf_trainweights.save_file, torch.save or the model's save_pretrained; of accelerate, "
+            "save_state(directory, safe_serialization=False). For anything else call dequantize() first.",
+        )
+
+    def __eq__(self, other: object) -> bool:
+        # safetensors asks for the address 0 before it hands the address to ctypes, which would wrap the error.
+        if type(other) is int and other == 0:
+            self._refuse()
+        return isinstance(other, Identity) and self.address == other.address
+
+    def __ne__(self, other: object) -> bool:
+        return not (isinstance(other, Identity) and self.address == other.address)
+
+    def __hash__(self) -> int:
+        return hash((Identity, self.address))
+
+    def __mod__(self, divisor: int) -> int:
+        # Transformers asks whether expert weights are aligned before it chooses how to multiply them.
+        return self.address % divisor
+
+    __int__ = __index__ = __lt__ = __le__ = __gt__ = __ge__ = __add__ = _refuse
+    _as_parameter_ = property(_refuse)
 
 
 class QuantizedTensor(ShardedTensor):

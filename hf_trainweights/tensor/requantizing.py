@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -92,13 +93,8 @@ def _keep_equal_rows_(quantized: QuantizedTensor, weight: QuantizedTensor, value
     for name, stored in weight.tensors.items():
         if name in quantized.format.shared_names:
             continue
-        target, source = (_as_bytes(each)[..., :rows, :] for each in (quantized.held.tensors[name], stored))
+        target, source = (as_bytes(each)[..., :rows, :] for each in (quantized.held.tensors[name], stored))
         target.copy_(torch.where(equal, source, target))
-
-
-def _as_bytes(stored: Tensor) -> Tensor:
-    # PyTorch 2.8 does not select among float8 on a CPU.
-    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
 
 
 @contextlib.contextmanager

@@ -34,9 +34,8 @@ from hf_trainweights.tensor.coded_weights import (
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor, with_local
 from hf_trainweights.tensor.distributed.shards import cut
 from hf_trainweights.tensor.guards import is_guard, is_notice
-from hf_trainweights.tensor.held_tensor import Held
+from hf_trainweights.tensor.held_tensor import Held, check_stored
 from hf_trainweights.tensor.quantized_tensor import SHOWN_DTYPES, QuantizedTensor
-from hf_trainweights.tensor.stored_checks import check_stored
 
 FORMAT_SUFFIX = "format"
 

@@ -434,7 +434,7 @@ def test_a_format_without_a_kernel_is_traced_as_the_product_with_its_dequantized
     weight = quantized(Codebook4())
 
     def multiply(x: Tensor) -> Tensor:
-        return products.multiply(x, weight.held, weight.format, weight.stored_shape)
+        return products.multiply(x, weight.tensors, weight.format, weight.stored_shape)
 
     traced = make_fx(multiply, tracing_mode="fake", _allow_non_fake_inputs=True)(inputs())
     assert_same(traced(inputs()), F.linear(inputs(), weight.dequantize()))

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.tensor  # defines the functional collectives
 from torch import Tensor
 
-from hf_trainweights.tensor.dispatch import unsupported_collective
-from hf_trainweights.tensor.handlers import HANDLERS, implements
+from hf_trainweights.formats.arithmetic import as_bytes
+from hf_trainweights.tensor.dispatch import HANDLERS, implements, unsupported_collective
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 _functional = torch.ops._c10d_functional
@@ -23,7 +23,7 @@ _functional = torch.ops._c10d_functional
 def _gather(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Any:
     # It waits at once. PyTorch would wait for the wrapper, which no collective writes, and read the codes too early.
     def gather(stored: Tensor) -> Tensor:
-        gathered = func(_as_sent(stored.contiguous()), *args, **kwargs)
+        gathered = func(as_bytes(stored.contiguous()), *args, **kwargs)
         return _functional.wait_tensor.default(gathered).view(stored.dtype)
 
     return tensor.join({name: gather(stored) for name, stored in tensor.tensors.items()}, tensor.dtype)
@@ -50,14 +50,9 @@ def _scatter(func: Any, outputs: Sequence[Any], inputs: Sequence[Sequence[Any]],
         raise unsupported_collective(func)
     works = []
     for name in outputs[0].format.tensor_names:
-        received = [_as_sent(output.tensors[name]) for output in outputs]
-        sent = [[_as_sent(weight.tensors[name].contiguous()) for weight in row] for row in inputs]
+        received = [as_bytes(output.tensors[name]) for output in outputs]
+        sent = [[as_bytes(weight.tensors[name].contiguous()) for weight in row] for row in inputs]
         works.append(func(received, sent, *args)[1])
     for work in works:
         torch.distributed.Work.unbox(work).wait()
     return outputs, works[-1]
-
-
-def _as_sent(stored: Tensor) -> Tensor:
-    # Gloo does not know float8, whose bytes are sent.
-    return stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored

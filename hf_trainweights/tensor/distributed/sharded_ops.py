@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map_only
 
 from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.tensor import ops as _ops  # noqa: F401  (its handlers, which some of these extend, come first)
+from hf_trainweights.tensor.dispatch import HANDLERS, implements, replaces
 from hf_trainweights.tensor.distributed.sharding import pad_rows
-from hf_trainweights.tensor.handlers import HANDLERS, implements, replaces
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.read_only import read_only
 
@@ -28,7 +28,6 @@ _new_tensor = HANDLERS[aten.new_zeros.default]
 _copy_of = HANDLERS[aten.clone.default]
 _to_copy = HANDLERS[aten._to_copy.default]
 _view = HANDLERS[aten.view.default]
-_alias = HANDLERS[aten.alias.default]
 _split_rows = HANDLERS[aten.split.Tensor]
 _slice_rows = HANDLERS[aten.slice.Tensor]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hf_trainweights.formats.cutting import cut_columns, join_columns
 from hf_trainweights.tensor.distributed.placements import local_tensor
-from hf_trainweights.tensor.held_tensor import Held, HeldTensor
+from hf_trainweights.tensor.held_tensor import HeldTensor
 
 
 class ShardedTensor(HeldTensor):
@@ -46,54 +46,38 @@ class ShardedTensor(HeldTensor):
     def zeros(self, size: int) -> Self:
         """Return a shard of zeros whose first dimension is `size`, for which `can_be_cut`."""
         if self.is_cut_by_columns:
-            shape = (self.stored_shape[0], size)
-            tensors = self.format.empty(shape, self.scale_dtype, self.device)
-            held = Held({name: tensor.zero_() for name, tensor in tensors.items()})
-            return self.from_held(held, self.format, shape, self.dtype, self.transposed)
+            tensors = self.format.empty((self.stored_shape[0], size), self.scale_dtype, self.device)
+            return self.holding({name: tensor.zero_() for name, tensor in tensors.items()})
         zeros = self.map_rows(lambda stored: stored.new_zeros(size, *stored.shape[1:]))
         zeros.padded_rows = size
         return zeros
 
     def chunks(self, size: int) -> list[Self]:
         """Return the weight in parts of `size` columns, for which `can_be_cut`."""
-        rows, length = self.stored_shape
-        return [
-            self.from_held(
-                Held(cut_columns(self.format, self.tensors, self.stored_shape, start, start + size)),
-                self.format,
-                (rows, size),
-                self.dtype,
-                self.transposed,
-            )
-            for start in range(0, length, size)
-        ]
+        starts = range(0, self.stored_shape[1], size)
+        parts = (cut_columns(self.format, self.tensors, self.stored_shape, start, start + size) for start in starts)
+        return [self.holding(part) for part in parts]
 
     def join(self, gathered: Mapping[str, Tensor], dtype: torch.dtype) -> Self:
         """Return the weight of which all ranks have a shard like this one, from their tensors one behind another.
 
         It holds views of what was gathered, but new tensors where it is cut by columns.
         """
-        rows, length = self.stored_shape[0], self.stored_shape[-1]
-        if self.is_cut_by_columns:
-            ranks = gathered["qdata"].shape[0] // rows
-            split = {name: tensor.chunk(ranks) for name, tensor in gathered.items()}
-            parts = [{name: tensors[rank] for name, tensors in split.items()} for rank in range(ranks)]
-            joined = join_columns(self.format, parts, [length] * ranks)
-            # Where a part had the whole tensor, it is a view, which FSDP would free with the buffer.
-            tensors = {name: tensor if tensor._base is None else tensor.clone() for name, tensor in joined.items()}
-            shape = (rows, ranks * length)
-        else:
+        if not self.is_cut_by_columns:
             shared = self.shared_names()
-            tensors = {name: tensor[:1] if name in shared else tensor for name, tensor in gathered.items()}
-            shape = (tensors["qdata"].shape[0], *self.stored_shape[1:])
-        return self.from_held(Held(tensors), self.format, shape, dtype, self.transposed)
+            return self.holding({name: t[:1] if name in shared else t for name, t in gathered.items()}, dtype)
+        rows, length = self.stored_shape
+        ranks = gathered["qdata"].shape[0] // rows
+        split = {name: tensor.chunk(ranks) for name, tensor in gathered.items()}
+        parts = [{name: tensors[rank] for name, tensors in split.items()} for rank in range(ranks)]
+        joined = join_columns(self.format, parts, [length] * ranks)
+        # Where a part had the whole tensor, it is a view, which FSDP would free with the buffer.
+        return self.holding({name: t if t._base is None else t.clone() for name, t in joined.items()}, dtype)
 
     def map_rows(self, function: Callable[[Tensor], Tensor]) -> Self:
         """Return the weight with each stored tensor `[n, ...]` mapped to `[m, ...]`, but for those that rows share."""
         shared = self.shared_names()
-        tensors = {name: t if name in shared else function(t) for name, t in self.tensors.items()}
-        shape = (tensors["qdata"].shape[0], *self.stored_shape[1:])
-        return self.from_held(Held(tensors), self.format, shape, self.dtype, self.transposed)
+        return self.holding({name: t if name in shared else function(t) for name, t in self.tensors.items()})
 
     def shared_names(self) -> tuple[str, ...]:
         """Return the names of the stored tensors that are whole in every part along the first dimension."""

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_trainweights.formats.arithmetic import as_bytes
 from hf_trainweights.formats.cutting import cut_columns, cut_rows, join_columns
 from hf_trainweights.formats.group_scales import pack_bits, unpack_bits
 from hf_trainweights.tensor.distributed.placements import Interval, Placed, check_parts, local_tensor, sizes_of
-from hf_trainweights.tensor.held_tensor import Held
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
@@ -54,8 +54,7 @@ def cut(weight: QuantizedTensor, whole: DTensor, name: str = "weight", plan: str
     part = sizes_of([*rows, columns])
     pieces = [cut_columns(form, tensors, (*part[:-1], shape[-1]), start, stop) for start, stop in columns]
     tensors = join_columns(form, pieces, [stop - start for start, stop in columns])
-    held = Held({key: tensor.clone(memory_format=torch.contiguous_format) for key, tensor in tensors.items()})
-    return QuantizedTensor.from_held(held, form, part, weight.dtype, weight.transposed)
+    return weight.holding({key: each.clone(memory_format=torch.contiguous_format) for key, each in tensors.items()})
 
 
 def gather(tensor: DTensor) -> Tensor:
@@ -84,7 +83,7 @@ def gather(tensor: DTensor) -> Tensor:
             whole[key] = pack_bits(
                 _gather(placed, codes, (*size[:-1], placed.stored_shape[-1] // form.column_step), dims), bits
             )
-    return QuantizedTensor.from_held(Held(whole), form, placed.stored_shape, part.dtype, part.transposed)
+    return part.holding(whole)
 
 
 def _cut_along_columns(placed: Placed, intervals: Sequence[Sequence[Interval]]) -> set[str]:
@@ -103,8 +102,7 @@ def _gather(placed: Placed, part: Tensor, shape: Sequence[int], dims: Collection
         for placement, dim in zip(placed.whole.placements, placed.stored_dims, strict=True)
     ]
     size, stride = torch.Size(shape), torch.empty(tuple(shape), device="meta").stride()
-    # As bytes where that is what they are: not every backend sends float8.
-    sent = part.contiguous().view(torch.uint8) if part.dtype.itemsize == 1 else part.contiguous()
+    sent = as_bytes(part.contiguous())
     parts = DTensor.from_local(sent, placed.whole.device_mesh, placements, run_check=False, shape=size, stride=stride)
     return parts.full_tensor().contiguous().view(part.dtype)
 
@@ -117,10 +115,5 @@ def _moved(placement: Any, dim: int | None) -> Any:
 
 def _take(tensor: Tensor, dim: int, runs: Sequence[Interval]) -> Tensor:
     """Return some entries along a dimension: a view of one run, a copy of several."""
-    parts = [tensor.narrow(dim, start, end - start) for start, end in runs]
-    if len(parts) == 1:
-        return parts[0]
-    # As bytes where that is what they are: PyTorch 2.8 has no `cat` of float8 on a CPU.
-    if tensor.dtype.itemsize == 1:
-        return torch.cat([each.view(torch.uint8) for each in parts], dim).view(tensor.dtype)
-    return torch.cat(parts, dim)
+    parts = [as_bytes(tensor).narrow(dim, start, end - start) for start, end in runs]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts, dim)).view(tensor.dtype)
