@@ -69,12 +69,10 @@ def check_product(
     """Check that a product reads its tensors as they are, x and the bias by their strides if `any_strides`."""
     shape = form.shape_of(tensors["qdata"])
     specs = form.tensor_specs(shape, tensors["scale"].dtype)
-    read = [(name, tensors[name], size, (dtype,), False) for name, (size, dtype) in specs.items()]
-    read.append(("x", x, (*x.shape[:-1], shape[-1]), FLOAT_DTYPES, any_strides))
-    if bias is not None:
-        read.append(("bias", bias, shape[:1], (x.dtype,), any_strides))
-    for name, tensor, size, dtypes, has_any_strides in read:
-        fault = _fault(tensor, size, dtypes, has_any_strides, x.device)
+    faults = {name: _fault(tensors[name], size, (dtype,), False, x.device) for name, (size, dtype) in specs.items()}
+    faults["x"] = _fault(x, (*x.shape[:-1], shape[-1]), FLOAT_DTYPES, any_strides, x.device)
+    faults["bias"] = None if bias is None else _fault(bias, shape[:1], (x.dtype,), any_strides, x.device)
+    for name, fault in faults.items():
         if fault is not None:
             next_step = "Report this with the traceback: hf_trainweights should not have made this call."
             raise UnsupportedError(f"{op}, argument {name}", *fault, next_step)

@@ -184,7 +184,7 @@ def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | No
     x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
     _kernels().round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, **_ELEMENTS)
-    products, out = torch._int_mm(codes, qdata.contiguous().t()), x.new_empty(M, N)
+    products, out = torch.ops.aten._int_mm(codes, qdata.contiguous().t()), x.new_empty(M, N)
     _kernels().scale_products[_programs(out)](
         products, tops, scale.contiguous(), bias, out, out.numel(), N, **_ELEMENTS
     )

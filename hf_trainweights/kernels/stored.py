@@ -153,7 +153,7 @@ def _multiply_packed(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | Non
     # It crashes where vectors do not begin at multiples of their size, as in a mapped file; what torch allocates does.
     rows = x.reshape(-1, K).clone(memory_format=torch.contiguous_format)
     codes = qdata.clone() if qdata.data_ptr() % 16 else qdata
-    out = torch._weight_int8pack_mm(rows, codes, scale.to(x.dtype).view(-1))
+    out = torch.ops.aten._weight_int8pack_mm(rows, codes, scale.to(x.dtype).view(-1))
     return (out if bias is None else out.add_(bias)).view(*x.shape[:-1], N)
 
 

@@ -87,7 +87,7 @@ def test_codes_are_copied_only_where_pytorchs_op_would_crash(monkeypatch: pytest
         read.append(codes.data_ptr())
         return x.new_zeros(len(x), len(codes))
 
-    monkeypatch.setattr(torch, "_weight_int8pack_mm", multiply)
+    monkeypatch.setattr(torch.ops.aten, "_weight_int8pack_mm", multiply)
     memory = torch.zeros(64 * 64 + 32, dtype=torch.int8)
     for offset in range(33):
         codes = memory[offset : offset + 64 * 64].view(64, 64)
