@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
@@ -74,9 +73,7 @@ class Placed(NamedTuple):
         mesh_shape, placements = self.whole.device_mesh.shape, self.whole.placements
         for placement, dim, rank, ranks in zip(placements, self.stored_dims, coordinate, mesh_shape, strict=True):
             if dim is not None:
-                # A packed weight, such as gate and up, is cut within each of its parts.
-                packed = own[dim].chunk(getattr(placement, "split_factor", 1))
-                own[dim] = torch.cat([_chunk(each, ranks, rank) for each in packed])
+                own[dim] = _cut(own[dim], placement, ranks)[rank]
         return [_runs(indices) for indices in own]
 
 
@@ -108,18 +105,28 @@ def with_local(tensor: DTensor, local: Tensor) -> DTensor:
 
 def check_parts(placed: Placed) -> None:
     """Check that a weight can be cut for all ranks, each of which finds the same; UnsupportedError: it cannot."""
-    form, shape = placed.format, placed.stored_shape
-    for coordinate in itertools.product(*(range(size) for size in placed.whole.device_mesh.shape)):
-        intervals = placed.intervals(coordinate)
-        part = sizes_of(intervals)
-        whole_groups = all(border % form.column_step == 0 for run in intervals[-1] for border in run)
-        if 0 in part or not whole_groups or form.fallback((*shape[:-1], part[-1])) != form:
-            raise _uncuttable(placed, part)
+    form, shape, ranks_along = placed.format, placed.stored_shape, placed.whole.device_mesh.shape
+    for dim, size in enumerate(shape):
+        step = form.column_step if dim == len(shape) - 1 else 1
+        parts = [torch.arange(size, device="cpu")]
+        for placement, cut, ranks in zip(placed.whole.placements, placed.stored_dims, ranks_along, strict=True):
+            if cut == dim:
+                parts = [each for part in parts for each in _cut(part, placement, ranks)]
+        for part in parts:
+            sizes = (*shape[:dim], len(part), *shape[dim + 1 :])
+            whole_groups = step == 1 or all(border % step == 0 for run in _runs(part) for border in run)
+            if 0 in sizes or not whole_groups or form.fallback((*shape[:-1], sizes[-1])) != form:
+                raise _uncuttable(placed, sizes)
 
 
-def _chunk(indices: Tensor, ranks: int, rank: int) -> Tensor:
-    chunks = indices.chunk(ranks)
-    return chunks[rank] if rank < len(chunks) else indices[:0]
+def _cut(indices: Tensor, placement: Any, ranks: int) -> list[Tensor]:
+    """Return the indices that each rank along a dimension of the mesh gets of those that they share."""
+    # A packed weight, such as gate and up, is cut within each of its parts.
+    packed = [part.chunk(ranks) for part in indices.chunk(getattr(placement, "split_factor", 1))]
+    none = indices[:0]
+    return [
+        torch.cat([none, *(part for chunks in packed for part in chunks[rank : rank + 1])]) for rank in range(ranks)
+    ]
 
 
 def _runs(indices: Tensor) -> list[Interval]:

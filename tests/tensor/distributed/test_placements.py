@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,8 +11,9 @@ import pytest
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from hf_trainweights.errors import UnsupportedError
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.tensor.distributed.placements import Placed
+from hf_trainweights.tensor.distributed.placements import Placed, check_parts, sizes_of
 
 
 def placed(names: tuple[str, ...], coordinate: list[int] | None, placements: list[Any], rows: int = 10) -> Placed:
@@ -53,3 +56,18 @@ def test_a_packed_weight_is_cut_within_each_of_its_parts() -> None:
     halves = Shard(0)
     halves.split_factor = 2
     assert placed(("tp",), [1], [halves], rows=12).own_intervals()[0] == [(2, 4), (8, 10)]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 6, 7, 12])
+@pytest.mark.parametrize("places", [(0, 0), (0, 1), (1, 0)])
+def test_all_parts_are_checked_though_each_dimension_is_cut_once(
+    rows: int, places: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = placed(("tp", "fsdp"), [0, 0], [Shard(dim) for dim in places], rows)
+    parts = [sizes_of(weight.intervals(rank)) for rank in itertools.product(range(2), range(3))]
+    cut, arange = [], torch.arange
+    monkeypatch.setattr(torch, "arange", lambda size, **options: cut.append(size) or arange(size, **options))
+    is_refused = any(0 in part for part in parts)
+    with pytest.raises(UnsupportedError, match="a part of") if is_refused else contextlib.nullcontext():
+        check_parts(weight)
+    assert cut == [rows, 64][: len(cut)]
