@@ -348,6 +348,9 @@ def refusal(rank: int, what: str) -> str:
         model[2].base = nn.Identity()
     if rank == 1 and what == "other values":
         model[2].base.weight.qdata[3, 5] += 1
+    if rank == 1 and what == "exchanged rows":
+        weight = model[2].base.weight
+        model[2].base.weight = nn.Parameter(weight[torch.arange(len(weight)).flip(0)], requires_grad=False)
     if what == "a transposed weight":
         model[2].base.weight = nn.Parameter(quantized_weight("int4", "matrix_transposed"), requires_grad=False)
     with pytest.raises(UnsupportedError, match=r"base\.weight") as caught:
@@ -356,7 +359,8 @@ def refusal(rank: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "what", ["a format", "a shape", "a float weight", "no weight", "other values", "a transposed weight"]
+    "what",
+    ["a format", "a shape", "a float weight", "no weight", "other values", "exchanged rows", "a transposed weight"],
 )
 def test_ranks_that_cannot_share_a_weight_are_all_told_its_name_and_why(what: str) -> None:
     first, second = run_ranks(2, refusal, what)
