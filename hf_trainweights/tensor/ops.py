@@ -50,6 +50,13 @@ def _pin(func: Any, tensor: QuantizedTensor, *args: Any, **kwargs: Any) -> Quant
     return tensor.map(lambda stored: func(stored, *args, **kwargs))
 
 
+@implements(aten.record_stream.default)
+def _record_stream(func: Any, tensor: QuantizedTensor, stream: torch.Stream) -> None:
+    """Keep the memory for what a stream still does with it, as diffusers asks where it offloads groups of layers."""
+    for stored in tensor.tensors.values():
+        func(stored, stream)
+
+
 @implements(aten.empty_like.default)
 def _empty_like(func: Any, tensor: QuantizedTensor, **kwargs: Any) -> Any:
     """Keep the weight quantized, so that `module.to_empty(device)` allocates no float weight."""

@@ -22,7 +22,7 @@ from weights import FORMS, KINDS, LAYOUTS, quantized_weight, random_weight, same
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import UnsupportedError
-from hf_trainweights.tensor.dispatch import FALLBACKS
+from hf_trainweights.tensor.dispatch import FALLBACKS, HANDLERS
 from hf_trainweights.tensor.read_only import ReadOnlyTensor
 
 every_form = pytest.mark.parametrize("form", FORMS)
@@ -763,3 +763,11 @@ def test_an_export_after_dequantize_names_no_class_of_ours(tmp_path: Any) -> Non
     layer.weight = nn.Parameter(quantized_weight("int4").dequantize())
     torch.export.save(torch.export.export(layer, (x(5, 128),)), tmp_path / "layer.pt2")
     assert b"hf_trainweights" not in (tmp_path / "layer.pt2").read_bytes()
+
+
+def test_a_stream_is_recorded_for_each_stored_tensor() -> None:
+    weight, recorded = quantized_weight("int4"), []
+    # No stream of a CPU can be recorded.
+    HANDLERS[torch.ops.aten.record_stream.default](lambda stored, _: recorded.append(stored), weight, None)
+    assert all(map(operator.is_, recorded, weight.tensors.values()))
+    assert len(recorded) == len(weight.tensors)
