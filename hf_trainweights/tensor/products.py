@@ -49,13 +49,14 @@ def is_plain(*tensors: Tensor | None) -> bool:
 
 
 def _fits(x: Tensor, weight: Tensor, transposed: bool) -> bool:
-    """Return whether x is a float tensor with K along its last dimension, and the weight a quantized one to match."""
+    """Return whether x is dense, with K along its last dimension, and the weight a quantized one to match."""
     return (
         isinstance(weight, QuantizedTensor)
         and not isinstance(x, QuantizedTensor)
         and weight.transposed == transposed
         and x.dtype == weight.dtype
         and not x.is_nested
+        and x.layout == torch.strided
         and x.dim() > 0
         and x.shape[-1] == weight.stored_shape[-1]
     )
@@ -109,6 +110,8 @@ def _addmm(func: Any, bias: Tensor, x: Tensor, weight: Any, **factors: Any) -> T
 @implements(aten.bmm.default)
 def _bmm(func: Any, first: Any, second: Any) -> Tensor:
     """Multiply expert by expert: no float weight of a whole layer is made."""
+    if not len(first):
+        return compute_dequantized(func, first, second)
     if is_plain(first) and _fits(first, second, transposed=True):
         return torch.stack([multiply(x, *expert) for x, expert in zip(first, _experts(second), strict=True)])
     if is_plain(second) and _fits(second.mT, first, transposed=False):

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
 import torch.nn.functional as F
-from cpus import GENOA, use_cpu, use_library
+from cpus import AMX, GENOA, use_cpu, use_library
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -373,6 +373,15 @@ def test_a_gradient_of_x_makes_no_whole_float_weight(
     assert_same(found, expected.to(dtype))
 
 
+@pytest.mark.parametrize("form", [*FORMS.values(), get_format({"format": "coded"})], ids=str)
+def test_a_gradient_of_bfloat16_is_right_where_a_cpu_has_amx(form: Format, monkeypatch: pytest.MonkeyPatch) -> None:
+    use_cpu(AMX, monkeypatch)
+    weight, x = quantized(form, torch.bfloat16), inputs(dtype=torch.bfloat16).requires_grad_()
+    with torch.enable_grad():
+        (found,) = torch.autograd.grad(F.linear(x, weight).sum(), x)
+    assert torch.allclose(found, weight.dequantize().sum(0).expand_as(found), rtol=1e-2, atol=1e-2)
+
+
 def test_a_gradient_on_the_meta_device_has_its_shape() -> None:
     weight, x = quantized().to("meta"), inputs().to("meta").requires_grad_()
     with torch.enable_grad():
@@ -383,6 +392,15 @@ def test_a_gradient_on_the_meta_device_has_its_shape() -> None:
 def test_a_sparse_matrix_is_multiplied_with_a_weight_as_with_a_float_one() -> None:
     weight, x = quantized(), inputs(3, N)
     assert_same(torch.mm(x.to_sparse(), weight), x @ weight.dequantize())
+    with torch.enable_grad():
+        assert_same(F.linear(inputs().to_sparse(), weight), F.linear(inputs(), weight.dequantize()))
+
+
+def test_no_experts_give_no_products() -> None:
+    weight = QuantizedTensor.quantize(torch.empty(0, N, K), Int8())
+    assert torch.bmm(torch.empty(0, 2, K), weight.mT).shape == (0, 2, N)
+    assert torch.bmm(torch.empty(0, 2, N), weight).shape == (0, 2, K)
+    assert torch.bmm(weight, torch.empty(0, K, 2)).shape == (0, N, 2)
 
 
 @pytest.mark.parametrize("way", ["bmm", "grouped_mm"])
