@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import functools
 import os
+import platform
 import sys
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -30,6 +32,14 @@ _ALLOWED = {
     "avx512_fp16": ("FP16", "AMX", "AVX10"),
 }
 
+_CPUINFO = Path("/proc/cpuinfo")
+# What Linux calls otherwise than PyTorch does.
+_FLAGS = {
+    **{f"avx512{part}": f"avx512_{part}" for part in ("f", "bw", "vl", "dq")},
+    "fma": "fma3",
+    "asimddp": "dot",
+}
+
 # A CPU without AMX whose AVX512_BF16 is slow multiplies float32 faster from here on: docs/performance.md, "Thresholds".
 _BFLOAT16_ROWS = 48
 
@@ -50,7 +60,7 @@ _LARGE_WEIGHTS = 1 << 23
 @functools.cache
 def capabilities() -> dict[str, Any]:
     """Return what PyTorch tells of the CPU, less what `ONEDNN_MAX_CPU_ISA` keeps oneDNN from using."""
-    found = dict(getattr(torch.cpu, "get_capabilities", dict)())
+    found = dict(getattr(torch.cpu, "get_capabilities", _read_cpuinfo)())
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
     if limit not in ("ALL", "DEFAULT"):
         for name, parts in _ALLOWED.items():
@@ -59,6 +69,17 @@ def capabilities() -> dict[str, Any]:
     is_intel = str(found.get("cpu_name", "")).startswith("Intel")
     found["fast_avx512_bf16"] = bool(found.get("avx512_bf16")) and not is_intel
     return found
+
+
+def _read_cpuinfo() -> dict[str, Any]:
+    """Return what Linux tells of the CPU, by PyTorch's names: before 2.11 PyTorch does not; {} on other systems."""
+    if not _CPUINFO.exists():
+        return {}
+    entries = dict(line.split(":", 1) for line in _CPUINFO.read_text(encoding="utf-8").splitlines() if ":" in line)
+    entries = {name.strip(): text.strip() for name, text in entries.items()}
+    flags = entries.get("flags", entries.get("Features", "")).split()
+    names = (_FLAGS.get(flag, flag) for flag in flags)
+    return {"architecture": platform.machine(), "cpu_name": entries.get("model name", "")} | dict.fromkeys(names, True)
 
 
 def has_amx() -> bool:

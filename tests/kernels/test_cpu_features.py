@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
-from cpus import AMX, COOPER_LAKE, GENOA, GRAVITON, ICE_LAKE, use_cpu
+from cpus import AMX, COOPER_LAKE, GENOA, GRAVITON, ICE_LAKE, library_of, use_cpu
 from helpers import assert_close_product
 from weights import random_weight
 
@@ -40,6 +42,39 @@ def test_what_onednn_is_told_not_to_use_does_not_count(
         monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", limit)
     found = instructions.capabilities.__wrapped__()
     assert {name for name in instructions._ALLOWED if found.get(name)} == set(left)
+
+
+@pytest.mark.parametrize(
+    ("text", "library"),
+    [
+        ("vendor_id\t: GenuineIntel\nflags\t\t: fpu fma f16c avx2 avx_vnni", "avx_vnni"),
+        (
+            "model name\t: Intel Xeon\nflags\t: fma avx2 avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16",
+            "avx512",
+        ),
+        ("model name\t: AMD EPYC\nflags\t: avx512f avx512bw avx512vl avx512dq avx512_vnni avx512_bf16", "avx512_bf16"),
+        ("Features\t: fp asimd asimddp\nCPU implementer\t: 0x41\n", "neon"),
+        ("no such lines", None),
+        (None, None),
+    ],
+    ids=str,
+)
+def test_an_older_pytorch_that_tells_nothing_of_the_cpu_leaves_it_to_linux(
+    text: str | None, library: str | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delattr(torch.cpu, "get_capabilities", raising=False)
+    monkeypatch.setattr(instructions, "_CPUINFO", tmp_path / "cpuinfo")
+    if text is not None:
+        (tmp_path / "cpuinfo").write_text(text)
+    assert library_of(instructions.capabilities.__wrapped__()) == library
+
+
+@pytest.mark.skipif(not hasattr(torch.cpu, "get_capabilities"), reason="this release of PyTorch tells nothing")
+@pytest.mark.skipif(not instructions._CPUINFO.exists(), reason="not Linux")
+def test_linux_tells_of_this_cpu_what_pytorch_does() -> None:
+    told, read = torch.cpu.get_capabilities(), instructions._read_cpuinfo()
+    assert library_of(read) == library_of(told)
+    assert read["architecture"] == told["architecture"]
 
 
 @pytest.mark.parametrize(
