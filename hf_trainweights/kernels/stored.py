@@ -172,17 +172,18 @@ def slowness(form: Format, dtype: torch.dtype) -> str | None:
     """Return what is slow about weights of a format that show a dtype, and what is fast; None where nothing is."""
     if isinstance(form, ColumnScaled):
         return slowness(form.inner, dtype)
-    if not isinstance(form, compiled.FORMATS):
+    held = compiled.in_memory(form)
+    if not isinstance(held, compiled.FORMATS):
         return None
     if not compiled.is_available():
-        if isinstance(form, Int8) and form.group_size is None and dtype != torch.float32:
+        if isinstance(held, Int8) and held.group_size is None and dtype != torch.float32:
             return None
         return (
             f"{form.name} weights: no C compiler was there at installation, or none for this CPU, so each product "
             "dequantizes them first and takes longer than one with float weights. int8 without group_size with "
             "dtype=torch.bfloat16 is fast."
         )
-    if is_rounding(form) or _is_fast(form, dtype):
+    if is_rounding(held) or _is_fast(held, dtype):
         return None
     fast = "int8" if _is_fast(Int8(), dtype) else 'int8 with activations="int8"'
     return (

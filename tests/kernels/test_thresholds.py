@@ -184,4 +184,6 @@ def test_of_other_formats_what_their_codes_are_is_said(monkeypatch: pytest.Monke
     assert slowness(scaled, FLOAT32) == slowness(UInt3(), FLOAT32)
     assert slowness(UInt4(32), BFLOAT16) is None
     assert MANY in (slowness(Codebook4(), FLOAT32) or "")
-    assert slowness(Coded(), FLOAT32) is None
+    int8, coded = slowness(Int8(), FLOAT32), slowness(Coded(), FLOAT32)
+    assert int8 is not None
+    assert coded == int8.replace("int8", "coded", 1)
