@@ -1,7 +1,7 @@
 """The zip archives that torch.load reads, written record by record to a file that need not seek.
 
 Records are stored as they are. Each one's checksum and length follow it, as in the archives of torch.save, so a record
-may grow while it is written. The first one begins at byte 64.
+may grow while it is written.
 """
 
 from __future__ import annotations
@@ -11,6 +11,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from zlib_ng import zlib_ng
+
+# Where the bytes of the first record begin, if its name is that of a payload: `data/0`.
+FIRST_RECORD_START = 64
 
 _ARCHIVE = "archive/"
 # Bit 3: checksum and lengths follow the data. Bit 11: names are UTF-8.

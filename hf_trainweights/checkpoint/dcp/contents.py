@@ -73,10 +73,8 @@ class ShardedContents:
 
     def stored_bytes(self, name: str) -> int:
         """Return what the items of a name take on disk."""
-        places = {
-            (place.file, place.start, place.stop) for index in self._indices[name] for place in [self.places[index]]
-        }
-        return sum(stop - start for _, start, stop in places)
+        places: set[Place] = {self.places[index] for index in self._indices[name]}
+        return sum(place.stop - place.start for place in places)
 
     def require_complete(self) -> None:
         """Check that every item lies inside a file that is there, and that every anchor is found.
@@ -115,15 +113,16 @@ class ShardedContents:
 
     def read_item(self, index: MetadataIndex) -> Tensor:
         """Read the part of a tensor that one rank saved, one of `places`, to the CPU."""
-        where = f"{self.directory / self.places[index].file}, {index.fqn}"
-        value = load_item(self.read_bytes(index), where)
-        if not isinstance(value, Tensor):
-            raise CorruptFileError(where, "a tensor", type(value).__name__, _NEXT_STEP)
-        return value
+        return read_tensor_at(self.directory, self.places[index], index.fqn)
 
-    def read_bytes(self, index: MetadataIndex) -> bytes:
-        """Read the bytes of an item, one of `places`, as they lie in its file."""
-        return read_place(self.directory, self.places[index])
+
+def read_tensor_at(directory: Path, place: Place, name: str) -> Tensor:
+    """Read the tensor of an item to the CPU; errors are those of `read_place`."""
+    where = f"{directory / place.file}, {name}"
+    value = load_item(read_place(directory, place), where)
+    if not isinstance(value, Tensor):
+        raise CorruptFileError(where, "a tensor", type(value).__name__, _NEXT_STEP)
+    return value
 
 
 def read_place(directory: Path, place: Place) -> bytes:

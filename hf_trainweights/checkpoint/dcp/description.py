@@ -1,24 +1,7 @@
-r"""What the manifest of a sharded checkpoint says beside its files, so that no pickle has to be trusted.
+"""What the manifest of a sharded checkpoint says beside its files, so that no pickle has to be trusted.
 
-`.metadata`, DCP's own index, is a pickle, which may run any code. The manifest holds all that it says. Its optional key
-`sharded` is
-
-    {"version": 1,
-     "tensors": {"model.embed.weight": "float32[512,128]", "optim.param_groups": "object"},
-     "keys": {"model.embed.weight": "[\"model\",\"embed.weight\"]"},
-     "anchor": {...}}
-
-`tensors` has the dtype and the whole shape of each tensor of the flattened state dict. `keys` has, as JSON, the keys
-from which DCP's planner made a name, where it did. `anchor` is specified in anchors.py. The report of each file lists
-its items under `tensors` with these keys beside those of `TensorReport`, where `path` is the name in the flattened
-state dict:
-
-    {"shard": "0:256,0:128", "bytes": "4096:5321", "crc32": 1234567890, "anchor": "<sha256>"}
-
-`shard` is the part of the whole tensor that the item holds, here rows 0 to 255 of columns 0 to 127; a tensor without
-dimensions has the empty text, an object has none, and its `codec` is `torch.save`. `bytes` is the range of the item in
-the file, `crc32` that of these bytes. `anchor` is the digest of the anchor that the item refers to, if it does. Of
-items with the same bytes all but the first count no `bytes_in` and `bytes_out`.
+That is all that `.metadata` says, DCP's index: a pickle, which may run any code. docs/sharded_format.md has the keys
+of `sharded`, and those that a report of an item has beside those of `TensorReport`.
 
 The name of a shard in an anchor is `model.embed.weight[0:256,0:128]`: a tensor that is cut otherwise has another name,
 and therefore no reference.
@@ -92,13 +75,13 @@ class StoredItem(WriteResult):
     """An item that one rank has written; `storage_data` is its `Place`.
 
     The manifest has its `row` (see above). `delta_rms` is how far the shard has moved from its anchor, where this save
-    measured it. One that `is_repeated` has the bytes of another item and takes no space of its own.
+    measured it. `elements` are those of the tensor, 0 for an object, or where it has the bytes of another item.
     """
 
     row: Mapping[str, Any] = field(default_factory=dict, compare=False)
     file: StoredFile = field(default=StoredFile("", 0, ""), compare=False)
     delta_rms: float | None = field(default=None, compare=False)
-    is_repeated: bool = field(default=False, compare=False)
+    elements: int = field(default=0, compare=False)
 
 
 def stored_item(
@@ -117,8 +100,8 @@ def stored_item(
         row["shard"] = shard
     if anchor_sha256 is not None:
         row["anchor"] = anchor_sha256
-    size_bytes = place.stop - place.start
-    return StoredItem(item.index, size_bytes, place, row, delta_rms=delta_rms)
+    elements = math.prod(item.tensor_data.chunk.sizes) if item.tensor_data else 0
+    return StoredItem(item.index, place.stop - place.start, place, row, delta_rms=delta_rms, elements=elements)
 
 
 def describe(metadata: Metadata, anchor: Mapping[str, Any]) -> dict[str, Any]:
@@ -154,7 +137,7 @@ def metadata_of(manifest: Manifest) -> Metadata:
             places[index] = _place(where, name, entry, row)
             shards[index.fqn] += shard
     described = {name: _describe_one(name, text, shards[name]) for name, text in tensors.items()}
-    _require_all(described, places, shards)
+    _require_all(described, places)
     planner = {name: _keys(name, text) for name, text in keys.items()}
     return Metadata(described, planner or None, places, StorageMeta())
 
@@ -199,16 +182,14 @@ def _place(where: str, name: str, entry: FileEntry, row: Mapping[str, Any]) -> P
     return Place(name, start, stop, crc32)
 
 
-def _require_all(
-    described: Mapping[str, Any], places: Mapping[MetadataIndex, Place], shards: Mapping[str, list[Any]]
-) -> None:
+def _require_all(described: Mapping[str, Any], places: Mapping[MetadataIndex, Place]) -> None:
     """Check that every item is of a tensor or object that is described, and every object has one."""
     for index in places:
         is_object = isinstance(described.get(index.fqn), BytesStorageMetadata)
         if index.fqn not in described or is_object != (index.offset is None):
             raise corrupt("sharded.tensors", f"an entry that fits the item {index.fqn}", None)
     for name, value in described.items():
-        if isinstance(value, BytesStorageMetadata) and (MetadataIndex(name) not in places or shards.get(name)):
+        if isinstance(value, BytesStorageMetadata) and MetadataIndex(name) not in places:
             raise corrupt(f"sharded.tensors[{name!r}]", "one item of that object", "none")
 
 

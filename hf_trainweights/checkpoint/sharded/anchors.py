@@ -1,8 +1,4 @@
-"""The anchors of a sharded checkpoint: one file per rank that wrote weights, each found by the shards that it holds.
-
-A manifest records in `sharded.anchor` the fields of an `AnchorRecord` but `sha256`, `delta_rms` by the names of shards,
-and instead `files`: the digest of each anchor to the names of the shards in it.
-"""
+"""The anchors of a sharded checkpoint: one file per rank that wrote weights, each found by the shards that it holds."""
 
 from __future__ import annotations
 
@@ -20,7 +16,6 @@ from hf_trainweights.checkpoint.encoded.structure import anchor_file_name
 from hf_trainweights.checkpoint.manifest import Manifest, read_manifest
 from hf_trainweights.checkpoint.run.anchors import AnchorCandidate, AnchorRecord, link_anchor
 from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.reading import is_sha256
 
 NO_DIGEST = "0" * 64
 
@@ -58,7 +53,7 @@ class ShardedAnchor(AnchorCandidate):
         if type(value) is not dict or type(value.get("files")) is not dict:
             raise corrupt("sharded.anchor", "an object with files", value)
         for sha256, names in value["files"].items():
-            if not is_sha256(sha256) or type(names) is not list or not all(type(name) is str for name in names):
+            if type(names) is not list or not all(type(name) is str for name in names):
                 raise corrupt("sharded.anchor.files", "digests to names of shards", {sha256: names})
         fields = {name: content for name, content in value.items() if name != "files"}
         record = AnchorRecord.from_dict({"sha256": NO_DIGEST, **fields})

@@ -7,17 +7,17 @@ indices have changed, one after the other; then the files that neither lists are
 from __future__ import annotations
 
 import hashlib
-import math
 import pickle
 import re
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import WriteResult
 
-from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe, parse_shard, shard_name
+from hf_trainweights.checkpoint.dcp.description import StoredFile, StoredItem, describe, shard_name
 from hf_trainweights.checkpoint.dcp.plain_metadata import ITEM_SUFFIX, METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX, anchor_file_name
 from hf_trainweights.checkpoint.manifest import FileEntry, Manifest, write_manifest
@@ -55,8 +55,7 @@ def commit(
     manifest (mode, step, metadata, ...) hold what JSON cannot. OSError: the checkpoint that was there is whole.
     """
     items = [item for several in results for item in several if isinstance(item, StoredItem)]
-    places = {MetadataIndex(each.index.fqn, each.index.offset, each.index.index): each.storage_data for each in items}
-    stock = {index: (place.file, place.start, place.stop - place.start) for index, place in places.items()}
+    stock = {each.index: (each.storage_data.file, each.storage_data.start, each.size_in_bytes) for each in items}
     pickled = pickle.dumps(stock_metadata(dcp_metadata, stock, save_id))
     files = _file_entries(directory, items)
     files[METADATA_NAME] = FileEntry(len(pickled), hashlib.sha256(pickled).hexdigest())
@@ -70,15 +69,13 @@ def commit(
 
 
 def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, FileEntry]:
-    entries: dict[str, FileEntry] = {}
-    rows: dict[str, list[Mapping[str, Any]]] = {}
+    rows: dict[StoredFile, list[Mapping[str, Any]]] = defaultdict(list)
     for item in items:
-        file = item.file
-        if file.name not in entries:
-            rows[file.name] = []
-            report = {"anchor": next(iter(file.anchors), None), "tensors": rows[file.name]}
-            entries[file.name] = FileEntry(file.size_bytes, file.sha256, report)
-        rows[file.name].append(item.row)
+        rows[item.file].append(item.row)
+    entries = {
+        file.name: FileEntry(file.size_bytes, file.sha256, {"anchor": next(iter(file.anchors), None), "tensors": each})
+        for file, each in rows.items()
+    }
     for sha256 in sorted({sha256 for item in items for sha256 in item.file.anchors}):
         link = directory / anchor_file_name(sha256)
         entries[link.name] = FileEntry(link.stat().st_size, sha256)  # verified when it was opened
@@ -87,22 +84,21 @@ def _file_entries(directory: Path, items: Sequence[StoredItem]) -> dict[str, Fil
 
 def _anchor_of(items: Sequence[StoredItem], previous: ShardedAnchor | None, is_exact: bool) -> ShardedAnchor:
     """Return what the checkpoint says about the anchors of the next one."""
-    files: dict[str, StoredFile] = {item.file.name: item.file for item in items}
-    names: dict[str, list[str]] = {name: [] for name in files}
+    names: dict[StoredFile, list[str]] = {item.file: [] for item in items}
     bits = elements = 0
     measured = {}
     for item in items:
         if "shard" not in item.row:
             continue
         name = shard_name(item.index.fqn, item.row["shard"])
-        names[item.file.name].append(name)
+        names[item.file].append(name)
         if item.delta_rms is not None:
             measured[name] = item.delta_rms
         if item.row["role"] == "weight":
             bits += 8 * item.row["bytes_out"]
-            elements += 0 if item.is_repeated else math.prod(parse_shard(name, item.row["shard"])[1])
-    full = {file.sha256: tuple(names[file.name]) for file in files.values() if file.is_anchor}
-    used = {sha256 for file in files.values() for sha256 in file.anchors}
+            elements += item.elements
+    full = {file.sha256: tuple(each) for file, each in names.items() if file.is_anchor}
+    used = {sha256 for file in names for sha256 in file.anchors}
     if previous is None or not used:
         return ShardedAnchor(record=AnchorRecord(NO_DIGEST), files=full)
     moved = measured if any(measured.values()) else {}  # the anchor, made small once more, says nothing about drift

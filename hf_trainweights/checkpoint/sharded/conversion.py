@@ -20,7 +20,7 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights, read_place
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
 from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
@@ -102,19 +102,14 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
         for each in contents:
             target = temporary / each.directory.relative_to(source)
             target.mkdir(exist_ok=True)
-            write_plain(each, target)
+            metadata = _write_items(each, target, {name: name for name in _files(each)})
+            with create_file(target / METADATA_NAME) as file:
+                file.write(metadata)
         if directories != [source]:
             for name in list_files(source):
                 if Path(name).name != MANIFEST_NAME and (source / name).parent not in directories:
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, temporary / name, follow_symlinks=False)
-
-
-def write_plain(contents: ShardedContents, target: Path) -> None:
-    """Write the files of a plain DCP directory under the same names into an empty `target`, `.metadata` last."""
-    metadata = _write_items(contents, target, {name: name for name in _files(contents)})
-    with create_file(target / METADATA_NAME) as file:
-        file.write(metadata)
 
 
 def write_plain_in_place(contents: ShardedContents) -> list[str]:
@@ -156,7 +151,7 @@ def _write_items(contents: ShardedContents, target: Path, new_names: Mapping[str
 
 def _plain_bytes(contents: ShardedContents, index: MetadataIndex) -> bytes:
     if not isinstance(contents.metadata.state_dict_metadata[index.fqn], TensorStorageMetadata):
-        return contents.read_bytes(index)
+        return read_place(contents.directory, contents.places[index])
     buffer = io.BytesIO()
     torch.save(contents.read_item(index), buffer)
     return buffer.getvalue()

@@ -14,11 +14,10 @@ into that of exp_avg, which takes it to be decoded.
 from __future__ import annotations
 
 import io
-import struct
 import zipfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -33,7 +32,7 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
-from hf_trainweights.files.torch_zip_writer import Writable
+from hf_trainweights.files.torch_zip_writer import FIRST_RECORD_START, Writable
 
 _UNIX = 3
 
@@ -51,13 +50,16 @@ class Item:
         """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
         payload, buffer = encoded.payload.numpy().data, io.BytesIO()
         records = {"data.pkl": pickled(len(payload), encoded.structure), "data/0": payload, "version": b"3\n"}
+        starts = {}
         with zipfile.ZipFile(buffer, "w") as target:
             for name, content in records.items():
                 record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
-                record.create_system = _UNIX
-                target.writestr(record, content)
+                record.create_system, record.file_size = _UNIX, len(content)
+                with target.open(record, "w") as member:
+                    starts[name] = buffer.tell()
+                    member.write(content)
         data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
-        return cls(data, payload_start(buffer), open_structure(encoded.structure))
+        return cls(data, starts["data/0"], open_structure(encoded.structure))
 
     @property
     def lead(self) -> int:
@@ -69,55 +71,31 @@ class Item:
         """The zip file."""
         return self.data.numpy().data
 
-    @property
-    def size_bytes(self) -> int:
-        """Length of the zip file."""
-        return len(self.data)
-
-    @property
-    def crc32(self) -> int:
-        """Checksum of the zip file."""
-        return payload_crc32([self.data])
-
-
-def payload_start(file: IO[bytes]) -> int:
-    """Return where the payload begins in a torch zip file that holds one tensor, in bytes."""
-    with zipfile.ZipFile(file) as archive:
-        offset = next(info.header_offset for info in archive.infolist() if info.filename.endswith("/data/0"))
-    file.seek(offset + 26)
-    name_bytes, extra_bytes = struct.unpack("<HH", file.read(4))
-    return offset + 30 + name_bytes + extra_bytes
-
 
 class Joiner:
     """Writes items as one encoded file of their flat state dict, to a binary file at its beginning."""
 
     def __init__(self, file: Writable):
         self._payload = FilePayload(file)
-        self._stop = 0
-        self._starts: dict[str, int] = {}
         self._storages: list[dict[str, Any]] = []
         self._tensors: list[dict[str, Any]] = []
         self._numbers: dict[str, int] = {}
 
-    def add(self, name: str, item: Item) -> None:
-        """Append an item of one tensor under its key in the state dict; only the item's bytes are kept."""
+    def add(self, name: str, item: Item) -> int:
+        """Append an item of one tensor under its key in the state dict, and return where it begins in the file."""
         nested, storages = _nest(item)
         self._payload.append(nested)
-        self._stop += -self._stop % ALIGNMENT_BYTES
-        self._starts[name] = self._stop + item.lead
-        self._stop += len(nested)
         (view,) = item.structure["tensors"]
         self._numbers[name] = len(self._tensors)
         self._tensors.append({**view, "storage": view["storage"] + len(self._storages) + 1})
         self._storages += storages
+        return FIRST_RECORD_START + self._payload.size_bytes - len(item.data)
 
-    def finish(self) -> dict[str, int]:
-        """Complete the file, and return where each item begins in its payload."""
+    def finish(self) -> None:
+        """Complete the file."""
         tree = {"dict": [[name, {"tensor": number}] for name, number in self._numbers.items()]}
         structure = {"version": VERSION, "tree": tree, "tensors": self._tensors, "storages": self._storages}
         self._payload.complete(seal_structure(structure))
-        return self._starts
 
 
 def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
@@ -128,26 +106,22 @@ def split_moments(moments: EncodedFile) -> tuple[Item, Item, int | None]:
     structure = open_structure(moments.structure)
     square, mean = structure["storages"]
     pieces = cut_payload(structure, moments.payload)
-    inner = Item.of(_file_of_one([square], 0, [pieces[0]]))
+    inner = _item([square], pieces[0])
     if "exp_avg_sq" not in mean:
-        return Item.of(_file_of_one([mean], 0, [pieces[1]])), inner, None
+        return _item([mean], pieces[1]), inner, None
     nested, storages = _nest(inner)
-    entries = [*storages, {**mean, "exp_avg_sq": 1}]
-    outer = Item.of(_file_of_one(entries, len(storages), [[nested], pieces[1]]))
+    outer = _item([*storages, {**mean, "exp_avg_sq": 1}], [nested, *pieces[1]])
     return outer, inner, outer.payload_start + inner.lead
 
 
-def _file_of_one(storages: list[dict[str, Any]], number: int, pieces: Iterable[Sequence[Tensor]]) -> EncodedFile:
+def _item(storages: list[dict[str, Any]], pieces: Iterable[Tensor]) -> Item:
+    """Make an item whose tensor is the last storage."""
     payload = Payload()
-    for piece in (piece for several in pieces for piece in several):
+    for piece in pieces:
         payload.append(piece)
-    content: Mapping[str, Any] = {
-        "version": VERSION,
-        "tree": {"tensor": 0},
-        "tensors": [{"storage": number}],
-        "storages": storages,
-    }
-    return EncodedFile(seal_structure(content), (), None, payload.finish())
+    view = {"storage": len(storages) - 1}
+    content = {"version": VERSION, "tree": {"tensor": 0}, "tensors": [view], "storages": storages}
+    return Item.of(EncodedFile(seal_structure(content), (), None, payload.finish()))
 
 
 def _nest(item: Item) -> tuple[Tensor, list[dict[str, Any]]]:

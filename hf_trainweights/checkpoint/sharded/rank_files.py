@@ -15,11 +15,10 @@ from zlib_ng import zlib_ng
 from hf_trainweights.checkpoint.dcp.description import Place, StoredFile, StoredItem, name_of, stored_item
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport, encode_file
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import KeyPath
+from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.run.anchors import delta_rms
-from hf_trainweights.checkpoint.sharded.items import Item, Joiner, payload_start, split_moments
-from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems
+from hf_trainweights.checkpoint.sharded.items import Item, Joiner, split_moments
+from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, second_of
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 
@@ -51,28 +50,22 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
 def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
     """Return the result of an item with the same bytes as one that is stored."""
     row = {**stored.row, "path": item.index.fqn, "bytes_in": 0, "bytes_out": 0}
-    return replace(stored, index=item.index, row=row, is_repeated=True)
+    return replace(stored, index=item.index, row=row, elements=0)
 
 
 def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[StoredItem], StoredFile]:
     """Write an anchor."""
     path = rank.directory / rank.orders.weights_name
-    states, joined = AdamStates(rank), []
+    states, written = AdamStates(rank), []
     with replace_file(path) as file:
         digested = DigestedFile(file)
         joiner = Joiner(digested)
         for item in items:
             encoded = _encode_full(rank, item, states)
             each = Item.of(encoded)
-            joiner.add(name_of(item), each)
-            joined.append((item, each.size_bytes, each.crc32, encoded.report[0]))
-        starts = joiner.finish()
-    with path.open("rb") as whole:
-        payload = payload_start(whole)
-    written = []
-    for item, item_bytes, crc32, report in joined:
-        start = payload + starts[name_of(item)]
-        written.append(stored_item(item, Place(path.name, start, start + item_bytes, crc32), report))
+            place = _place(path.name, joiner.add(name_of(item), each), each.content)
+            written.append(stored_item(item, place, encoded.report[0]))
+        joiner.finish()
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True)
 
 
@@ -89,10 +82,9 @@ def _write_differences(
     rank: RankItems, items: Iterable[WriteItem], found: Mapping[str, Anchor], step_rms: Mapping[str, float]
 ) -> tuple[list[StoredItem], StoredFile]:
     path = rank.directory / rank.orders.weights_name
-    written = []
-    states = AdamStates(rank)
+    states, written = AdamStates(rank), []
     with replace_file(path) as file:
-        digested = DigestedFile(file)
+        target = _Target(path.name, DigestedFile(file))
         for item in items:
             tensor, plan, name = rank.tensor(item), rank.orders.plans[item.index.fqn], name_of(item)
             anchor, measured = found.get(name), None
@@ -100,23 +92,15 @@ def _write_differences(
             if plan.steps_per_rms and anchor is not None and rms is None:
                 rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
             plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
-            options: dict[str, Any] = {"second_moments": states.second_moment(item)} if _takes(plan) else {}
-            if anchor is not None:
-                options |= {"anchor": anchor, "anchor_directory": rank.directory}
+            # A live moment may have to come from a GPU first.
+            helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
+            hints = states.second_moment(item) if helps else None
+            options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
             encoded = encode_file(tensor, {(): plan}, **options)
-            each = Item.of(encoded)
-            start = digested.size_bytes
-            digested.write(each.content)
-            place = Place(path.name, start, digested.size_bytes, each.crc32)
             of_anchor = {"anchor_sha256": encoded.anchor_sha256, "delta_rms": measured}
-            written.append(stored_item(item, place, encoded.report[0], **of_anchor))
+            written.append(target.put(item, Item.of(encoded).content, encoded.report[0], **of_anchor))
     digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
-    return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), anchors=digests)
-
-
-def _takes(plan: TensorPlan) -> bool:
-    """Return whether a second moment helps to encode a weight; a live one may have to come from a GPU first."""
-    return any("exp_avg_sq" in codec.hints for codec in plan.candidates)
+    return written, StoredFile(path.name, target.file.size_bytes, target.file.sha256(), anchors=digests)
 
 
 def write_others(rank: RankItems) -> list[StoredItem]:
@@ -139,63 +123,60 @@ class _Target:
 
     name: str
     file: DigestedFile
-    starts: dict[bytes, int] = field(default_factory=dict)
+    small: dict[bytes, StoredItem] = field(default_factory=dict)
 
-    def put(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
+    def put(self, item: WriteItem, data: bytes | memoryview, report: TensorReport, **of_anchor: Any) -> StoredItem:
+        """Write an item."""
+        place = _place(self.name, self.file.size_bytes, data)
+        self.file.write(data)
+        return stored_item(item, place, report, **of_anchor)
+
+    def put_once(self, item: WriteItem, data: bytes | memoryview, report: TensorReport) -> StoredItem:
         """Write an item, unless the same bytes are there already."""
         key = bytes(data) if len(data) <= _REPEATED_BYTES else None
-        start = None if key is None else self.starts.get(key)
-        is_repeated = start is not None
-        if start is None:
-            start = self.file.size_bytes
-            self.file.write(data)
-            if key is not None:
-                self.starts[key] = start
-        place = Place(self.name, start, start + len(data), zlib_ng.crc32(data))
-        stored = stored_item(item, place, report)
-        return _repeated(stored, item) if is_repeated else stored
+        if key in self.small:
+            return _repeated(stored_item(item, self.small[key].storage_data, report), item)
+        stored = self.put(item, data, report)
+        if key is not None:
+            self.small[key] = stored
+        return stored
+
+
+def _place(name: str, start: int, data: bytes | memoryview) -> Place:
+    return Place(name, start, start + len(data), zlib_ng.crc32(data))
 
 
 def _units(rank: RankItems) -> Iterator[list[WriteItem]]:
     """Yield every item once, a first moment that is stored in terms of the second together with it."""
-    by_place: Mapping[object, WriteItem] = {(item.index.fqn, item.index.offset): item for item in rank.others}
-    pairs = {}
-    for item in rank.others:
-        plan = rank.plan(item)
-        second = by_place.get((f"{item.index.fqn}_sq", item.index.offset))
-        if second is not None and plan is not None and plan.exp_avg_sq is not None:
-            pairs[id(item)] = second
-    seconds = {id(second) for second in pairs.values()}
-    for item in rank.others:
-        if id(item) in pairs:
-            yield [item, pairs[id(item)]]
-        elif id(item) not in seconds:
-            yield [item]
+    items = {(item.index.fqn, item.index.offset): item for item in rank.others}
+    pairs = {key: second for key, item in items.items() if (second := second_of(item, rank.plan(item))) in items}
+    seconds = set(pairs.values())
+    for key, item in items.items():
+        if key not in seconds:
+            yield [item, items[pairs[key]]] if key in pairs else [item]
 
 
 def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> StoredItem:
     plan = rank.plan(item)
     if plan is None:
         data, name = rank.data(item), item.index.fqn
-        return target.put(item, data, TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data)))
+        return target.put_once(
+            item, data, TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
+        )
     encoded = encode_file(rank.tensor(item), {(): replace(plan, exp_avg_sq=None)})
-    return target.put(item, Item.of(encoded).content, encoded.report[0])
+    return target.put_once(item, Item.of(encoded).content, encoded.report[0])
 
 
 def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> list[StoredItem]:
     first, second = items
-    plans = {item.index.fqn: rank.orders.plans[item.index.fqn] for item in items}
-    plan: dict[KeyPath, TensorPlan] = {
-        ("exp_avg_sq",): plans[second.index.fqn],
-        ("exp_avg",): replace(plans[first.index.fqn], exp_avg_sq=("exp_avg_sq",)),
-    }
+    plan = replace(rank.orders.plans[first.index.fqn], exp_avg_sq=("exp_avg_sq",))
+    plans: Plan = {("exp_avg_sq",): rank.orders.plans[second.index.fqn], ("exp_avg",): plan}
     moments = {"exp_avg_sq": rank.tensor(second), "exp_avg": rank.tensor(first)}
-    encoded = encode_file(moments, plan)
+    encoded = encode_file(moments, plans)
     mean, square, offset = split_moments(encoded)
     of_square, of_mean = encoded.report
     if offset is None:
-        return [target.put(second, square.content, of_square), target.put(first, mean.content, of_mean)]
-    outer = target.put(first, mean.content, of_mean)
-    start = outer.storage_data.start + offset
-    place = Place(target.name, start, start + square.size_bytes, square.crc32)
+        return [target.put_once(second, square.content, of_square), target.put_once(first, mean.content, of_mean)]
+    outer = target.put_once(first, mean.content, of_mean)
+    place = _place(target.name, outer.storage_data.start + offset, square.content)
     return [outer, stored_item(second, place, of_square)]

@@ -178,6 +178,12 @@ def is_weight(plan: TensorPlan | None) -> bool:
     return plan is not None and plan.role not in OPTIMIZER_ROLES
 
 
+def second_of(item: WriteItem, plan: TensorPlan | None) -> tuple[str, torch.Size | None] | None:
+    """Return name and offset of the second moment in terms of which an item is stored; None for all other items."""
+    is_first = plan is not None and plan.exp_avg_sq is not None
+    return (f"{item.index.fqn}_sq", item.index.offset) if is_first else None
+
+
 def _sample(tensor: Tensor) -> bytes:
     """Return some of a tensor's bytes, or where it lies if it is not on the CPU: then only the same one is tied."""
     if not tensor.is_cpu or tensor.numel() < SIZE_FLOOR:

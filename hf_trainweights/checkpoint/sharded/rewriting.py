@@ -29,10 +29,10 @@ from hf_trainweights.checkpoint.dcp.contents import (
     encoded_manifest,
     optimizer_tensors,
     read_place,
+    read_tensor_at,
     unlisted_files,
 )
 from hf_trainweights.checkpoint.dcp.description import Place
-from hf_trainweights.checkpoint.encoded.reader import load_item
 from hf_trainweights.checkpoint.manifest import (
     MANIFEST_NAME,
     PLAIN_MODE,
@@ -234,10 +234,9 @@ class _Share:
 
     def _read(self, item: WriteItem) -> Any:
         place = self.places[item.index]
-        data = read_place(self.directory, place)
         if item.type == WriteItemType.BYTE_IO:
-            return io.BytesIO(data)
-        return load_item(data, f"{self.directory / place.file}, {item.index.fqn}")
+            return io.BytesIO(read_place(self.directory, place))
+        return read_tensor_at(self.directory, place, item.index.fqn)
 
 
 def _shares(writer: TrainWeightsWriter, contents: ShardedContents, size: int) -> list[_Share]:

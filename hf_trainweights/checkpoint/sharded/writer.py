@@ -7,7 +7,6 @@ are measured shard by shard.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import uuid
 from collections import defaultdict
@@ -25,8 +24,7 @@ from torch.futures import Future
 
 from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
-from hf_trainweights.checkpoint.encoded.plan import TensorPlan
-from hf_trainweights.checkpoint.encoded.storages import Key
+from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
@@ -34,7 +32,7 @@ from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
-from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight
+from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders, is_weight, second_of
 from hf_trainweights.errors import SaveError, UnsupportedError
 from hf_trainweights.files.atomic import make_directories
 from hf_trainweights.files.save_errors import save_errors
@@ -69,14 +67,13 @@ def moments_together(plans: Sequence[SavePlan], tensor_plans: Mapping[str, Tenso
 
     Of states that several ranks hold, DCP may give the two to different ones.
     """
-    ranks = {(item.index.fqn, item.index.offset): rank for rank, plan in enumerate(plans) for item in plan.items}
+    ranks: dict[object, int] = {
+        (item.index.fqn, item.index.offset): rank for rank, plan in enumerate(plans) for item in plan.items
+    }
     lists: list[list[WriteItem]] = [[] for _ in plans]
     for rank, plan in enumerate(plans):
         for item in plan.items:
-            how = tensor_plans.get(item.index.fqn)
-            needs_second = how is not None and how.exp_avg_sq is not None
-            second = (f"{item.index.fqn}_sq", item.index.offset)
-            lists[ranks.get(second, rank) if needs_second else rank].append(item)
+            lists[ranks.get(second_of(item, tensor_plans.get(item.index.fqn)), rank)].append(item)
     return [replace(plan, items=items) for plan, items in zip(plans, lists, strict=True)]
 
 
@@ -106,15 +103,11 @@ def _plan_states(
     trees: dict[str, dict[str, dict[str, Any]]] = defaultdict(lambda: defaultdict(dict))
     for name, state in states.items():
         trees[state.optimizer][state.parameter][state.key] = tensors[name]
-    planned = {}
+    plans: dict[str, Plan] = {}
     for optimizer, tree in trees.items():
         groups = [{"params": list(tree), "lr": 0.0, "betas": _BETAS}]
-        names: dict[Key, str] = {parameter: parameter for parameter in tree}
-        plan = policy.plan_optimizer({"state": tree, "param_groups": groups}, names=names)
-        for name, state in states.items():
-            if state.optimizer == optimizer:
-                planned[name] = plan["state", state.parameter, state.key]
-    return planned
+        plans[optimizer] = policy.plan_optimizer({"state": tree, "param_groups": groups})
+    return {name: plans[each.optimizer]["state", each.parameter, each.key] for name, each in states.items()}
 
 
 class TrainWeightsWriter(StorageWriter):
@@ -228,17 +221,14 @@ class TrainWeightsWriter(StorageWriter):
             number = free_number(self._path)
         previous = find_sharded_anchor(self._previous, self._fields["step"]) if self._previous else None
         is_due = previous is None or previous.is_spent(self._anchor_every)
-        tensor_plans = None if is_due else self._plan(plans, is_delta=True)
-        if previous is None or tensor_plans is None or not _fits(previous, plans, tensor_plans):
-            self._anchor, tensor_plans = None, self._plan(plans, is_delta=False)
-        else:
-            self._anchor = previous
+        tensor_plans = {} if is_due else self._plan(plans, is_delta=True)
+        self._anchor = previous if previous and _fits(previous, plans, tensor_plans) else None
+        if self._anchor is None:
+            tensor_plans = self._plan(plans, is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
         return [
-            dataclasses.replace(
-                plan, storage_data=RankOrders(*file_names(rank, number), tensor_plans, self._anchor, drift_rms)
-            )
+            replace(plan, storage_data=RankOrders(*file_names(rank, number), tensor_plans, self._anchor, drift_rms))
             for rank, plan in enumerate(moments_together(plans, tensor_plans))
         ]
 
@@ -267,8 +257,7 @@ class TrainWeightsWriter(StorageWriter):
             SaveError: The disk is full or refuses.
         """
         with save_errors(self._path, _OUTCOME):
-            anchor = {"anchor": self._anchor, "is_exact": self._is_exact}
-            commit(self._path, metadata, results, self._save_id, **anchor, **self._fields)
+            commit(self._path, metadata, results, self._save_id, self._anchor, self._is_exact, **self._fields)
 
     def storage_meta(self) -> StorageMeta:
         """Return where the checkpoint is saved, and the identity of the save."""
