@@ -12,7 +12,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, flatten_weight, parse_stored_name, unflatten_weight
+from hf_trainweights.tensor.stored_names import (
+    FORMAT_SUFFIX,
+    flatten_weight,
+    group_stored,
+    parse_stored_name,
+    stored_name,
+    unflatten_weight,
+)
 
 
 class ModelState:
@@ -62,33 +69,24 @@ class ModelState:
             CorruptFileError: The tensors of a quantized weight are missing, or of another format.
         """
         tensors = get_model_state_dict(self._model).items()
-        weights = {name: each for name, each in tensors if isinstance(each, Tensor) and _local(each) is not None}
-        stored: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
-        plain = {}
-        for name, tensor in state_dict.items():
-            parsed = parse_stored_name(name)
-            if parsed and parsed[0] in stored:
-                stored[parsed[0]][parsed[1]] = tensor
-            else:
-                plain[name] = tensor
+        weights = {name: local for name, each in tensors if (local := _local(each)) is not None}
+        stored = group_stored(state_dict)
+        taken = {stored_name(name, suffix) for name in weights for suffix in stored.get(name, ())}
+        plain = {name: each for name, each in state_dict.items() if name not in taken}
         set_model_state_dict(self._model, plain, options=StateDictOptions(strict=False))
         for name, weight in weights.items():
-            self._put(name, weight, stored[name])
+            _put(name, weight, stored.get(name, {}))
 
-    def _put(self, name: str, weight: Tensor, stored: Mapping[str, Tensor]) -> None:
-        local = _local(weight)
-        assert local is not None  # the caller has found it so
-        plain = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in stored.items()}
-        folded = unflatten_weight(name, plain, local.dtype, None)
-        if not isinstance(folded, QuantizedTensor) or folded.format != local.format or folded.shape != local.shape:
-            expected, found = f"{local.format} of {tuple(local.shape)}", repr(folded)
-            raise CorruptFileError(name, expected, found, "Quantize the model as it was when it was saved.")
-        if isinstance(weight, DTensor):
-            with torch.no_grad():
-                for key, tensor in local.tensors.items():
-                    tensor.copy_(plain[key])
-        else:
-            self._model.load_state_dict({name: folded}, strict=False, assign=True)
+
+def _put(name: str, local: QuantizedTensor, stored: Mapping[str, Tensor]) -> None:
+    plain = {key: each.to_local() if isinstance(each, DTensor) else each for key, each in stored.items()}
+    folded = unflatten_weight(name, plain, local.dtype, None)
+    if not isinstance(folded, QuantizedTensor) or folded.__tensor_flatten__() != local.__tensor_flatten__():
+        next_step = "Quantize the model as it was when it was saved."
+        raise CorruptFileError(name, repr(local), repr(folded), next_step)
+    with torch.no_grad():
+        for key, tensor in local.tensors.items():
+            tensor.copy_(folded.tensors[key])
 
 
 def _local(tensor: object) -> QuantizedTensor | None:

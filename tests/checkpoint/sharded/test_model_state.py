@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from checkpoint.sharded.states import failures, without_process_group
 from covering import by_default
 from ranks import run_ranks
@@ -14,10 +15,13 @@ from torch import nn
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
 from hf_trainweights.checkpoint.manifest import read_manifest
 from hf_trainweights.distributed import ModelState, TrainWeightsReader, TrainWeightsWriter
+from hf_trainweights.errors import CorruptFileError
 
 pytestmark = pytest.mark.slow
 
@@ -93,6 +97,42 @@ def test_another_format_is_an_error(tmp_path: Path, form: str, text: str) -> Non
     errors = failures(lambda: load(tmp_path / "checkpoint", build(1, form)))
     with pytest.raises(ValueError, match=text):
         raise errors[0]
+
+
+def test_a_weight_that_is_stored_the_other_way_round_is_an_error() -> None:
+    saved, loaded = build(0), build(1)
+    saved[0].weight = nn.Parameter(whole(saved).t(), requires_grad=False)
+    with pytest.raises(CorruptFileError, match=r"0\.weight: expected .*, found .* transposed"):
+        ModelState(loaded).load_state_dict(ModelState(saved).state_dict())
+
+
+def test_a_model_in_a_wrapper_takes_its_quantized_weights() -> None:
+    saved, loaded = build(0), build(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        ModelState(DistributedDataParallel(loaded)).load_state_dict(ModelState(saved).state_dict())
+    finally:
+        dist.destroy_process_group()
+    assert torch.equal(outputs(loaded), outputs(saved))
+
+
+def test_tied_weights_stay_tied() -> None:
+    saved, loaded = build(0), build(1)
+    for model in (saved, loaded):
+        model[2].weight = model[0].weight
+    ModelState(loaded).load_state_dict(ModelState(saved).state_dict())
+    assert loaded[2].weight is loaded[0].weight
+    assert torch.equal(outputs(loaded), outputs(saved))
+
+
+def test_a_load_goes_through_the_whole_model_once_however_many_weights_it_has() -> None:
+    calls = []
+    for count in (1, 3):
+        model = build(0) if count == 1 else nn.Sequential(*(build(seed) for seed in range(count)))
+        state, before = ModelState(model).state_dict(), len(calls)
+        model.register_load_state_dict_post_hook(lambda *_: calls.append(count))
+        ModelState(model).load_state_dict(state)
+        assert len(calls) - before == 1
 
 
 def saves_and_loads(rank: int, path: Path) -> bool:
