@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,15 +31,24 @@ class ShardedAnchor(AnchorCandidate):
     files: Mapping[str, tuple[str, ...]]
     paths: Mapping[str, Path] = field(default_factory=dict)
 
-    @property
+    @cached_property
     def shards(self) -> dict[str, str]:
         """The digest of the file that holds each shard."""
         return {name: sha256 for sha256, names in self.files.items() for name in names}
 
+    def part(self, names: Collection[str]) -> ShardedAnchor:
+        """Return what it says about some shards: no rank needs to know those of all others."""
+        files: dict[str, list[str]] = defaultdict(list)
+        for name in names:
+            if name in self.shards:
+                files[self.shards[name]].append(name)
+        rms = self.record.delta_rms
+        record = replace(self.record, delta_rms={name: rms[name] for name in names if name in rms})
+        return replace(self, record=record, files=dict(files), paths={sha256: self.paths[sha256] for sha256 in files})
+
     def open(self, names: Iterable[str], directory: Path) -> dict[str, Anchor]:
         """Link the anchors of some shards into a checkpoint, and return by name those that are whole."""
-        shards = self.shards
-        needed = {name: shards[name] for name in names if name in shards}
+        needed = {name: self.shards[name] for name in names if name in self.shards}
         opened = {each: link_anchor(self.paths[each], each, directory) for each in sorted(set(needed.values()))}
         return {name: anchor for name, sha256 in needed.items() if (anchor := opened[sha256]) is not None}
 
@@ -73,7 +83,7 @@ def find_sharded_anchor(directory: Path, step: int | None) -> ShardedAnchor | No
         return None
     interval = None if step is None or manifest.step is None else step - manifest.step
     interval = interval if interval is not None and interval > 0 else None
-    return dataclasses.replace(anchor, paths=paths, interval_steps=interval)
+    return replace(anchor, paths=paths, interval_steps=interval)
 
 
 def _path(directory: Path, manifest: Manifest, sha256: str) -> Path:

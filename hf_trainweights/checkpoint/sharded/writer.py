@@ -227,10 +227,14 @@ class TrainWeightsWriter(StorageWriter):
             tensor_plans = self._plan(plans, is_delta=False)
         self._is_exact = all(plan.is_lossless for plan in tensor_plans.values() if is_weight(plan))
         drift_rms = previous.step_rms if previous and self._anchor is None else {}
-        return [
-            replace(plan, storage_data=RankOrders(*file_names(rank, number), tensor_plans, self._anchor, drift_rms))
-            for rank, plan in enumerate(moments_together(plans, tensor_plans))
-        ]
+        given = []
+        for rank, plan in enumerate(moments_together(plans, tensor_plans)):
+            shards = [name_of(item) for item in plan.items if is_weight(tensor_plans.get(item.index.fqn))]
+            anchor = self._anchor and self._anchor.part(shards)
+            drift = {name: drift_rms.get(name, 0.0) for name in shards} if drift_rms else {}
+            orders = RankOrders(*file_names(rank, number), tensor_plans, anchor, drift)
+            given.append(replace(plan, storage_data=orders))
+        return given
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write the files of a rank; DCP calls it on every rank.
