@@ -163,7 +163,7 @@ def _write_one(rank: RankItems, item: WriteItem, target: _Target) -> StoredItem:
         return target.put_once(
             item, data, TensorReport(name, name, "other", _OBJECT_CODEC, {}, None, len(data), len(data))
         )
-    encoded = encode_file(rank.tensor(item), {(): replace(plan, exp_avg_sq=None)})
+    encoded = encode_file(rank.tensor(item), {(): plan})
     return target.put_once(item, Item.of(encoded).content, encoded.report[0])
 
 
@@ -171,8 +171,10 @@ def _write_moments(rank: RankItems, items: list[WriteItem], target: _Target) -> 
     first, second = items
     plan = replace(rank.orders.plans[first.index.fqn], exp_avg_sq=("exp_avg_sq",))
     plans: Plan = {("exp_avg_sq",): rank.orders.plans[second.index.fqn], ("exp_avg",): plan}
-    moments = {"exp_avg_sq": rank.tensor(second), "exp_avg": rank.tensor(first)}
-    encoded = encode_file(moments, plans)
+    square, mean = rank.tensor(second), rank.tensor(first)
+    if square.untyped_storage().data_ptr() == mean.untyped_storage().data_ptr():
+        mean = mean.clone()  # views of one memory would be one storage of the file
+    encoded = encode_file({"exp_avg_sq": square, "exp_avg": mean}, plans)
     mean, square, offset = split_moments(encoded)
     of_square, of_mean = encoded.report
     if offset is None:
