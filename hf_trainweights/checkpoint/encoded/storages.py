@@ -79,7 +79,7 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
     """
     groups: dict[int, list[int]] = {}
     for index, tensor in enumerate(tensors):
-        _require_storable(tensor, paths[index][0])
+        require_storable(tensor, paths[index][0])
         groups.setdefault(tensor.untyped_storage()._cdata, []).append(index)
     views: list[Json] = [None] * len(tensors)
     storages = []
@@ -91,7 +91,8 @@ def find_storages(tensors: Sequence[Tensor], paths: Sequence[Sequence[KeyPath]])
     return views, storages
 
 
-def _require_storable(tensor: Tensor, path: KeyPath) -> None:
+def require_storable(tensor: Tensor, path: KeyPath) -> None:
+    """Check that a tensor is plain and dense, and its dtype known; UnstorableError names its key path."""
     problem = None
     if type(tensor) not in (Tensor, torch.nn.Parameter):
         problem = f"a {type(tensor).__module__}.{type(tensor).__qualname__}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.planner import WriteItem
 
 from hf_trainweights.checkpoint.encoded.plan import TensorPlan
+from hf_trainweights.checkpoint.encoded.storages import require_storable
 from hf_trainweights.checkpoint.planning.modes import MOMENTS, OPTIMIZER_ROLES, SIZE_FLOOR
 from hf_trainweights.checkpoint.run.anchors import expected_drift_rms, second_moments
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor
@@ -98,7 +100,9 @@ class RankItems:
 
     def _live(self, item: WriteItem) -> Tensor:
         tensor = self.resolve(item).detach()
-        return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        require_storable(local, (item.index.fqn,))
+        return local
 
 
 class AdamStates:
@@ -106,26 +110,29 @@ class AdamStates:
 
     def __init__(self, rank: RankItems):
         self._rank = rank
-        self._moments: dict[Any, dict[str, WriteItem]] = defaultdict(dict)  # by parameter and offset
-        self._steps: dict[str, WriteItem] = {}
-        self._optimizers: dict[str, str] = {}
+        self._moments: dict[Any, dict[str, WriteItem]] = defaultdict(dict)  # by optimizer, parameter and offset
+        self._steps: dict[Any, WriteItem] = {}  # by optimizer and parameter
+        self._optimizers: dict[str, set[str]] = defaultdict(set)  # by parameter
+        self._weights: dict[str, list[str]] = defaultdict(list)  # of all models, by the name in each
         for item in rank.at_hand:
             plan = rank.plan(item)
-            if plan is None or plan.role not in OPTIMIZER_ROLES:
+            if plan is None:
                 continue
             optimizer, _, key = item.index.fqn.rpartition(f"state.{plan.name}.")
-            if key == "step":
-                self._steps[plan.name] = item
+            if is_weight(plan):
+                self._weights[plan.name].append(item.index.fqn)
+            elif key == "step":
+                self._steps[optimizer, plan.name] = item
             elif key in MOMENTS:
-                self._moments[plan.name, item.index.offset][key] = item
-                self._optimizers[plan.name] = optimizer
+                self._moments[optimizer, plan.name, item.index.offset][key] = item
+                self._optimizers[plan.name].add(optimizer)
         self._of_groups = {item.index.fqn: item for item in rank.at_hand if "param_groups" in item.index.fqn}
         self._groups: dict[str, dict[str, Mapping[str, Any]]] = {}  # by optimizer and parameter
 
     def drift_rms(self, item: WriteItem) -> float | None:
         """Estimate how far a shard of a weight moves between two saves; None where its state or group is not here."""
-        name, state = self._state(item)
-        group = self._group(name) if state else {}
+        name, optimizer, state = self._state(item)
+        group = self._group(optimizer, name) if state else {}
         if not group.keys() >= set(_FIELDS):
             return None
         tree = {"state": {name: state}, "param_groups": [{**group, "params": [name]}]}
@@ -133,19 +140,29 @@ class AdamStates:
 
     def second_moment(self, item: WriteItem) -> dict[str, Tensor]:
         """Return the `exp_avg_sq` of a shard of a weight, by the weight's name; nothing where its state is not here."""
-        name, state = self._state(item)
+        name, _, state = self._state(item)
         return second_moments({"state": {name: state}, "param_groups": []}, {name: name})
 
-    def _state(self, item: WriteItem) -> tuple[str, dict[str, Tensor]]:
+    def _state(self, item: WriteItem) -> tuple[str, str | None, dict[str, Tensor]]:
+        """Return a weight's name, its optimizer, and of its state what is here."""
         name = self._rank.orders.plans[item.index.fqn].name
-        items = dict(self._moments.get((name, item.index.offset), {}))
-        if items and name in self._steps:
-            items["step"] = self._steps[name]
-        return name, {key: self._rank.tensor(each) for key, each in items.items()}
+        optimizer = self._optimizer(item.index.fqn, name)
+        items = dict(self._moments.get((optimizer, name, item.index.offset), {}))
+        if items and (optimizer, name) in self._steps:
+            items["step"] = self._steps[optimizer, name]
+        return name, optimizer, {key: self._rank.tensor(each) for key, each in items.items()}
 
-    def _group(self, parameter: str) -> Mapping[str, Any]:
+    def _optimizer(self, weight: str, name: str) -> str | None:
+        """Return the optimizer of a weight's model: the one next to it, if that is not nearer to another model."""
+        shared = {each: _shared_keys(each, weight) for each in self._optimizers[name]}
+        nearest = [each for each, keys in shared.items() if keys == max(shared.values())]
+        is_its_own = len(nearest) == 1 and all(
+            _shared_keys(nearest[0], other) <= shared[nearest[0]] for other in self._weights[name]
+        )
+        return nearest[0] if is_its_own else None
+
+    def _group(self, optimizer: str | None, parameter: str) -> Mapping[str, Any]:
         """Return learning rate and betas of a parameter's group, as far as the rank has them."""
-        optimizer = self._optimizers[parameter]
         prefix = f"{optimizer}param_groups"
         if prefix not in self._groups:
             self._groups[prefix] = dict(self._read_groups(prefix))
@@ -182,6 +199,10 @@ def second_of(item: WriteItem, plan: TensorPlan | None) -> tuple[str, torch.Size
     """Return name and offset of the second moment in terms of which an item is stored; None for all other items."""
     is_first = plan is not None and plan.exp_avg_sq is not None
     return (f"{item.index.fqn}_sq", item.index.offset) if is_first else None
+
+
+def _shared_keys(first: str, second: str) -> int:
+    return [*map(operator.eq, first.split("."), second.split(".")), False].index(False)
 
 
 def _sample(tensor: Tensor) -> bytes:

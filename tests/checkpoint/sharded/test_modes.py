@@ -241,6 +241,44 @@ def test_a_full_checkpoint_rounds_weights_by_how_far_they_move(tmp_path: Path) -
     assert nowhere is None
 
 
+def with_own_optimizer(lr: float) -> dict[str, Any]:
+    """Return a model of one weight and its optimizer."""
+    state = whole_state(0)
+    values = {**state["optim"]["state"]["up.weight"], "step": torch.tensor(1000.0)}
+    groups = [{**state["optim"]["param_groups"][0], "lr": lr, "params": ["up.weight"]}]
+    optimizer = {"state": {"up.weight": values}, "param_groups": groups}
+    return {"model": {"up.weight": state["model"]["up.weight"] + lr}, "optim": optimizer}
+
+
+def test_of_models_with_the_same_names_each_is_rounded_by_its_own_optimizer(tmp_path: Path) -> None:
+    slow, fast = with_own_optimizer(1e-6), with_own_optimizer(1e-3)
+    frozen = {name: weight + 1 for name, weight in slow["model"].items()}
+    save(tmp_path / "alone", {"slow": slow}, "compact")
+    save(tmp_path / "both", {"slow": slow, "fast": fast, "frozen": {"model": frozen}}, "compact")
+    found = rows(tmp_path / "both")
+    bounds = [found[f"{name}.model.up.weight"]["bound"] for name in ("slow", "fast")]
+    assert bounds[0] == pytest.approx(rows(tmp_path / "alone")["slow.model.up.weight"]["bound"], rel=1e-2)
+    assert bounds[1] == pytest.approx(1000 * bounds[0], rel=1e-2)
+    assert found["frozen.model.up.weight"]["bound"] is None
+
+
+def test_weights_are_exact_where_nothing_tells_which_optimizer_is_theirs(tmp_path: Path) -> None:
+    first, second = with_own_optimizer(1e-6), with_own_optimizer(1e-3)
+    names = {"a": first["model"], "b": second["model"], "optim_a": first["optim"], "optim_b": second["optim"]}
+    save(tmp_path / "0", names, "compact")
+    assert [rows(tmp_path / "0")[f"{name}.up.weight"]["bound"] for name in ("a", "b")] == [None, None]
+
+
+@pytest.mark.parametrize("mode", ["lossless", "near-lossless"])
+def test_moments_in_one_memory_are_stored_as_if_each_had_its_own(tmp_path: Path, mode: str) -> None:
+    state = {"optim": with_own_optimizer(1e-3)["optim"]}
+    values = state["optim"]["state"]["up.weight"]
+    save(tmp_path / "apart", state, mode)
+    values["exp_avg"], values["exp_avg_sq"] = torch.stack([values["exp_avg"], values["exp_avg_sq"]])
+    save(tmp_path / "together", state, mode)
+    assert (tmp_path / "apart" / "__0_1.distcp").read_bytes() == (tmp_path / "together" / "__0_1.distcp").read_bytes()
+
+
 def test_rules_select_by_the_names_of_the_model(tmp_path: Path) -> None:
     rules = {"embed": "raw", "optimizer": "lossless", "weight/re:up.*": "int8", "exp_avg/gate": "compact"}
     save(tmp_path / "0", whole_state(0), "compact", rules=rules)

@@ -15,10 +15,11 @@ from covering import exhaustive
 from ranks import run_ranks
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
+from hf_trainweights.checkpoint.dcp.description import name_of
 from hf_trainweights.checkpoint.loop.training_state import save_training_state
 from hf_trainweights.checkpoint.planning.modes import LOSSY_MODES
 from hf_trainweights.checkpoint.planning.policy import Policy
@@ -26,7 +27,8 @@ from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_shard
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
 from hf_trainweights.checkpoint.sharded.rank_files import write_others, write_weights
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems, RankOrders
-from hf_trainweights.checkpoint.sharded.writer import plan_tensors
+from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, plan_tensors
+from hf_trainweights.errors import UnstorableError
 
 pytestmark = pytest.mark.slow
 
@@ -35,13 +37,15 @@ TENSORS = 30
 
 
 class Source:
-    """Makes each tensor when it is asked for, and counts how many live."""
+    """Makes each tensor when it is asked for, `moved` by so much, and counts how many live."""
 
-    def __init__(self):
+    def __init__(self, moved: float = 0.0):
+        self.moved = moved
         self.living = self.most = 0
 
     def resolve(self, item: WriteItem) -> Tensor:
-        tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(zlib.crc32(item.index.fqn.encode()))).abs()
+        tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(zlib.crc32(item.index.fqn.encode())))
+        tensor = tensor.abs() + self.moved
         self.living += 1
         self.most = max(self.most, self.living)
         weakref.finalize(tensor.untyped_storage(), self._gone)
@@ -77,6 +81,46 @@ def test_few_tensors_live_at_a_time_however_many_a_rank_writes(tmp_path: Path) -
         anchor = find_sharded_anchor(tmp_path / "0", None) if number else None
         write(tmp_path / str(number), source, anchor)
         assert 1 <= source.most <= 6
+
+
+def test_a_rank_is_told_of_its_own_shards_alone(tmp_path: Path) -> None:
+    for number in range(2):
+        write(
+            tmp_path / str(number), Source(moved=number), find_sharded_anchor(tmp_path / "0", None) if number else None
+        )
+    items = [item(f"model.{number}.weight") for number in range(3)]
+    paths = {each.index.fqn: tuple(each.index.fqn.split(".", 1)) for each in items}
+    plans = [SavePlan([each], planner_data=paths) for each in items]
+    for anchor_every in (1, 8):
+        writer = TrainWeightsWriter(tmp_path / "2", "near-lossless", anchor=tmp_path / "1", anchor_every=anchor_every)
+        for each, plan in zip(items, writer.prepare_global_plan(plans), strict=True):
+            anchor = plan.storage_data.anchor
+            assert (anchor is None) == (anchor_every == 1)
+            assert list(plan.storage_data.drift_rms if anchor is None else anchor.shards) == [name_of(each)]
+
+
+@pytest.mark.parametrize(
+    ("tensor", "found"),
+    [
+        (torch.eye(3).to_sparse(), "layout torch.sparse_coo on cpu"),
+        (torch.empty(3, device="meta"), "layout torch.strided on meta"),
+        (torch.ones(3, dtype=torch.complex64).conj(), "a lazily conjugated or negated tensor"),
+        (torch.empty(3, dtype=torch.uint8).view(torch.float4_e2m1fn_x2), "dtype torch.float4_e2m1fn_x2"),
+    ],
+    ids=["sparse", "meta", "conjugated", "float4"],
+)
+def test_a_tensor_that_cannot_be_stored_is_named(tmp_path: Path, tensor: Tensor, found: str) -> None:
+    rank = RankItems(tmp_path, [], lambda _: tensor, RankOrders("", ""))
+    with pytest.raises(UnstorableError, match=rf"^model\.w: expected a plain dense tensor, found {found}"):
+        rank.tensor(item("model.w"))
+
+
+def test_a_first_moment_is_exact_where_the_second_lies_elsewhere(tmp_path: Path) -> None:
+    items = [item(f"optim.state.w.{key}") for key in ("exp_avg", "exp_avg_sq")]
+    plans = plan_tensors(items, {}, Policy("near-lossless"), None, is_delta=False)
+    assert plans["optim.state.w.exp_avg"].exp_avg_sq is not None
+    rank = RankItems(tmp_path, items[:1], Source().resolve, RankOrders(*file_names(0, 0), plans), items)
+    assert [stored.row["bound"] for stored in write_others(rank)] == [None]
 
 
 def large_state(save_number: int) -> dict[str, Any]:
