@@ -122,7 +122,10 @@ def metadata_of(manifest: Manifest) -> Metadata:
     """
     sharded = manifest.sharded
     if sharded.get("version") != VERSION:
-        next_step = "Upgrade hf_trainweights if the checkpoint is newer; load_checkpoint reads one of a single process."
+        next_step = (
+            "Upgrade hf_trainweights if the checkpoint is newer. FileSystemReader reads a plain one of "
+            "torch.distributed.checkpoint, load_checkpoint one of a single process."
+        )
         found = repr(sharded.get("version"))[:80] if sharded else "a checkpoint that is not sharded"
         raise CorruptFileError("sharded.version", f"version {VERSION}", found, next_step)
     tensors, keys = sharded.get("tensors"), sharded.get("keys")
