@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from importlib import metadata as package_metadata
@@ -373,8 +373,13 @@ def with_earlier_rounding(manifest: Manifest, previous: Manifest | None, encoded
             before[name] = lost
         if of_encoding and name in manifest.files and name not in encoded:
             modes = (mode, previous.mode) if encoded else (previous.mode,)
-            mode = max(modes, key=lambda each: _RANKS.get(each, len(_RANKS)))
+            mode = lossiest(modes)
     return replace(manifest, mode=mode, rounded_before=before)
+
+
+def lossiest(modes: Iterable[str]) -> str:
+    """Return the mode that may round most; one that is unknown may round more than any other."""
+    return max(modes, key=lambda each: _RANKS.get(each, len(_RANKS)))
 
 
 def shown_mode(manifest: Manifest) -> str:

@@ -132,20 +132,22 @@ def read_place(directory: Path, place: Place) -> bytes:
         return read_bytes(file, place, path)
 
 
-def encoded_manifest(directory: Path) -> Manifest | None:
-    """Return a DCP directory's manifest; None if it is plain, or if a process died before `.metadata` followed."""
+def current_manifest(directory: Path) -> Manifest | None:
+    """Return a DCP directory's manifest; None if it has none, or if a process died before `.metadata` followed."""
     if not (directory / MANIFEST_NAME).exists():
         return None
     manifest = read_manifest(directory)
     entry = manifest.files.get(METADATA_NAME)
     is_current = entry is not None and file_sha256(directory / METADATA_NAME) == entry.sha256
-    return manifest if is_current and manifest.sharded else None
+    return manifest if is_current else None
 
 
 def _read_metadata(directory: Path) -> tuple[Manifest | None, Metadata]:
     try:
-        manifest = encoded_manifest(directory)
-        return manifest, read_plain_metadata(directory) if manifest is None else metadata_of(manifest)
+        manifest = current_manifest(directory)
+        if manifest is None or not manifest.sharded:
+            return None, read_plain_metadata(directory)
+        return manifest, metadata_of(manifest)
     except FileNotFoundError as error:
         next_step = "Its save was interrupted: use another checkpoint."
         raise CorruptFileError(

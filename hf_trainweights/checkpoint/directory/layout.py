@@ -80,7 +80,8 @@ def compress_directory(
             or there is a model without training state and not `weights_only`.
         CorruptFileError: A file is damaged or does not fit the manifest, or two files hold different states and nothing
             tells which one is newer; nothing has changed.
-        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or sharded and there is an `anchor`.
+        UnsupportedError: It is of DeepSpeed, or of FSDP with LOCAL_STATE_DICT, or it is sharded and there is an
+            `anchor` or `keep_weights`.
         SaveError: The disk is full or refuses; every file is whole, old or new.
 
     Examples:

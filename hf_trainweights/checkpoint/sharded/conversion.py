@@ -13,17 +13,23 @@ import pickle
 import shutil
 import uuid
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from hf_trainweights.checkpoint.dcp.contents import ShardedContents, dcp_directories, model_weights, read_place
+from hf_trainweights.checkpoint.dcp.contents import (
+    ShardedContents,
+    current_manifest,
+    dcp_directories,
+    model_weights,
+    read_place,
+)
 from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME, stock_metadata
 from hf_trainweights.checkpoint.encoded.structure import ANCHOR_SUFFIX
-from hf_trainweights.checkpoint.manifest import MANIFEST_NAME
+from hf_trainweights.checkpoint.manifest import MANIFEST_NAME, Manifest
 from hf_trainweights.checkpoint.run.verification import list_files, require_intact
 from hf_trainweights.checkpoint.sharded.commit import file_names, free_number
 from hf_trainweights.errors import ConfigError
@@ -96,8 +102,7 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
     require_vacant_directory(out)
     directories = dcp_directories(source)
     contents = [ShardedContents(each) for each in directories or [source]]
-    if (source / MANIFEST_NAME).exists():
-        require_intact(source)
+    verified_manifest(source, directories)
     with new_directory(out) as temporary:
         for each in contents:
             target = temporary / each.directory.relative_to(source)
@@ -110,6 +115,16 @@ def restore_as_dcp(source: str | Path, out: str | Path) -> None:
                 if Path(name).name != MANIFEST_NAME and (source / name).parent not in directories:
                     (temporary / name).parent.mkdir(parents=True, exist_ok=True)
                     shutil.copyfile(source / name, temporary / name, follow_symlinks=False)
+
+
+def verified_manifest(path: Path, parts: Sequence[Path]) -> Manifest | None:
+    """Return the manifest of a checkpoint with DCP directories after comparing its files with it; None without one.
+
+    None as well where a process died before `.metadata` followed. CorruptFileError: a file is damaged.
+    """
+    if not (path / MANIFEST_NAME).exists() or (path in parts and current_manifest(path) is None):
+        return None
+    return require_intact(path)
 
 
 def write_plain_in_place(contents: ShardedContents) -> list[str]:

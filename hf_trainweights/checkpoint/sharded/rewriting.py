@@ -26,7 +26,6 @@ from torch.distributed.checkpoint.storage import WriteResult
 from hf_trainweights.checkpoint.dcp.contents import (
     ShardedContents,
     all_weights,
-    encoded_manifest,
     optimizer_tensors,
     read_place,
     read_tensor_at,
@@ -39,6 +38,7 @@ from hf_trainweights.checkpoint.manifest import (
     FileEntry,
     Manifest,
     add_rounding,
+    lossiest,
     read_manifest,
     total_rounding,
     write_manifest,
@@ -47,8 +47,8 @@ from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.anchors import unused_anchors
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.checkpoint.run.job import SaveJob, manifest_fields, rewriting, write_complete_manifest
-from hf_trainweights.checkpoint.run.verification import require_intact, size_bytes
-from hf_trainweights.checkpoint.sharded.conversion import write_plain_in_place
+from hf_trainweights.checkpoint.run.verification import size_bytes
+from hf_trainweights.checkpoint.sharded.conversion import verified_manifest, write_plain_in_place
 from hf_trainweights.checkpoint.sharded.rank_items import RankItems
 from hf_trainweights.checkpoint.sharded.writer import TrainWeightsWriter, write_items
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
@@ -93,13 +93,12 @@ class ShardedLayout:
 
         Each rank encodes the files that it wrote.
         """
-        if job.base is not None:
-            next_step = "Leave `anchor` out: its first checkpoint is stored in full."
-            raise UnsupportedError(
-                str(self.path), "a checkpoint in whole files with `anchor`", "a sharded one", next_step
-            )
+        if job.base is not None or job.keep_weights:
+            option = "keep_weights" if job.keep_weights else "anchor"
+            expected, next_step = f"a checkpoint in whole files with `{option}`", f"Leave `{option}` out."
+            raise UnsupportedError(str(self.path), expected, "a sharded one", next_step)
         recorded = {"policy": job.policy.to_dict(), "keep_weights": False}
-        previous = self._verified()
+        previous = verified_manifest(self.path, self._parts)
         if previous is not None and recorded.items() <= previous.metadata.items():
             return previous
         with self._held():
@@ -110,11 +109,13 @@ class ShardedLayout:
             for each, writer in self._writers(job, contents, fields.get("step"), recorded):
                 results = job.ranks.share(_shares(writer, each, job.ranks.size))
                 writer.finish(replace(each.metadata), results)
-            return self._finish(previous, job.policy.mode, fields)
+            return self._finish(previous, fields)
 
     def restore(self) -> Manifest:
         """Turn the files into plain DCP files; after an error each is small or plain."""
-        previous = self._verified()
+        previous = verified_manifest(self.path, self._parts)
+        if previous is not None and previous.mode == PLAIN_MODE:
+            return previous
         with self._held():
             lost: dict[str, dict[str, float]] = {}
             for part in self._parts:
@@ -126,13 +127,6 @@ class ShardedLayout:
                         lost[(part / name).relative_to(self.path).as_posix()] = rounding
             fields = manifest_fields(self.path, previous)
             return write_complete_manifest(self.path, None, Manifest({}, PLAIN_MODE, rounded_before=lost, **fields))
-
-    def _verified(self) -> Manifest | None:
-        if not (self.path / MANIFEST_NAME).exists():
-            return None
-        if self.path in self._parts and encoded_manifest(self.path) is None:
-            return None  # a process died before its .metadata followed, or it is plain
-        return require_intact(self.path)
 
     @contextlib.contextmanager
     def _held(self) -> Iterator[None]:
@@ -180,23 +174,28 @@ class ShardedLayout:
                     return candidate
         return None
 
-    def _finish(self, previous: Manifest | None, mode: str, fields: Mapping[str, Any]) -> Manifest:
+    def _finish(self, previous: Manifest | None, fields: Mapping[str, Any]) -> Manifest:
         """Write the manifest of the whole checkpoint, and into those of its directories what they had lost before."""
+        modes: list[str] = []
         entries: dict[str, FileEntry] = {}
         lost: dict[str, Mapping[str, float]] = {}
         for part in self._parts:
             manifest = read_manifest(part)
-            before = self._lost_before(part, previous)
-            if before:
+            known = dict(fields) if part == self.path else {}
+            if before := self._lost_before(part, previous):
                 items = [name for name, entry in manifest.files.items() if entry.report.get("tensors")]
-                manifest = replace(manifest, rounded_before=dict.fromkeys(items, before))
+                known["rounded_before"] = dict.fromkeys(items, before)
+            if known:
+                manifest = replace(manifest, **known)
                 write_manifest(part, manifest)
             if part == self.path:
                 return manifest
+            modes.append(manifest.mode)
             prefix = part.relative_to(self.path).as_posix()
             entries |= {f"{prefix}/{name}": entry for name, entry in manifest.files.items()}
             lost |= {f"{prefix}/{name}": value for name, value in manifest.rounded_before.items()}
-        return write_complete_manifest(self.path, None, Manifest(entries, mode, rounded_before=lost, **fields))
+        complete = Manifest(entries, lossiest(modes), rounded_before=lost, **fields)
+        return write_complete_manifest(self.path, None, complete)
 
     def _lost_before(self, part: Path, previous: Manifest | None) -> dict[str, float]:
         """Return what values in a directory had lost before they were last encoded, the largest of all its files."""

@@ -9,11 +9,19 @@ from pathlib import Path
 import pytest
 import torch
 from architectures import ARCHITECTURES
-from checkpoint.sharded_states import load_stock_trainer, sample_state, save_alone, save_as_trainer, save_plain
+from checkpoint.sharded_states import (
+    load_stock,
+    load_stock_trainer,
+    sample_state,
+    save_alone,
+    save_as_trainer,
+    save_plain,
+)
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 from trees import fingerprint
 
+from hf_trainweights.checkpoint import compress_directory
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.sharded.conversion import restore_as_dcp, restore_as_model
 from hf_trainweights.errors import ConfigError, CorruptFileError
@@ -81,6 +89,18 @@ def test_a_checkpoint_of_a_trainer_becomes_one_of_plain_files(tmp_path: Path) ->
     restore_as_dcp(tmp_path / "checkpoint-7", tmp_path / "out")
     assert fingerprint(load_stock_trainer(state, tmp_path / "out")) == fingerprint(state)
     assert (tmp_path / "out" / "trainer_state.json").is_file()
+
+
+def test_a_rewriting_that_died_between_its_two_indices_leaves_what_was_there_before(tmp_path: Path) -> None:
+    state, directory = {"model": {"w": torch.ones(64, 80)}}, tmp_path / "dcp"
+    save_plain(state, directory)
+    compress_directory(directory)
+    before = {file: file.read_bytes() for file in directory.iterdir() if file.name != "trainweights.json"}
+    compress_directory(directory, rules={"weight": "raw"})
+    for file, content in before.items():
+        file.write_bytes(content)
+    restore_as_dcp(directory, tmp_path / "out")
+    assert fingerprint(load_stock(state, tmp_path / "out")) == fingerprint(state)
 
 
 def test_without_metadata_there_is_no_checkpoint(tmp_path: Path) -> None:

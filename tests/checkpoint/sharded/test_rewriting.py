@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from checkpoint.sharded.states import save, without_process_group
 from checkpoint.sharded_states import load_stock_trainer, sample_state, save_as_trainer, save_plain
 from checkpoint.test_callback_kills import KILLED, DyingDisk
 from covering import by_default, exhaustive
@@ -23,11 +24,12 @@ from hf_trainweights.checkpoint import collect_garbage, compress_directory, late
 from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.directory.layout import layout_of
 from hf_trainweights.checkpoint.encoded import anchor as anchors
+from hf_trainweights.checkpoint.manifest import read_manifest, total_rounding
 from hf_trainweights.checkpoint.planning.policy import Policy
 from hf_trainweights.checkpoint.run.job import SaveJob
 from hf_trainweights.checkpoint.run.ranks import Ranks
 from hf_trainweights.checkpoint.run.verification import size_bytes
-from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError
+from hf_trainweights.errors import ConfigError, CorruptFileError, SaveError, UnsupportedError
 from hf_trainweights.files import disk, temporary
 
 pytestmark = pytest.mark.slow  # many start ranks
@@ -102,7 +104,7 @@ def test_doing_it_again_changes_nothing_and_what_is_rounded_is_not_rounded_again
     compress_directory(checkpoint, mode="compact")
     files = {path: path.read_bytes() for path in checkpoint.rglob("*.distcp")}
     compress_directory(checkpoint, mode="compact")
-    compress_directory(checkpoint, mode="near-lossless")
+    assert compress_directory(checkpoint, mode="near-lossless").mode == "compact"
     assert {path: path.read_bytes() for path in checkpoint.rglob("*.distcp") if path.parent.name == "optimizer_0"} == {
         path: content for path, content in files.items() if path.parent.name == "optimizer_0"
     }
@@ -120,6 +122,33 @@ def test_a_dcp_directory_by_itself_becomes_small_and_plain_again(tmp_path: Path)
     assert torch.equal(
         ShardedContents(tmp_path / "dcp").read_tensor("model.embed.weight"), state["model"]["embed.weight"]
     )
+
+
+def test_a_dcp_directory_by_itself_remembers_what_was_lost_and_what_was_said_of_it(tmp_path: Path) -> None:
+    with without_process_group():
+        save(tmp_path / "dcp", one_weight(5), step=5, metadata={"note": "mine"})
+    small = compress_directory(tmp_path / "dcp", mode="compact", metrics={"loss": 2.5})
+    restored = restore_directory(tmp_path / "dcp")
+    exact = compress_directory(tmp_path / "dcp")
+    assert [each.mode for each in (small, restored, exact)] == ["compact", "plain", "lossless"]
+    assert total_rounding(small) == total_rounding(restored) == total_rounding(exact) != {}
+    assert [(each.step, each.metrics) for each in (small, restored, exact)] == [(5, {"loss": 2.5})] * 3
+    assert all(each.metadata["note"] == "mine" for each in (small, restored, exact))
+    assert read_manifest(tmp_path / "dcp") == exact
+
+
+def test_restoring_what_is_plain_writes_nothing(run: Path) -> None:
+    compress_directory(run / "checkpoint-7")
+    restored = restore_directory(run / "checkpoint-7")
+    files = {path: path.stat().st_ino for path in run.rglob("*")}
+    assert restore_directory(run / "checkpoint-7") == restored
+    assert {path: path.stat().st_ino for path in run.rglob("*")} == files
+
+
+def test_weights_that_are_to_stay_plain_are_refused(run: Path) -> None:
+    with pytest.raises(UnsupportedError, match=r"in whole files with `keep_weights`, found a sharded one"):
+        compress_directory(run / "checkpoint-7", mode="near-lossless", keep_weights=True)
+    assert exact(sample_state(), run / "checkpoint-7")
 
 
 def test_rules_name_weights_wherever_they_lie_and_a_wrong_name_changes_nothing(run: Path) -> None:
