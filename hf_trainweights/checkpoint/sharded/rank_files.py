@@ -5,10 +5,12 @@ The others are states of optimizers, and objects as torch.save wrote them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from zlib_ng import zlib_ng
 
@@ -18,7 +20,7 @@ from hf_trainweights.checkpoint.encoded.encoder import EncodedFile, TensorReport
 from hf_trainweights.checkpoint.encoded.plan import Plan
 from hf_trainweights.checkpoint.run.anchors import delta_rms
 from hf_trainweights.checkpoint.sharded.items import Item, Joiner, split_moments
-from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, second_of
+from hf_trainweights.checkpoint.sharded.rank_items import AdamStates, RankItems, on_cpu, second_of
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.reading import DigestedFile
 
@@ -36,15 +38,20 @@ def write_weights(rank: RankItems) -> list[StoredItem]:
     anchor = rank.orders.anchor
     # All of them at first: those that are gone decide whether this file is to be an anchor.
     found = anchor.open(map(name_of, items), rank.directory) if anchor else {}
-    firsts = rank.firsts(items)
-    own = [item for item, first in zip(items, firsts, strict=True) if item is first]
     if anchor and found:
-        written, file = _write_differences(rank, own, found, anchor.step_rms)
+        written, file = _write_differences(rank, found, anchor.step_rms)
     else:
-        written, file = _write_full(rank, own)
-    by_index = {each.index: replace(each, file=file) for each in written}
-    pairs = zip(items, firsts, strict=True)
-    return [by_index[item.index] if item is first else _repeated(by_index[first.index], item) for item, first in pairs]
+        written, file = _write_full(rank)
+    return [replace(each, file=file) for each in written]
+
+
+def _write_once(rank: RankItems, write: Callable[[WriteItem, Tensor], StoredItem]) -> list[StoredItem]:
+    """Write each weight, but of those with the same elements only the first."""
+    written: dict[MetadataIndex, StoredItem] = {}
+    for item, first, tensor in rank.with_firsts(rank.weights):
+        is_new = item is first
+        written[item.index] = write(item, on_cpu(tensor)) if is_new else _repeated(written[first.index], item)
+    return list(written.values())
 
 
 def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
@@ -53,24 +60,26 @@ def _repeated(stored: StoredItem, item: WriteItem) -> StoredItem:
     return replace(stored, index=item.index, row=row, elements=0)
 
 
-def _write_full(rank: RankItems, items: list[WriteItem]) -> tuple[list[StoredItem], StoredFile]:
+def _write_full(rank: RankItems) -> tuple[list[StoredItem], StoredFile]:
     """Write an anchor."""
-    path = rank.directory / rank.orders.weights_name
-    states, written = AdamStates(rank), []
+    path, states = rank.directory / rank.orders.weights_name, AdamStates(rank)
+
+    def write(item: WriteItem, tensor: Tensor) -> StoredItem:
+        encoded = _encode_full(rank, item, tensor, states)
+        each = Item.of(encoded)
+        place = _place(path.name, joiner.add(name_of(item), each), each.content)
+        return stored_item(item, place, encoded.report[0])
+
     with replace_file(path) as file:
         digested = DigestedFile(file)
         joiner = Joiner(digested)
-        for item in items:
-            encoded = _encode_full(rank, item, states)
-            each = Item.of(encoded)
-            place = _place(path.name, joiner.add(name_of(item), each), each.content)
-            written.append(stored_item(item, place, encoded.report[0]))
+        written = _write_once(rank, write)
         joiner.finish()
     return written, StoredFile(path.name, digested.size_bytes, digested.sha256(), is_anchor=True)
 
 
-def _encode_full(rank: RankItems, item: WriteItem, states: AdamStates) -> EncodedFile:
-    tensor, plan, name = rank.tensor(item), rank.orders.plans[item.index.fqn], name_of(item)
+def _encode_full(rank: RankItems, item: WriteItem, tensor: Tensor, states: AdamStates) -> EncodedFile:
+    plan, name = rank.orders.plans[item.index.fqn], name_of(item)
     drift: float | None = None
     # Planned as differences to anchors that are gone, it is exact: nothing says which weights may be rounded alone.
     if plan.steps_per_rms and rank.orders.anchor is None:
@@ -79,26 +88,28 @@ def _encode_full(rank: RankItems, item: WriteItem, states: AdamStates) -> Encode
 
 
 def _write_differences(
-    rank: RankItems, items: Iterable[WriteItem], found: Mapping[str, Anchor], step_rms: Mapping[str, float]
+    rank: RankItems, found: Mapping[str, Anchor], step_rms: Mapping[str, float]
 ) -> tuple[list[StoredItem], StoredFile]:
-    path = rank.directory / rank.orders.weights_name
-    states, written = AdamStates(rank), []
+    path, states = rank.directory / rank.orders.weights_name, AdamStates(rank)
+
+    def write(item: WriteItem, tensor: Tensor) -> StoredItem:
+        plan, name = rank.orders.plans[item.index.fqn], name_of(item)
+        anchor, measured = found.get(name), None
+        rms = step_rms.get(name)
+        if plan.steps_per_rms and anchor is not None and rms is None:
+            rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
+        plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
+        # A live moment may have to come from a GPU first.
+        helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
+        hints = states.second_moment(item) if helps else None
+        options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
+        encoded = encode_file(tensor, {(): plan}, **options)
+        of_anchor = {"anchor_sha256": encoded.anchor_sha256, "delta_rms": measured}
+        return target.put(item, Item.of(encoded).content, encoded.report[0], **of_anchor)
+
     with replace_file(path) as file:
         target = _Target(path.name, DigestedFile(file))
-        for item in items:
-            tensor, plan, name = rank.tensor(item), rank.orders.plans[item.index.fqn], name_of(item)
-            anchor, measured = found.get(name), None
-            rms = step_rms.get(name)
-            if plan.steps_per_rms and anchor is not None and rms is None:
-                rms = measured = delta_rms(tensor, name, anchor) or 0.0  # which leaves it exact
-            plan = replace(plan.with_steps(rms or 0.0), anchor=plan.anchor and name)
-            # A live moment may have to come from a GPU first.
-            helps = any("exp_avg_sq" in codec.hints for codec in plan.candidates)
-            hints = states.second_moment(item) if helps else None
-            options = {"anchor": anchor, "anchor_directory": rank.directory, "second_moments": hints}
-            encoded = encode_file(tensor, {(): plan}, **options)
-            of_anchor = {"anchor_sha256": encoded.anchor_sha256, "delta_rms": measured}
-            written.append(target.put(item, Item.of(encoded).content, encoded.report[0], **of_anchor))
+        written = _write_once(rank, write)
     digests = tuple(sorted({anchor.sha256 for anchor in found.values()}))
     return written, StoredFile(path.name, target.file.size_bytes, target.file.sha256(), anchors=digests)
 

@@ -74,7 +74,7 @@ class RankItems:
 
     def tensor(self, item: WriteItem) -> Tensor:
         """Return an item's tensor, plain and contiguous on the CPU; the live one where it is that already."""
-        return self._live(item).cpu().contiguous()
+        return on_cpu(self._live(item))
 
     def data(self, item: WriteItem) -> bytes:
         """Return the bytes of an object; UnstorableError if it holds more than data: loading that would run code."""
@@ -86,17 +86,15 @@ class RankItems:
             raise UnstorableError(item.index.fqn, "plain data", str(error)[:200], next_step) from error
         return data
 
-    def firsts(self, items: Iterable[WriteItem]) -> list[WriteItem]:
-        """Return for each item the first one that has the same elements: DCP lists tied weights once for each name."""
-        found = []
+    def with_firsts(self, items: Iterable[WriteItem]) -> Iterator[tuple[WriteItem, WriteItem, Tensor]]:
+        """Yield each item, the first one of the same elements, and its tensor: DCP lists tied weights by every name."""
         first: dict[Any, WriteItem] = {}  # and no tensors: `resolve` may make them
         for item in items:
             tensor = self._live(item)
             key = tensor.shape, tensor.dtype, item.index.offset, _sample(tensor)
             twin = first.setdefault(key, item)
             is_tied = twin is not item and _is_same(self._live(twin), tensor)
-            found.append(twin if is_tied else item)
-        return found
+            yield item, twin if is_tied else item, tensor
 
     def _live(self, item: WriteItem) -> Tensor:
         tensor = self.resolve(item).detach()
@@ -188,6 +186,11 @@ class AdamStates:
         if item.tensor_data is not None:
             return self._rank.tensor(item)
         return torch.load(io.BytesIO(self._rank.data(item)), weights_only=True)
+
+
+def on_cpu(tensor: Tensor) -> Tensor:
+    """Return a tensor as the encoder takes it: contiguous on the CPU; itself where it is that already."""
+    return tensor.cpu().contiguous()
 
 
 def is_weight(plan: TensorPlan | None) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -42,11 +43,13 @@ class Source:
     def __init__(self, moved: float = 0.0):
         self.moved = moved
         self.living = self.most = 0
+        self.reads: Counter[str] = Counter()
 
     def resolve(self, item: WriteItem) -> Tensor:
         tensor = torch.randn(SHAPE, generator=torch.Generator().manual_seed(zlib.crc32(item.index.fqn.encode())))
         tensor = tensor.abs() + self.moved
         self.living += 1
+        self.reads[item.index.fqn] += 1
         self.most = max(self.most, self.living)
         weakref.finalize(tensor.untyped_storage(), self._gone)
         return tensor
@@ -75,12 +78,13 @@ def write(path: Path, source: Source, anchor: ShardedAnchor | None) -> None:
     commit(path, Metadata({}), [results], "test", anchor, mode="near-lossless")
 
 
-def test_few_tensors_live_at_a_time_however_many_a_rank_writes(tmp_path: Path) -> None:
+def test_weights_are_read_once_and_few_tensors_live_at_a_time_however_many_a_rank_writes(tmp_path: Path) -> None:
     for number in range(2):
         source = Source()
         anchor = find_sharded_anchor(tmp_path / "0", None) if number else None
         write(tmp_path / str(number), source, anchor)
         assert 1 <= source.most <= 6
+        assert {source.reads[f"model.{weight}.weight"] for weight in range(TENSORS)} == {1}
 
 
 def test_a_rank_is_told_of_its_own_shards_alone(tmp_path: Path) -> None:
