@@ -14,12 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.encoded.storages import DTYPES, KeyPath, corrupt, path_text
 from hf_trainweights.checkpoint.encoded.structure import DECODE_CALL, storage_paths
 from hf_trainweights.errors import CorruptFileError, MissingAnchorError
+from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.reading import is_torch_zip, open_pickle, require_regular_file
 
 leave_undecoded: ContextVar[bool] = ContextVar("leave_undecoded", default=False)
@@ -52,8 +54,9 @@ def load_file(path: str | Path, *, map_location: Any = "cpu", mmap: bool = False
 
 def load_item(data: bytes, where: str) -> Any:
     """Load the bytes of a plain or an encoded torch zip file to the CPU as `load_file` does; errors say `where`."""
+    file: Any = MemoryFile(np.frombuffer(data, np.uint8))
     with _load_errors(where, is_zip=True):
-        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+        return torch.load(file, map_location="cpu", weights_only=True)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ into that of exp_avg, which takes it to be decoded.
 
 from __future__ import annotations
 
-import io
 import zipfile
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -32,9 +31,12 @@ from hf_trainweights.checkpoint.encoded.structure import (
     payload_crc32,
     seal_structure,
 )
+from hf_trainweights.files.memory_file import MemoryFile
 from hf_trainweights.files.torch_zip_writer import FIRST_RECORD_START, Writable
 
 _UNIX = 3
+# Three records with short names take half as many.
+_MOST_HEADER_BYTES = 1024
 
 
 @dataclass(frozen=True)
@@ -48,17 +50,18 @@ class Item:
     @classmethod
     def of(cls, encoded: EncodedFile) -> Item:
         """Return an encoded file as a zip file of what torch.load needs; what else torch.save writes takes 1 kB."""
-        payload, buffer = encoded.payload.numpy().data, io.BytesIO()
+        payload = encoded.payload.numpy().data
         records = {"data.pkl": pickled(len(payload), encoded.structure), "data/0": payload, "version": b"3\n"}
-        starts = {}
-        with zipfile.ZipFile(buffer, "w") as target:
+        memory, starts = np.empty(sum(map(len, records.values())) + _MOST_HEADER_BYTES, np.uint8), {}
+        file = MemoryFile(memory)
+        with zipfile.ZipFile(file, "w") as target:
             for name, content in records.items():
                 record = zipfile.ZipInfo(f"a/{name}")  # of 1980, so that equal tensors give equal bytes
                 record.create_system, record.file_size = _UNIX, len(content)
                 with target.open(record, "w") as member:
-                    starts[name] = buffer.tell()
+                    starts[name] = file.tell()
                     member.write(content)
-        data = torch.frombuffer(buffer.getbuffer(), dtype=torch.uint8)
+        data = torch.from_numpy(memory[: file.tell()])
         return cls(data, starts["data/0"], open_structure(encoded.structure))
 
     @property
