@@ -25,6 +25,9 @@ from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
 
+FILE = "model.onnx"
+"""The one file of a decoder."""
+
 _NAMES_OF_HOST = re.compile(r"(?:(?:in|out)put\.)?past_key_values\.layers\.(\d+)\.(key|value)s")
 _PAST, _PRESENT = "past_key_values", "present"
 
@@ -40,7 +43,7 @@ _DIMENSIONS = {
 }
 
 
-def check_decoder(model: nn.Module) -> PreTrainedModel:
+def _check(model: nn.Module) -> PreTrainedModel:
     """Return a model that can be exported as a decoder with past; UnsupportedError: it cannot."""
     next_step = "Leave task out: then the file holds one call of forward, without a past."
     if not isinstance(model, PreTrainedModel) or not model.can_generate():
@@ -56,8 +59,9 @@ def check_decoder(model: nn.Module) -> PreTrainedModel:
     raise UnsupportedError("task='text-generation'", expected, found, next_step)
 
 
-def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
-    """Return a quantized decoder with past, in eval mode, as an `onnx_ir.Model` of free batch and lengths."""
+def trace_decoder(model: nn.Module, target: Target, opset: int) -> dict[str, Any]:
+    """Return the graph of a quantized decoder with past by the name of its file; UnsupportedError: it is no decoder."""
+    model = _check(model)
     call = _call(model, _mask(_BATCH, _PAST_LENGTH + _LENGTH))
     past = {name: value[:, :_PAST_LENGTH] for name, value in call.items()}
     with torch.no_grad(), tracer_errors(model, "torch.onnx", NEXT_STEP):
@@ -66,12 +70,12 @@ def trace_decoder(model: PreTrainedModel, target: Target, opset: int) -> Any:
     inputs = Inputs(kwargs={**step, _PAST: cache, "use_cache": True})
     graph = trace(model, inputs, target, GraphOptions(opset))
     _name(graph, model)
-    return graph
+    return {FILE: graph}
 
 
-def verify_decoder(path: Path, model: PreTrainedModel, rtol: float = 1e-5, atol: float = 1e-6) -> VerificationReport:
-    """Run a prompt and one step through a file and through the model it came from, and compare the logits."""
-    session = open_valid(path)
+def verify_decoder(directory: Path, model: PreTrainedModel) -> VerificationReport:
+    """Run a prompt and one step through the file and through the model it came from, and compare the logits."""
+    session = open_valid(directory / FILE)
     mask = _mask(_BATCH + 1, _LENGTH + 1)
     call, cache = _call(model, mask), DynamicCache()
     past: dict[str, Any] = _empty_past(session, len(mask))
@@ -84,7 +88,7 @@ def verify_decoder(path: Path, model: PreTrainedModel, rtol: float = 1e-5, atol:
         past = {key.replace(_PRESENT, _PAST): value for key, value in outputs.items() if key != "logits"}
         # What padding computes is for nobody.
         read = mask[:, start:end].bool()
-        found.append(compare(name, outputs["logits"][read.cpu().numpy()], wanted[read], rtol, atol))
+        found.append(compare(name, outputs["logits"][read.cpu().numpy()], wanted[read]))
     return VerificationReport(tuple(found))
 
 

@@ -76,7 +76,7 @@ class _Decoder(Part):
         return outputs
 
 
-def check_encoder_decoder(model: nn.Module, task: str) -> PreTrainedModel:
+def _check(model: nn.Module, task: str) -> PreTrainedModel:
     """Return a model that can be exported as an encoder and a decoder; UnsupportedError: it cannot."""
     taken = "input_ids" if task == "text2text-generation" else "input_features"
     if isinstance(model, PreTrainedModel) and model.can_generate() and model.config.is_encoder_decoder:
@@ -90,8 +90,9 @@ def check_encoder_decoder(model: nn.Module, task: str) -> PreTrainedModel:
     raise UnsupportedError(f"task={task!r}", expected, found, next_step)
 
 
-def trace_encoder_decoder(model: PreTrainedModel, target: Target, opset: int) -> dict[str, Any]:
+def trace_encoder_decoder(model: nn.Module, target: Target, opset: int, task: str) -> dict[str, Any]:
     """Return the graphs of an encoder-decoder in eval mode by the names of their files; batch and lengths are free."""
+    model = _check(model, task)
     source = _source(model, _BATCH)
     with torch.no_grad(), lowered(model, Aten()):
         call = _first_call(model, source, _BATCH)
@@ -121,13 +122,13 @@ def verify_encoder_decoder(directory: Path, model: PreTrainedModel) -> Verificat
         step = {**call, "input_ids": call["input_ids"][:, :1]}
         second = decoder(**step, past_key_values=_past(first))
     found = sessions[ENCODER].predict(source)["last_hidden_state"]
-    reports = [compare("hidden states", found, call[_HIDDEN], 1e-5, 1e-6)]
+    reports = [compare("hidden states", found, call[_HIDDEN])]
     outputs = sessions[DECODER].predict(call)
-    reports.append(compare("logits of a first call", outputs["logits"], first["logits"], 1e-5, 1e-6))
+    reports.append(compare("logits of a first call", outputs["logits"], first["logits"]))
     past = {name.replace(_PRESENT, _PAST): value for name, value in outputs.items() if name != "logits"}
     given = {name: ({**step, **past})[name] for name in sessions[DECODER_WITH_PAST].input_names}
     outputs = sessions[DECODER_WITH_PAST].predict(given)
-    reports.append(compare("logits of a step", outputs["logits"], second["logits"], 1e-5, 1e-6))
+    reports.append(compare("logits of a step", outputs["logits"], second["logits"]))
     return VerificationReport(tuple(reports))
 
 

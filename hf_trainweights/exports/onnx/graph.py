@@ -59,13 +59,14 @@ def trace(model: nn.Module, inputs: Inputs, target: Target, options: GraphOption
     return graph
 
 
-def save_graph(graph: Any, path: Path, external_data: bool | None) -> None:
-    """Write an `onnx_ir.Model` to a file, and its weights to `<path>.data` where that is asked for.
+def save_graphs(graphs: Mapping[str, Any], directory: Path, external_data: bool | None) -> None:
+    """Write each `onnx_ir.Model` to a file by its name, and its weights to `<file>.data` where that is asked for.
 
     Where `external_data` is None they go there if one file would become too large.
     """
-    external = _is_too_large(graph) if external_data is None else external_data
-    require("onnx_ir", "onnx").save(graph, path, external_data=f"{path.name}.data" if external else None)
+    for name, graph in graphs.items():
+        external = _is_too_large(graph) if external_data is None else external_data
+        require("onnx_ir", "onnx").save(graph, directory / name, external_data=f"{name}.data" if external else None)
 
 
 def name_dimensions(graph: Any, dimensions: Mapping[str, Mapping[int, str | int]]) -> None:

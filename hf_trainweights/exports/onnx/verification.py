@@ -112,7 +112,7 @@ def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
     return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 
 
-def compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float, atol: float) -> OutputDifference:
+def compare(name: str, found: np.ndarray, wanted: Tensor, rtol: float = 1e-5, atol: float = 1e-6) -> OutputDifference:
     """Return how far an output of a file is from the model's; `rtol` is relative to the largest magnitude of these."""
     own = wanted.detach().cpu().numpy()
     if found.shape != own.shape or own.size == 0:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,13 +14,13 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
-from hf_trainweights.exports.onnx.graph import GraphOptions, save_graph, trace
-from hf_trainweights.exports.onnx.tasks import FILE, TASKS, Task, TaskName
+from hf_trainweights.exports.onnx.decoder import FILE
+from hf_trainweights.exports.onnx.graph import GraphOptions, save_graphs, trace
+from hf_trainweights.exports.onnx.tasks import TASKS, Task, TaskName
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.packages import require
 from hf_trainweights.exports.plain_calls import in_eval_mode
 from hf_trainweights.exports.sources import model_of
-from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.targets.onnx import BLOCKS_OPSET, Onnx
 from hf_trainweights.exports.targets.onnxruntime import OnnxRuntime
 from hf_trainweights.files.staging import staged_files
@@ -81,61 +80,30 @@ def export_onnx(
     """
     out, options = Path(out), GraphOptions(opset, dynamic_axes, dynamic_shapes, input_names, output_names)
     _check(task, out, runtime, example_inputs, options)
-    require("onnx_ir", "onnx")
-    model, target = model_of(model_or_directory, torch.float32), _TARGETS[runtime]()
+    model: Any = model_of(model_or_directory, torch.float32)
     with in_eval_mode(model):
-        if task is None:
-            _export_call(model, out, Inputs.of(model, example_inputs), target, options, external_data, verify)
-        else:
-            source = None if isinstance(model_or_directory, nn.Module) else model_or_directory
-            _export_task(TASKS[task], model, out, source, target, opset, external_data, verify)
+        chosen = TASKS[task] if task else _one_call(out.name, Inputs.of(model, example_inputs), options)
+        graphs = chosen.trace(model, _TARGETS[runtime](), opset)
+        with staged_files(out if task else out.parent, lambda name: name.removesuffix(".data") in graphs) as staged:
+            save_graphs(graphs, staged.path, external_data)
+            if task:
+                _write_companions(model, model_or_directory, staged.path)
+            if verify:
+                _check_outputs(out, lambda: chosen.verify(staged.path, model))
 
 
-def _export_call(
-    model: nn.Module,
-    out: Path,
-    inputs: Inputs,
-    target: Target,
-    options: GraphOptions,
-    external_data: bool | None,
-    verify: bool,
-) -> None:
-    graph = trace(model, inputs, target, options)
-    with staged_files(out.parent, lambda name: name in {out.name, f"{out.name}.data"}) as staged:
-        path = staged.path / out.name
-        save_graph(graph, path, external_data)
-        if verify:
-            with _runs(out):
-                report = verify_onnx_model(path, model, inputs.by_name(model))
-            _check_report(out, report)
+def _one_call(file: str, inputs: Inputs, options: GraphOptions) -> Task:
+    """Return how any module becomes the graph of one call of its `forward`."""
+    return Task(
+        trace=lambda model, target, _: {file: trace(model, inputs, target, options)},
+        verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.by_name(model)),
+    )
 
 
-def _export_task(
-    task: Task,
-    module: nn.Module,
-    out: Path,
-    source: str | os.PathLike[str] | None,
-    target: Target,
-    opset: int,
-    external_data: bool | None,
-    verify: bool,
-) -> None:
-    model = task.check(module)
-    graphs = task.trace(model, target, opset)
-    with staged_files(out, lambda name: name.removesuffix(".data") in graphs) as staged:
-        if source is not None:
-            copy_companions(source, staged.path)
-        _write_configs(model, staged.path)
-        for name, graph in graphs.items():
-            save_graph(graph, staged.path / name, external_data)
-        if verify:
-            with _runs(out):
-                report = task.verify(staged.path, model)
-            _check_report(out, report)
-
-
-def _write_configs(model: PreTrainedModel, directory: Path) -> None:
-    """Write the configurations that readers of ONNX files take sizes and special tokens from."""
+def _write_companions(model: PreTrainedModel, source: nn.Module | str | os.PathLike[str], directory: Path) -> None:
+    """Write what readers of ONNX files take a tokenizer, sizes and special tokens from."""
+    if not isinstance(source, nn.Module):
+        copy_companions(source, directory)
     config: Any = copy.deepcopy(model.config)
     # Transformers would look for weights in this package's files.
     if hasattr(config, "quantization_config"):
@@ -149,6 +117,7 @@ def _write_configs(model: PreTrainedModel, directory: Path) -> None:
 def _check(
     task: str | None, out: Path, runtime: str, example_inputs: ExampleInputs | None, options: GraphOptions
 ) -> None:
+    require("onnx_ir", "onnx")
     if runtime not in _TARGETS:
         raise ConfigError("runtime", f"one of {', '.join(_TARGETS)}", repr(runtime), "Choose one of these.")
     if options.opset < BLOCKS_OPSET:
@@ -180,25 +149,17 @@ def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, opti
         raise ConfigError("out", "a directory without another model", f"{there[0]} in {out}", next_step)
 
 
-@contextlib.contextmanager
-def _runs(out: Path) -> Iterator[None]:
-    """Tell of a graph that ONNX Runtime refuses, such as Falcon's with alibi, as of a model and not of a file."""
+def _check_outputs(out: Path, verify: Callable[[], VerificationReport]) -> None:
+    """Check files; what ONNX Runtime refuses, such as Falcon with alibi, is told of as a model and not as a file."""
     try:
-        yield
+        report = verify()
     except CorruptFileError as error:
+        expected = "a graph that ONNX Runtime runs as it is"
         next_step = (
             "Nothing was written. Use export_torchscript or export_program. Or pass verify=False to write the file for "
             "another runtime."
         )
-        expected = "a graph that ONNX Runtime runs as it is"
         raise UnsupportedError(out.name, expected, error.found, next_step) from error
-
-
-def _check_report(out: Path, report: VerificationReport) -> None:
     if not report:
-        raise UnsupportedError(
-            out.name,
-            "a graph that computes what the model computes",
-            str(report),
-            "Nothing was written. Pass verify=False to look at the file.",
-        )
+        next_step = "Nothing was written. Pass verify=False to look at the file."
+        raise UnsupportedError(out.name, "a graph that computes what the model computes", str(report), next_step)

@@ -234,10 +234,15 @@ def test_a_float_decoder_is_refused(tmp_path: Path) -> None:
 
 def test_a_file_of_another_decoder_is_not_verified(exported: tuple[Path, Path]) -> None:
     model = load_saved(exported[0]).to(torch.float32)  # type: ignore[arg-type]
-    assert decoder.verify_decoder(exported[1] / "model.onnx", model)
+    assert decoder.verify_decoder(exported[1], model)
     model.model.norm.weight.data[0] += 0.1
-    report = decoder.verify_decoder(exported[1] / "model.onnx", model)
+    report = decoder.verify_decoder(exported[1], model)
     assert [output.name for output in report.outputs if not output.ok] == ["logits of a prompt", "logits of a step"]
+
+
+def replace_trace(monkeypatch: pytest.MonkeyPatch, graph: object) -> None:
+    task = tasks.TASKS["text-generation"]._replace(trace=lambda *_: {"model.onnx": graph})
+    monkeypatch.setitem(tasks.TASKS, "text-generation", task)
 
 
 def test_an_error_of_the_disk_leaves_the_old_files_or_the_new_ones(
@@ -245,7 +250,7 @@ def test_an_error_of_the_disk_leaves_the_old_files_or_the_new_ones(
 ) -> None:
     model = load_saved(exported[0]).to(torch.float32)  # type: ignore[arg-type]
     graph = onnx_ir.load(exported[1] / "model.onnx")
-    monkeypatch.setattr(tasks, "trace_decoder", lambda *_: graph)
+    replace_trace(monkeypatch, graph)
     export_onnx(model, tmp_path, task="text-generation")
     whole, old, errors = (tmp_path / "model.onnx").read_bytes(), b"old", 0
     for call in range(1, 1000):
@@ -271,12 +276,12 @@ def test_an_error_of_the_disk_leaves_the_old_files_or_the_new_ones(
 def test_a_disk_that_fills_up_while_the_graph_is_written_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fill_up(graph: object, path: Path, external_data: object) -> None:
-        path.write_bytes(b"half")
+    def fill_up(graphs: object, directory: Path, external_data: object) -> None:
+        (directory / "model.onnx").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tasks, "trace_decoder", lambda *_: None)
-    monkeypatch.setattr(writer, "save_graph", fill_up)
+    replace_trace(monkeypatch, None)
+    monkeypatch.setattr(writer, "save_graphs", fill_up)
     with pytest.raises(SaveError, match="enough free disk space"):
         export_onnx(quantized("llama", "int8"), tmp_path / "out", task="text-generation")
     assert os.listdir(tmp_path / "out") == []
