@@ -19,7 +19,7 @@ from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.plain_calls import NamedCall, in_eval_mode, split_inputs
 from hf_trainweights.exports.sources import model_of
-from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
 
@@ -62,7 +62,7 @@ def export_program(
         raise ConfigError("out", "a file that ends in .pt2", str(out), f"Write to {out / 'model.pt2'}, for example.")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
-    with in_eval_mode(model), lowered(model, Aten()), torch.no_grad():
+    with in_eval_mode(model), lowered(model, Target()), torch.no_grad():
         program = _trace(model, inputs, dynamic_shapes)
     with staged_files(out.parent, lambda name: name == out.name) as staged:
         path = staged.path / out.name

@@ -19,7 +19,7 @@ from hf_trainweights.exports.lowering import lowered, lowered_if_quantized
 from hf_trainweights.exports.plain_calls import OrderedCall, in_eval_mode, split_inputs
 from hf_trainweights.exports.scripted_layers import scripted_layer
 from hf_trainweights.exports.sources import model_of
-from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
 from hf_trainweights.files.staging import staged_files
 
@@ -65,7 +65,7 @@ def export_torchscript(
         raise ConfigError("out", "a file", f"the directory {out}", f"Write to {out / 'model.pt'}, for example.")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs) if method == "trace" else None
-    with _without_deprecation(), lowered(model, Aten()):
+    with _without_deprecation(), lowered(model, Target()):
         content = _serialized(model, _compiled(model, inputs), optimize)
     with staged_files(out.parent, lambda name: name == out.name) as staged:
         (staged.path / out.name).write_bytes(content)
@@ -75,7 +75,7 @@ def torchscript_bytes(model: nn.Module, example_inputs: ExampleInputs | None = N
     """Return the TorchScript file of any model, float or quantized: traced where there are inputs, else compiled."""
     is_traced = example_inputs is not None or isinstance(model, PreTrainedModel)
     inputs = Inputs.of(model, example_inputs) if is_traced else None
-    with _without_deprecation(), lowered_if_quantized(model, Aten()):
+    with _without_deprecation(), lowered_if_quantized(model, Target()):
         return _serialized(model, _compiled(model, inputs), optimize=False)
 
 

@@ -17,7 +17,7 @@ from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, UnsupportedError
 from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
-from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.formats.int8 import Int8
 
 
@@ -45,7 +45,7 @@ def test_a_lowered_model_computes_what_the_dequantized_model_computes(
     inputs = Inputs.of(model, ARCHITECTURES[architecture].inputs(model)).kwargs  # without a cache
     wanted = dequantized_outputs(model, **inputs)
     dense = {name: weight.dequantize() for name, weight in model.named_parameters() if is_quantized(weight)}
-    with torch.no_grad(), lowered(model, Aten()):
+    with torch.no_grad(), lowered(model, Target()):
         for name, weight in dense.items():
             module, _, own = name.rpartition(".")
             assert torch.equal(getattr(model.get_submodule(module), own).dequantize(), weight), name
@@ -62,7 +62,7 @@ def test_a_lowered_model_computes_what_the_dequantized_model_computes(
 def test_a_lowered_model_holds_the_codes_and_nothing_else(config: str) -> None:
     model = quantized("llama", config)
     weight = model.get_parameter("lm_head.weight")
-    with lowered(model, Aten()):
+    with lowered(model, Target()):
         state = model.state_dict()
         assert not any(isinstance(tensor, QuantizedTensor) for tensor in state.values())
         assert "lm_head.weight" not in state
@@ -72,7 +72,7 @@ def test_a_lowered_model_holds_the_codes_and_nothing_else(config: str) -> None:
 
 def test_the_places_of_a_tied_weight_share_their_tensors() -> None:
     model = quantized("llama_tied", "int8")
-    with lowered(model, Aten()):
+    with lowered(model, Target()):
         state = model.state_dict()
         assert state["lm_head._weight_qdata"].data_ptr() == state["model.embed_tokens._weight_qdata"].data_ptr()
 
@@ -83,7 +83,7 @@ def test_the_model_is_itself_again_afterwards(fails: bool) -> None:
     model = quantized("gpt2", "int4 g32")
     before = held(model)
     keys, attributes = list(model.state_dict()), [set(vars(module)) for module in model.modules()]
-    with pytest.raises(RuntimeError, match="stopped") if fails else torch.no_grad(), lowered(model, Aten()):
+    with pytest.raises(RuntimeError, match="stopped") if fails else torch.no_grad(), lowered(model, Target()):
         assert list(model.state_dict()) != keys
         if fails:
             raise RuntimeError("stopped")
@@ -96,7 +96,7 @@ def test_other_uses_of_a_weight_get_the_dequantized_one() -> None:
     linear = quantized(nn.Sequential(nn.Linear(64, 32)), "int4 g32")[0]
     dense = linear.weight.dequantize()
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad(), lowered(linear, Aten()):
+    with torch.no_grad(), lowered(linear, Target()):
         weight = linear.weight
         assert (tuple(weight.shape), weight.dtype, len(weight)) == ((32, 64), torch.float32, 32)
         assert torch.equal(x @ weight.t(), x @ dense.t())
@@ -106,7 +106,7 @@ def test_other_uses_of_a_weight_get_the_dequantized_one() -> None:
 
 
 def test_a_float_model_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected quantized weights, found none"), lowered(nn.Linear(3, 2), Aten()):
+    with pytest.raises(ConfigError, match="expected quantized weights, found none"), lowered(nn.Linear(3, 2), Target()):
         pass
 
 
@@ -123,5 +123,5 @@ def test_a_format_without_plain_ops_is_refused_by_the_name_of_its_weight() -> No
     model = nn.Sequential(linear)
     linear.weight = nn.Parameter(weight, requires_grad=False)
     message = r"^0\.weight: expected a format that tells by which plain ops it is unpacked .* found odd\. Quantize"
-    with pytest.raises(UnsupportedError, match=message), lowered(model, Aten()):
+    with pytest.raises(UnsupportedError, match=message), lowered(model, Target()):
         pass

@@ -21,7 +21,6 @@ from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import NEXT_STEP, GraphOptions, name_dimensions, trace
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
-from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.targets.base import Target
 from hf_trainweights.exports.tracer_errors import tracer_errors
 
@@ -82,7 +81,7 @@ def verify_decoder(directory: Path, model: PreTrainedModel) -> VerificationRepor
     found = []
     for name, start, end in (("logits of a prompt", 0, _LENGTH), ("logits of a step", _LENGTH, _LENGTH + 1)):
         inputs = {key: value[:, 0 if key == "attention_mask" else start : end] for key, value in call.items()}
-        with torch.no_grad(), lowered(model, Aten()):
+        with torch.no_grad(), lowered(model, Target()):
             wanted = model(**inputs, past_key_values=cache, use_cache=True).logits
         outputs = session.predict({**inputs, **past})
         past = {key.replace(_PRESENT, _PAST): value for key, value in outputs.items() if key != "logits"}

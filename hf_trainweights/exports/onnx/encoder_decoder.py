@@ -19,7 +19,6 @@ from hf_trainweights.exports.example_inputs import Inputs
 from hf_trainweights.exports.lowering import lowered
 from hf_trainweights.exports.onnx.graph import GraphOptions, Part, name_dimensions, trace
 from hf_trainweights.exports.onnx.verification import VerificationReport, compare, open_valid
-from hf_trainweights.exports.targets.aten import Aten
 from hf_trainweights.exports.targets.base import Target
 
 ENCODER, DECODER, DECODER_WITH_PAST = "encoder_model.onnx", "decoder_model.onnx", "decoder_with_past_model.onnx"
@@ -94,7 +93,7 @@ def trace_encoder_decoder(model: nn.Module, target: Target, opset: int, task: st
     """Return the graphs of an encoder-decoder in eval mode by the names of their files; batch and lengths are free."""
     model = _check(model, task)
     source = _source(model, _BATCH)
-    with torch.no_grad(), lowered(model, Aten()):
+    with torch.no_grad(), lowered(model, Target()):
         call = _first_call(model, source, _BATCH)
         past = _past(_Decoder(model)(**call))
     graphs = {}
@@ -116,7 +115,7 @@ def verify_encoder_decoder(directory: Path, model: PreTrainedModel) -> Verificat
     """Run an encoding, a first call and a step through the files and through the model, and compare."""
     sessions = {name: open_valid(directory / name) for name in (ENCODER, DECODER, DECODER_WITH_PAST)}
     source, decoder = _source(model, _BATCH + 1), _Decoder(model)
-    with torch.no_grad(), lowered(model, Aten()):
+    with torch.no_grad(), lowered(model, Target()):
         call = _first_call(model, source, _BATCH + 1)
         first = decoder(**call)
         step = {**call, "input_ids": call["input_ids"][:, :1]}

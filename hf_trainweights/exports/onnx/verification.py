@@ -16,7 +16,7 @@ from hf_trainweights.exports.example_inputs import ExampleInputs, Inputs
 from hf_trainweights.exports.lowering import lowered_if_quantized
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.packages import require
-from hf_trainweights.exports.targets.aten import Aten
+from hf_trainweights.exports.targets.base import Target
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def _fed(session: OnnxModel, model: nn.Module, inputs: Inputs) -> dict[str, Tens
 
 
 def _call(model: nn.Module, inputs: Inputs) -> list[Tensor]:
-    with torch.no_grad(), lowered_if_quantized(model, Aten()):
+    with torch.no_grad(), lowered_if_quantized(model, Target()):
         result = model(*inputs.args, **inputs.kwargs)
     return [each for each in tree_leaves(result) if isinstance(each, Tensor)]
 

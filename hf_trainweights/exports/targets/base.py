@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -58,12 +57,10 @@ class PlainWeight:
 
 
 class Target:
-    """The plain tensors and ops of one kind of file; by default those that a format gives, see `Format.unpack`.
+    """The plain tensors and ops of one kind of file; by default ATen's, which a format gives (`Format.unpack`).
 
     Nothing but these is in the exported graph, so its reader needs no code of this package.
     """
-
-    name: ClassVar[str]
 
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
         """Return the tensors that stand for a weight in a file, besides column scales; a tied one has several uses."""

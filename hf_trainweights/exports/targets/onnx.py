@@ -31,8 +31,6 @@ class Onnx(Target):
     int4 words are in the graph as int32 while PyTorch traces; `onnx.stored_tensors` gives them their type.
     """
 
-    name = "ONNX"
-
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
         """Return the stored tensors: as `codes` those that DequantizeLinear reads, as `qdata` what else they are.
 

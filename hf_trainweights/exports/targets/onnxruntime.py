@@ -40,8 +40,6 @@ class _Blocks(NamedTuple):
 class OnnxRuntime(Onnx):
     """MatMulNBits and GatherBlockQuantized where a weight fits them, ONNX's own ops elsewhere."""
 
-    name = "ONNX Runtime"
-
     def buffers(self, weight: QuantizedTensor, uses: Set[Use]) -> dict[str, Tensor]:
         """Return unsigned codes, `[N, blocks, bytes]` for a Linear and `[N, bytes]` for a table, and scales by block.
 
