@@ -8,41 +8,31 @@ from torch import Tensor, nn
 from hf_trainweights.exports.lowered_weight import LoweredWeight
 
 
-class ScriptedLinear(nn.Module):
-    """A lowered Linear of plain tensors."""
+class ScriptedLayer(nn.Module):
+    """A lowered Linear or Embedding of plain tensors, with the sizes that its model may ask it for."""
 
-    def __init__(self, module: nn.Linear, weight: LoweredWeight):
+    def __init__(self, module: nn.Module, example: Tensor, **sizes: int):
         super().__init__()
-        self.out_features, self.in_features = weight.shape
+        for name, size in sizes.items():
+            setattr(self, name, size)
         # What a format needs is recorded, because TorchScript compiles little of Python.
-        self.recorded: Any = torch.jit.trace(
-            module, torch.zeros(1, self.in_features, dtype=weight.dtype), check_trace=False
-        )
+        self.recorded: Any = torch.jit.trace(module, example, check_trace=False)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Multiply by the dequantized weight."""
+        """Call the layer."""
         return self.recorded(input)
 
 
-class ScriptedEmbedding(nn.Module):
-    """A lowered Embedding of plain tensors."""
-
-    def __init__(self, module: nn.Embedding, weight: LoweredWeight):
-        super().__init__()
-        self.num_embeddings, self.embedding_dim = weight.shape
-        self.recorded: Any = torch.jit.trace(module, torch.zeros(1, dtype=torch.int64), check_trace=False)
-
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
-        """Dequantize the rows that are looked up."""
-        return self.recorded(input)
-
-
-def scripted_layer(module: nn.Module) -> nn.Module | None:
+def scripted_layer(module: Any) -> nn.Module | None:
     """Return the module that TorchScript compiles in the place of a lowered one; None for one that it leaves alone."""
     weight = vars(module).get("weight")
     if isinstance(weight, LoweredWeight):
         if type(module).forward is nn.Linear.forward:
-            return ScriptedLinear(module, weight)  # type: ignore[arg-type]
+            rows, columns = weight.shape
+            x = torch.zeros(1, columns, dtype=weight.dtype)
+            return ScriptedLayer(module, x, out_features=rows, in_features=columns)
         if type(module).forward is nn.Embedding.forward and module.max_norm is None:
-            return ScriptedEmbedding(module, weight)  # type: ignore[arg-type]
+            rows, columns = weight.shape
+            x = torch.zeros(1, dtype=torch.int64)
+            return ScriptedLayer(module, x, num_embeddings=rows, embedding_dim=columns)
     return None
