@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from hf_trainweights import TrainWeightsCheckpointCallback
-from hf_trainweights.report.run_plot import plot_run
+from hf_trainweights.report.write import plot_run
 from hf_trainweights_cli.demo.corpus import read_corpus
 
 DRAWING = Path(__file__).parent.parent / "docs" / "run_plot.svg"

@@ -77,10 +77,10 @@ def _check_plot(out: Path | None) -> None:
     if out is None:
         return
     from hf_trainweights.errors import ConfigError
-    from hf_trainweights.report.run_plot import check_plot_name
+    from hf_trainweights.report.write import PLOTS, check_name
 
     try:
-        check_plot_name(out)
+        check_name(out, PLOTS)
     except ConfigError as error:
         raise wrong_option(error, "--plot") from error
 
@@ -88,7 +88,7 @@ def _check_plot(out: Path | None) -> None:
 def _draw(run: Path, out: Path | None) -> None:
     if out is None:
         return
-    from hf_trainweights.report.run_plot import plot_run
+    from hf_trainweights.report.write import plot_run
 
     plot_run(run, out)
 

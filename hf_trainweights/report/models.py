@@ -145,15 +145,13 @@ def _legend(formats: Sequence[str]) -> tuple[str, ...]:
 
 
 def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table:
+    everything = [each.weight for each in measured]
+    groups = {name: [weight for weight in everything if weight.format == name] for name in formats}
     rows = []
-    for name in formats:
-        members = [each.weight for each in measured if each.weight.format == name]
+    for name, members in [*groups.items(), ("total", everything)]:
         elements = sum(weight.tensor.numel() for weight in members)
         rows.append((name, len(members), f"{elements:,}", show_size(stored_bytes(members)), show_bits(members)))
-    everything = [each.weight for each in measured]
-    elements = sum(weight.tensor.numel() for weight in everything)
-    total = ("total", len(everything), f"{elements:,}", show_size(stored_bytes(everything)), show_bits(everything))
-    return Table(("format", "tensors", "weights", "size", "bits per weight"), [*rows, total])
+    return Table(("format", "tensors", "weights", "size", "bits per weight"), rows)
 
 
 def _error_chart(measured: Sequence[Measured]) -> Drawing:

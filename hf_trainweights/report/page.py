@@ -5,15 +5,20 @@ Jinja escapes whatever comes from a model; a browser that honors the page's poli
 
 from __future__ import annotations
 
+import os
+import platform
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from hf_trainweights.report.drawing import Drawing, printable, style
-from hf_trainweights.report.machine import describe_machine, describe_versions
+
+_CPU_FILE = Path("/proc/cpuinfo")  # of Linux
 
 
 @dataclass(frozen=True)
@@ -58,4 +63,13 @@ class Page:
 
 def default_caption() -> str:
     """Return the versions, the machine and the date."""
-    return f"{describe_versions()}; {describe_machine()}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+    versions = ", ".join(f"{name} {version(name)}" for name in ("hf_trainweights", "torch", "transformers"))
+    return f"{versions}; {describe_machine()}; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
+
+
+def describe_machine() -> str:
+    """Return the processor and its number of cores, as people read them."""
+    lines = _CPU_FILE.read_text(encoding="utf-8", errors="replace").splitlines() if _CPU_FILE.exists() else []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    name = next(names, "") or platform.processor() or platform.machine()
+    return f"{name}, {os.cpu_count()} cores"

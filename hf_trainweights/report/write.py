@@ -1,4 +1,4 @@
-"""`write_report`: a model, a saved directory or a training run as one HTML file of tables and pictures."""
+"""`write_report` and `plot_run`: a model, a saved directory or a training run as a file of tables and pictures."""
 
 from __future__ import annotations
 
@@ -25,10 +25,13 @@ from hf_trainweights.report.models import (
     stored_bytes,
 )
 from hf_trainweights.report.page import Page, Section, default_caption
-from hf_trainweights.report.run_sections import describe_run, run_sections
+from hf_trainweights.report.run_sections import describe_run, run_picture, run_sections
 from hf_trainweights.report.runs import read_losses, read_run
 from hf_trainweights.report.sources import Source, Weight, existing, is_run, read_counterparts, read_weights
 from hf_trainweights.report.texts import measure_with_texts
+
+PLOTS = (".svg", ".html")
+"""The endings of the files that `plot_run` writes."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +90,26 @@ def write_report(
     return Report(title, out, tuple(lines))
 
 
-def check_name(out: Path) -> None:
-    """Check, before anything is measured, that a report would not replace a file of another kind."""
-    if out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigError(str(out), "a file name that ends in .html", out.name, "Choose another name.")
+def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
+    """Draw what each checkpoint of a run takes, and the loss beside it where one was logged; no tensor is read."""
+    root, out = Path(root), Path(out)
+    check_name(out, PLOTS)
+    checkpoints = read_run(root)
+    if not checkpoints:
+        expected, next_step = "a run: a directory of checkpoint-<step> directories", "Give the run, not one of them."
+        raise ConfigError(str(root), expected, "none of them", next_step)
+    if out.suffix == ".html":
+        write_report(root, out)
+        return
+    picture = run_picture(root.absolute().name, checkpoints, read_losses(root, checkpoints))
+    write_alone(out, picture.standalone(page=True), "No picture was written.")
+
+
+def check_name(out: Path, suffixes: Sequence[str] = (".html", ".htm")) -> None:
+    """Check, before anything is read, that a report or a picture would not replace a file of another kind."""
+    if out.suffix.lower() not in suffixes:
+        expected = f"a file name that ends in {' or '.join(suffixes)}"
+        raise ConfigError(str(out), expected, out.name, "Choose another name.")
 
 
 def write_page(page: Page, out: Path) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels import compiled
-from hf_trainweights.report.machine import describe_machine
+from hf_trainweights.report.page import describe_machine
 from hf_trainweights_cli.demo.checkpoints import Checkpoints
 from hf_trainweights_cli.demo.corpus import read_corpus
 from hf_trainweights_cli.demo.float_model import check_causal_lm

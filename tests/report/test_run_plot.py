@@ -10,7 +10,7 @@ import pytest
 from report.test_charts import assert_legible
 
 from hf_trainweights.errors import ConfigError, SaveError
-from hf_trainweights.report.run_plot import plot_run
+from hf_trainweights.report.write import plot_run
 
 HISTORY = [*({"step": step, "loss": 6 - step / 10} for step in range(1, 21)), {"step": 20, "eval_loss": 4.5}]
 
