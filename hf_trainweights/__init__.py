@@ -31,9 +31,8 @@ if TYPE_CHECKING:
     from hf_trainweights.exports.torchscript import export_torchscript
     from hf_trainweights.exports.writer import export_compressed_tensors
     from hf_trainweights.imports.directory import import_directory
-    from hf_trainweights.inspection.difference import compare_checkpoints
+    from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
-    from hf_trainweights.inspection.model_difference import compare_models
     from hf_trainweights.models.choosing.summary import summary
     from hf_trainweights.models.dequantize import dequantize_directory
     from hf_trainweights.models.directory import quantize_directory
@@ -81,7 +80,7 @@ __getattr__ = _lazy(
         "OnnxModel": "exports.onnx.model",
         "TrainWeightsCheckpointCallback": "checkpoint.trainer.callback",
         "compare_checkpoints": "inspection.difference",
-        "compare_models": "inspection.model_difference",
+        "compare_models": "inspection.difference",
         "dequantize_directory": "models.dequantize",
         "export_compressed_tensors": "exports.writer",
         "export_gguf": "exports.gguf.export",

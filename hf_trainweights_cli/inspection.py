@@ -95,8 +95,7 @@ def diff(
 
     Exits with 1 if one has names, shapes or dtypes that the other has not.
     """
-    from hf_trainweights.inspection.difference import compare_checkpoints
-    from hf_trainweights.inspection.model_difference import compare_models
+    from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
 
     with errors_in_one_line(debug), status("comparing"):
         paths = local_copy(first), local_copy(second)

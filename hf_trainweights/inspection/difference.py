@@ -1,23 +1,22 @@
-"""Compares two checkpoints tensor by tensor: what a lossy mode costs, or how far training has moved."""
+"""Compares two checkpoints or models tensor by tensor: what rounding costs, or how far training has moved."""
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_trainweights.inspection.sharded_tensors import read_part
-from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
 from hf_trainweights.models.choosing.notebook import html_table
+from hf_trainweights.models.choosing.summary import Calibrated
+from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
-
-if TYPE_CHECKING:
-    from hf_trainweights.models.choosing.summary import Calibrated
 
 _PIECE_ELEMENTS = 1 << 22
 
@@ -47,7 +46,9 @@ class Difference:
     @property
     def relative_l2(self) -> float:
         """|a - b| / |a| in the L2 norm; 0 if nothing differs."""
-        return _ratio(math.sqrt(self.squares_error), math.sqrt(self.squares_a))
+        if self.squares_error == 0:
+            return 0.0
+        return math.sqrt(self.squares_error) / math.sqrt(self.squares_a) if self.squares_a else math.inf
 
     @property
     def snr_db(self) -> float:
@@ -133,6 +134,40 @@ def compare_checkpoints(a: str | Path, b: str | Path) -> Comparison:
     return compare_tensors(parts, (str(a), str(b)))
 
 
+def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comparison:
+    """Compare the weights of two saved models, each as Transformers loads it.
+
+    Weights therefore have the names of their modules, experts are merged in both models, and tied weights count once.
+
+    Args:
+        a: Directory or Hub id of a model, float or quantized.
+        b: The model to compare it with.
+
+    Returns:
+        The differences, and what calibration was worth; bytes are those of the stored tensors.
+
+    Raises:
+        ConfigError: Transformers has no class for a model, or weights are missing.
+        CorruptFileError: A file is damaged.
+
+    Examples:
+        >>> comparison = compare_models("llama", "llama-int8")
+        >>> comparison.totals[0].is_equal
+        False
+    """
+    found = compare_tensors([("weights", _weights(a), _weights(b))], (str(a), str(b)))
+    return replace(found, calibrated=Calibrated.beside(Path(b)) or Calibrated.beside(Path(a)))
+
+
+def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
+    found: dict[int, StoredTensor] = {}
+    for name, tensor in load_saved(source).state_dict(keep_vars=True).items():
+        stored_bytes = tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes
+        # A tied weight is one object under several names.
+        found.setdefault(id(tensor), StoredTensor(name, tensor, stored_bytes, Path(source)))
+    return {stored.key: stored for stored in found.values()}
+
+
 def compare_tensors(
     parts: Iterable[tuple[str, Mapping[str, StoredTensor], Mapping[str, StoredTensor]]], names: tuple[str, str]
 ) -> Comparison:
@@ -202,9 +237,3 @@ def difference_of(a: Tensor, b: Tensor) -> Difference:
 
 def _as_float64(tensor: Tensor) -> Tensor:
     return torch.view_as_real(tensor.to(torch.complex128)) if tensor.is_complex() else tensor.to(torch.float64)
-
-
-def _ratio(part: float, whole: float) -> float:
-    if part == 0:
-        return 0.0
-    return part / whole if whole else math.inf

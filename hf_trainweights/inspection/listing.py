@@ -14,8 +14,7 @@ from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.files.reading import open_pickle, open_regular_file, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
-from hf_trainweights.inspection.sharded_tensors import ShardedTensors, read_part
-from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_tensors
+from hf_trainweights.inspection.stored_tensors import ShardedTensors, StoredTensor, find_parts, read_part, read_tensors
 from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsConfig
 from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX

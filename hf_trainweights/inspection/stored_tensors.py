@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import load_file as load_safetensors
 from torch import Tensor
 
@@ -22,6 +23,8 @@ from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 
+# What a DCP directory has of each part.
+_NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}
 _WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".ckpt")
 # How a zip archive, a pickle of torch before 1.6 and one of protocol 0 or 1 begin.
 _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
@@ -66,10 +69,42 @@ def find_parts(path: Path) -> dict[str, list[Path]]:
 
 
 def _find_sharded(path: Path) -> dict[str, list[Path]]:
-    parts = (("weights", all_weights), ("optimizer", optimizer_tensors))
     contents = [ShardedContents(each) for each in dcp_directories(path)]
-    found = {part: [each.directory for each in contents if names_of(each)] for part, names_of in parts}
+    found = {part: [each.directory for each in contents if names_of(each)] for part, names_of in _NAMES.items()}
     return {part: directories[:1] for part, directories in found.items() if directories}
+
+
+class ShardedTensors(Mapping[str, StoredTensor]):
+    """One part of a DCP directory, plain or encoded, by the names of its tensors; none stays in memory.
+
+    Without `values` the tensors are on the meta device.
+    """
+
+    def __init__(self, directory: Path, part: str, *, values: bool = True):
+        self._contents = ShardedContents(directory)
+        prefix = "" if part == "weights" else f"{part}: "
+        self._names = {f"{prefix}{name}": stored for name, stored in _NAMES[part](self._contents).items()}
+        self._values = values
+
+    def __getitem__(self, key: str) -> StoredTensor:
+        name = self._names[key]
+        entry = self._contents.tensors[name]
+        meta = torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+        tensor = self._contents.read_tensor(name) if self._values else meta
+        return StoredTensor(key, tensor, self._contents.stored_bytes(name), self._contents.directory)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def read_part(files: Sequence[Path], part: str) -> Mapping[str, StoredTensor]:
+    """Return the tensors of one part of a checkpoint by name; those of a DCP directory are read at each access."""
+    if files and files[0].is_dir():
+        return ShardedTensors(files[0], part)
+    return {stored.key: stored for file in files for stored in read_tensors(file, part)}
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:

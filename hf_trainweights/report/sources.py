@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.inspection.listing import configured_format, fold_weights
-from hf_trainweights.inspection.sharded_tensors import read_part
-from hf_trainweights.inspection.stored_tensors import find_parts
+from hf_trainweights.inspection.stored_tensors import find_parts, read_part
 from hf_trainweights.models.loading.saved_models import load_saved
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
