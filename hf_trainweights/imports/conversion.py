@@ -91,7 +91,7 @@ def _converted(
 
 def _read(source: Source, layout: Layout, module: str, leaves: dict[str, str]) -> QuantizedTensor | None:
     read = layout.leaves | {"weight"}
-    return layout.read(module, source.tensors({leaf: leaves[leaf] for leaf in leaves if leaf in read}))
+    return layout.read(module, {leaf: source.tensor(name) for leaf, name in leaves.items() if leaf in read})
 
 
 def _merge(

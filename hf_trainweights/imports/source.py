@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -29,74 +29,51 @@ class Source:
 
     def __init__(self, directory: Path):
         self.directory = directory
-        self._files: dict[str, Any] = {}
+        self._readers: dict[str, Callable[[str], Tensor]] = {}
         self.metadata: dict[str, str] = {}
         self.size_bytes = 0
         for path in _weight_files(directory):
             self.size_bytes += path.stat().st_size
-            opened = _Safetensors(path) if path.suffix == ".safetensors" else _Bin(path)
-            for name in opened.names():
-                if name in self._files:
-                    next_step = "Download the model again, or save it again from its source."
-                    raise CorruptFileError(str(path), f"{name} in one file", "it in several", next_step)
-                self._files[name] = opened
-            self.metadata |= opened.metadata()
+            readers, metadata = _readers(path)
+            for name in readers.keys() & self._readers.keys():
+                next_step = "Download the model again, or save it again from its source."
+                raise CorruptFileError(str(path), f"{name} in one file", "it in several", next_step)
+            self._readers |= readers
+            self.metadata |= metadata
 
     @property
     def names(self) -> Collection[str]:
         """The names of all tensors."""
-        return self._files.keys()
+        return self._readers.keys()
 
     def tensor(self, name: str) -> Tensor:
         """Return a tensor by its name, a view of the mapped file."""
-        return self._files[name].tensor(name)
+        with torch.device("cpu"):  # else safetensors makes it on the default device
+            return self._readers[name](name)
 
     def modules(self) -> dict[str, dict[str, str]]:
         """Return the tensors by the module that they belong to: module to last part of the name to whole name."""
         modules: dict[str, dict[str, str]] = defaultdict(dict)
-        for name in sorted(self._files):
+        for name in sorted(self._readers):
             module, _, leaf = name.rpartition(".")
             modules[module][leaf] = name
         return dict(modules)
 
-    def tensors(self, names: Mapping[str, str]) -> dict[str, Tensor]:
-        """Return tensors by the keys of their names."""
-        return {key: self.tensor(name) for key, name in names.items()}
 
-
-class _Safetensors:
-    def __init__(self, path: Path):
-        self._file = safe_open(path, framework="pt")
-
-    def names(self) -> list[str]:
-        return list(self._file.keys())
-
-    def metadata(self) -> dict[str, str]:
-        return self._file.metadata() or {}
-
-    def tensor(self, name: str) -> Tensor:
-        with torch.device("cpu"):  # else safetensors makes it on the default device
-            return self._file.get_tensor(name)
-
-
-class _Bin:
-    def __init__(self, path: Path):
-        loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=is_torch_zip(path) or None)
-        self._tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
-        for name, tensor in self._tensors.items():
-            plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
-            if not isinstance(name, str) or not plain:
-                found = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
-                raise CorruptFileError(str(path), "names to plain tensors with values", found, AGAIN)
-
-    def names(self) -> list[str]:
-        return list(self._tensors)
-
-    def metadata(self) -> dict[str, str]:
-        return {}
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name]
+def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, str]]:
+    """Return by name what reads each tensor of a file, and the metadata of its header."""
+    if path.suffix == ".safetensors":
+        file: Any = safe_open(path, framework="pt")
+        readers: dict[str, Callable[[str], Tensor]] = dict.fromkeys(file.keys(), file.get_tensor)
+        return readers, file.metadata() or {}
+    loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=is_torch_zip(path) or None)
+    tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
+    for name, tensor in tensors.items():
+        plain = tensor.layout is torch.strided and not tensor.is_quantized and tensor.device.type == "cpu"
+        if not isinstance(name, str) or not plain:
+            found = f"{name!r} to a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device.type}"
+            raise CorruptFileError(str(path), "names to plain tensors with values", found, AGAIN)
+    return dict.fromkeys(tensors, tensors.__getitem__), {}
 
 
 def _weight_files(directory: Path) -> list[Path]:

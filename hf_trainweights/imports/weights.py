@@ -1,4 +1,8 @@
-"""Codes and scales of any origin as a quantized weight of this package: the same numbers, checked."""
+"""Codes, scales and zero points of any origin as a quantized weight of this package: the same numbers, checked.
+
+`(code - zero_point) * scale` is a difference of integers times a scale. Of codes of 4 bits it is one of -15 to 15,
+which `int8` holds, in the groups of the source. Where a whole row shares scale and zero point, `uint4` holds both.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,55 @@ from hf_trainweights.formats.float8_e4m3 import Float8E4M3
 from hf_trainweights.formats.int4 import GROUP_SIZES, Int4
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.formats.packing import pack_int4
+from hf_trainweights.formats.planes import pack_planes
+from hf_trainweights.formats.uint import UInt4
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 AGAIN = "The files are damaged or belong to another model; download them again."
 FROM_FLOAT = "Quantize the float model that it was made from."
 # Some files keep scales that are powers of two as their exponents alone.
 FLOAT8_SCALES = (*FLOAT_DTYPES, torch.float8_e8m0fnu)
+# Of one scale for a whole weight.
+TENSOR_SHAPES = ((), (1,), (1, 1))
+
+
+def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor | None, bits: int) -> QuantizedTensor:
+    """Return a weight of integer codes and zero points of the scale's shape, None for symmetric codes.
+
+    It is as `integer_weight` where the differences fit into as many bits; else uint4 for rows of one group, and int8
+    for others. UnsupportedError: a code and its zero point differ by more than int8 holds.
+    """
+    if zero is None or not bool(zero.any()):
+        return integer_weight(name, codes, scale, bits)
+    N, K = codes.shape
+    scale, zero = by_row(name, scale, N), zero.reshape(-1, 1).expand(N, 1) if zero.dim() < 2 else zero.expand(N, -1)
+    if K % scale.shape[1]:
+        raise CorruptFileError(name, f"groups that divide {K} columns", f"{scale.shape[1]}", AGAIN)
+    differences = codes.int() - zero.int().repeat_interleave(K // zero.shape[1], dim=1)
+    low, high = (int(end) for end in differences.aminmax())
+    if low < -128 or high > 127:
+        expected = "codes that differ from their zero points by -128 to 127"
+        raise UnsupportedError(name, expected, f"{low} to {high}", FROM_FLOAT)
+    if bits == 4 and not -8 <= low <= high <= 7:
+        form = UInt4(32).fallback((N, K))
+        if isinstance(form, UInt4) and scale.shape[1] == 1:
+            return _uint4(name, codes, scale, zero, form)
+        bits = 8
+    return integer_weight(name, differences.to(torch.int8), scale, bits)
+
+
+def _uint4(name: str, codes: Tensor, scale: Tensor, zero: Tensor, form: UInt4) -> QuantizedTensor:
+    """Return a weight whose groups all have the scale and the zero point of their row."""
+    pairs = codes.shape[1] // form.group_size // 2
+    zero = (zero + 8).to(torch.uint8)
+    tensors = {
+        "qdata": pack_planes((codes + 8).to(torch.uint8), bits=4),
+        "scale": scale,
+        # 0 stands for a factor of 1.
+        "group_scale": torch.zeros(len(codes), pairs, dtype=torch.uint8, device=codes.device),
+        "zero_point": (zero | zero << 4).expand(-1, pairs),
+    }
+    return held(name, form, tensors, tuple(codes.shape))
 
 
 def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> QuantizedTensor:
@@ -27,13 +74,11 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> Quanti
 
     It is int4 where `bits` is 4 and its groups can be made of groups of 32, 64 or 128, else int8.
     """
-    if codes.dim() != 2 or codes.dtype != torch.int8 or codes.numel() == 0:
-        raise _misfit(name, "codes as an int8 matrix", codes)
     N, K = codes.shape
     scale = by_row(name, scale, N)
     G = scale.shape[1]
     if K % G:
-        raise _misfit(name, f"scales for groups that divide {K} columns", scale)
+        raise CorruptFileError(name, f"groups that divide {K} columns", f"{G}", AGAIN)
     if bits == 4 and not bool(((codes >= -8) & (codes <= 7)).all()):
         found = f"{int(codes.amin())} to {int(codes.amax())}"
         raise CorruptFileError(name, "int4 codes of -8 to 7", found, AGAIN)
@@ -51,8 +96,6 @@ def float8_weight(name: str, codes: Tensor, scale: Tensor, rows_per_block: int =
 
     UnsupportedError: the scales of a row differ.
     """
-    if codes.dim() != 2 or codes.dtype != torch.float8_e4m3fn or codes.numel() == 0:
-        raise _misfit(name, "codes as a float8_e4m3fn matrix", codes)
     N, K = codes.shape
     if scale.dtype == torch.float8_e8m0fnu:
         scale = scale.float()  # powers of two
@@ -80,11 +123,6 @@ def group_count(K: int, group_size: int) -> int:
     return 1 if group_size < 1 else -(-K // group_size)
 
 
-def tensor_shapes() -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of one scale for a whole weight."""
-    return (), (1,), (1, 1)
-
-
 def channel_shapes(N: int) -> tuple[tuple[int, ...], ...]:
     """Return the shapes of one scale for each of N rows."""
     return (N, 1), (N,)
@@ -96,15 +134,16 @@ def block_shape(N: int, K: int, block: tuple[int, int]) -> tuple[int, int]:
 
 
 def by_row(name: str, scale: Tensor, N: int) -> Tensor:
-    """Return scales (one number, `[N]` or `[N, G]`) as a view `[N, G]`; CorruptFileError: they are not for N rows."""
-    if scale.dtype not in FLOAT_DTYPES:
-        raise _misfit(name, "scales in float32, bfloat16 or float16", scale)
+    """Return scales (one number, `[N]` or `[N, G]`) as a view `[N, G]`.
+
+    CorruptFileError: they are not for N rows, or not finite.
+    """
     if scale.numel() == 1:
         scale = scale.reshape(1, 1).expand(N, 1)
     elif scale.dim() == 1:
         scale = scale.unsqueeze(1)
-    if scale.dim() != 2 or scale.shape[0] != N or scale.shape[1] == 0:
-        raise _misfit(name, f"scales for {N} rows", scale)
+    if len(scale) != N:
+        raise CorruptFileError(name, f"scales for {N} rows", f"{len(scale)}", AGAIN)
     if not bool(scale.isfinite().all()):
         raise CorruptFileError(name, "finite scales", "NaN or Inf", AGAIN)
     return scale
@@ -115,7 +154,3 @@ def held(name: str, form: Format, tensors: Mapping[str, Tensor], shape: tuple[in
     tensors = {key: tensor.contiguous() for key, tensor in tensors.items()}
     form.check(tensors, shape, name)
     return QuantizedTensor(tensors, form, shape, tensors["scale"].dtype)
-
-
-def _misfit(name: str, expected: str, found: Tensor) -> CorruptFileError:
-    return CorruptFileError(name, expected, f"{found.dtype} of shape {tuple(found.shape)}", AGAIN)

@@ -14,9 +14,8 @@ from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
-from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import WHERE, Layout, Part, integer, matrix, no_place
-from hf_trainweights.imports.weights import group_count
+from hf_trainweights.imports.weights import asymmetric_weight, group_count
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # In which of a word's eight places, from the lowest, each of its columns lies.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -138,14 +138,6 @@ def block_size(config: Mapping[str, Any], key: str, where: str = WHERE) -> tuple
         expected = "two positive integers"
         raise ConfigError(f"{where}: {key}", expected, repr(block)[:200], "Download config.json again.")
     return block[0], block[1]
-
-
-def tables(config: Mapping[str, Any], key: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the tables in a table of a configuration, with their names; ConfigError: there is no such table."""
-    outer = config.get(key)
-    if not isinstance(outer, Mapping) or not all(isinstance(inner, Mapping) for inner in outer.values()):
-        raise ConfigError(f"{WHERE}: {key}", "a table of tables", repr(outer)[:200], "Download config.json again.")
-    yield from outer.items()
 
 
 def no_place(where: str, expected: str, found: str) -> UnsupportedError:

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import unpack_int4
-from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import (
     INTEGERS,
     WHERE,
@@ -26,17 +25,17 @@ from hf_trainweights.imports.layouts.base import (
     integer,
     matrix,
     no_place,
-    tables,
 )
 from hf_trainweights.imports.weights import (
     AGAIN,
     FLOAT8_SCALES,
+    TENSOR_SHAPES,
+    asymmetric_weight,
     block_shape,
     channel_shapes,
     check_groups_in_order,
     float8_weight,
     group_count,
-    tensor_shapes,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -65,8 +64,8 @@ class _Scheme:
             return (block_shape(N, K, self.block),)
         if self.strategy == "group":
             return ((N, group_count(K, self.group_size)),)
-        shapes = {"tensor": tensor_shapes(), "channel": channel_shapes(N)}
-        return shapes.get(self.strategy or "", (*tensor_shapes(), *channel_shapes(N)))
+        shapes = {"tensor": TENSOR_SHAPES, "channel": channel_shapes(N)}
+        return shapes.get(self.strategy or "", (*TENSOR_SHAPES, *channel_shapes(N)))
 
 
 class CompressedTensors(Layout):
@@ -77,7 +76,10 @@ class CompressedTensors(Layout):
 
     def __init__(self, config: Mapping[str, Any], metadata: Mapping[str, str]):
         super().__init__(config, metadata)
-        groups = [(f"{WHERE}: {name}", group.get("weights")) for name, group in tables(config, "config_groups")]
+        outer, where = config.get("config_groups"), f"{WHERE}: config_groups"
+        if not isinstance(outer, Mapping) or not all(isinstance(group, Mapping) for group in outer.values()):
+            raise ConfigError(where, "a table of tables", repr(outer)[:200], "Download config.json again.")
+        groups = [(f"{WHERE}: {name}", group.get("weights")) for name, group in outer.items()]
         self._schemes = [_scheme(where, weights) for where, weights in groups if isinstance(weights, Mapping)]
         sparsity = config.get("sparsity_config") or {}
         for key, value in (("transform_config", config.get("transform_config")), ("sparsity_config", sparsity)):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.imports.layouts.base import Layout, Part, block_size, matrix
-from hf_trainweights.imports.weights import FLOAT8_SCALES, block_shape, channel_shapes, float8_weight, tensor_shapes
+from hf_trainweights.imports.weights import FLOAT8_SCALES, TENSOR_SHAPES, block_shape, channel_shapes, float8_weight
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
@@ -34,7 +34,7 @@ class Float8(Layout):
     def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Return what the tensors of a quantized weight have to be."""
         N, K = matrix(module, tensors, "weight", torch.float8_e4m3fn)
-        shapes = channel_shapes(N) if self._of_rows else (*tensor_shapes(), *channel_shapes(N))
+        shapes = channel_shapes(N) if self._of_rows else (*TENSOR_SHAPES, *channel_shapes(N))
         if self._block is not None:
             shapes = (block_shape(N, K, self._block),)
         return {"weight": Part((torch.float8_e4m3fn,), ((N, K),)), self._scale(tensors): Part(FLOAT8_SCALES, shapes)}

@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import INTEGERS, WHERE, Layout, Part, integer, matrix, no_place
 from hf_trainweights.imports.layouts.compressed_tensors import unpack
-from hf_trainweights.imports.weights import check_groups_in_order, group_count
+from hf_trainweights.imports.weights import asymmetric_weight, check_groups_in_order, group_count
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What the stored zero point lacks, by `checkpoint_format`.

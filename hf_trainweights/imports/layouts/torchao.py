@@ -14,15 +14,15 @@ from torch import Tensor
 
 from hf_trainweights.errors import CorruptFileError
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
-from hf_trainweights.imports.asymmetric import asymmetric_weight
 from hf_trainweights.imports.layouts.base import INTEGERS, Layout, Part, matrix, no_place
 from hf_trainweights.imports.weights import (
     AGAIN,
     FLOAT8_SCALES,
+    TENSOR_SHAPES,
+    asymmetric_weight,
     block_shape,
     channel_shapes,
     float8_weight,
-    tensor_shapes,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -58,7 +58,7 @@ class TorchAO(Layout):
         dtype = _HELD[described.kind]
         N, K = matrix(module, tensors, "_weight_qdata", dtype)
         shape = block_shape(N, K, described.block)
-        shapes = tensor_shapes() if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
+        shapes = TENSOR_SHAPES if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
         scale = Part(FLOAT8_SCALES if dtype is torch.float8_e4m3fn else FLOAT_DTYPES, shapes)
         scale.check(f"{module}._weight_scale", tensors.get("_weight_scale"))
         return {
