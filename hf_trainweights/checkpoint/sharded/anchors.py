@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,7 @@ class ShardedAnchor(AnchorCandidate):
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON."""
-        fields = {name: value for name, value in dataclasses.asdict(self.record).items() if name != "sha256"}
+        fields = {name: value for name, value in asdict(self.record).items() if name != "sha256"}
         return {**fields, "files": {sha256: list(names) for sha256, names in self.files.items()}}
 
     @classmethod
