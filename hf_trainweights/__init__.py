@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from hf_trainweights.checkpoint.directory.discovery import latest
     from hf_trainweights.checkpoint.loop.manager import CheckpointManager
     from hf_trainweights.checkpoint.trainer.callback import TrainWeightsCheckpointCallback
+    from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
     from hf_trainweights.exports.gguf.export import export_gguf
     from hf_trainweights.exports.onnx.model import OnnxModel
     from hf_trainweights.exports.onnx.verification import verify_onnx_model
     from hf_trainweights.exports.onnx.writer import export_onnx
     from hf_trainweights.exports.program import export_program
     from hf_trainweights.exports.torchscript import export_torchscript
-    from hf_trainweights.exports.writer import export_compressed_tensors
     from hf_trainweights.imports.directory import import_directory
     from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
     from hf_trainweights.inspection.listing import inspect_weights
@@ -82,7 +82,7 @@ __getattr__ = _lazy(
         "compare_checkpoints": "inspection.difference",
         "compare_models": "inspection.difference",
         "dequantize_directory": "models.dequantize",
-        "export_compressed_tensors": "exports.writer",
+        "export_compressed_tensors": "exports.compressed_tensors",
         "export_gguf": "exports.gguf.export",
         "export_onnx": "exports.onnx.writer",
         "export_program": "exports.program",

@@ -1,12 +1,12 @@
 """Quantized models written in layouts that others read without this package."""
 
+from hf_trainweights.exports.compressed_tensors import export_compressed_tensors
 from hf_trainweights.exports.gguf.export import export_gguf
 from hf_trainweights.exports.onnx.model import OnnxModel
 from hf_trainweights.exports.onnx.verification import VerificationReport, verify_onnx_model
 from hf_trainweights.exports.onnx.writer import export_onnx
 from hf_trainweights.exports.program import export_program
 from hf_trainweights.exports.torchscript import export_torchscript
-from hf_trainweights.exports.writer import export_compressed_tensors
 
 __all__ = [
     "OnnxModel",

@@ -9,9 +9,11 @@ Layout: https://github.com/vllm-project/compressed-tensors
 
 from __future__ import annotations
 
+import os
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,12 +22,18 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, UnsupportedError
-from hf_trainweights.exports.sources import as_int8
+from hf_trainweights.exports.sources import as_int8, model_of
 from hf_trainweights.files.safetensors_file import TensorToWrite
+from hf_trainweights.files.staging import staged_files
+from hf_trainweights.files.weight_shards import MAX_SHARD_SIZE, write_shards
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.host.models import has_adapters
 from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
+from hf_trainweights.models.saving.companions import copy_companions
+from hf_trainweights.models.saving.config_file import write_config
+from hf_trainweights.models.saving.saved_tensors import whole_state_dict
+from hf_trainweights.models.saving.saving import is_replaced
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Bits, type and name in the layout of each format that it has a place for.
@@ -39,6 +47,40 @@ _SCHEMES = {
 _EXPERT_MODULE = r".*\.experts\.\d+\..*"
 
 _BYTES_PER_WORD = 4
+
+
+def export_compressed_tensors(
+    model_or_directory: PreTrainedModel | str | os.PathLike[str],
+    out: str | os.PathLike[str],
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> None:
+    """Write a quantized model as a compressed-tensors checkpoint, which stock Transformers reads.
+
+    Codes and scales are written as they are, so the weights that are read are those of `model.dequantize()`, bit for
+    bit. Beside the model itself, one weight is in memory at a time, in the layout that is written.
+
+    Args:
+        model_or_directory: A quantized model, or the directory that one was saved to; of a directory the tokenizer
+            and what else lies beside the weights is copied.
+        out: The directory to write; made if missing. Weight files that are there are removed at the end.
+        max_shard_size: Bytes of one weight file at most, or a text such as `"5GB"`.
+
+    Raises:
+        ConfigError: The directory holds no whole model of a class of Transformers, nothing in the model is quantized,
+            or `max_shard_size` is no size.
+        CorruptFileError: A weight file of the directory is damaged.
+        UnsupportedError: The layout cannot hold a weight: embeddings, weights that a layer keeps transposed (GPT-2),
+            experts that the checkpoint keeps in one tensor or that have several formats. Nothing was written.
+        SaveError: `out` cannot be written, the disk is full, or another save into it is running; what was there
+            before is untouched.
+    """
+    model: Any = model_of(model_or_directory)
+    tensors, quantization_config = lay_out(model, whole_state_dict(model))
+    with staged_files(Path(out), lambda name: is_replaced(name, variant=None)) as staged:
+        if not isinstance(model_or_directory, PreTrainedModel):
+            copy_companions(model_or_directory, staged.path)
+        write_config(model, staged.path, quantization_config, model.dtype)
+        write_shards(tensors, staged.path, max_shard_size)
 
 
 def lay_out(
@@ -58,15 +100,15 @@ def lay_out(
     others = {name: tensor for name, tensor in state_dict.items() if name not in left_out}
     plain = checkpoint_tensors(model, others)
     _check_float_experts(model, plain)
-    tensors = {name: _ready(tensor) for name, tensor in plain.items()}
-    for name, matrices in _matrices(model, quantized).items():
+    tensors = {name: TensorToWrite.of(tensor) for name, tensor in plain.items()}
+    shapes = {name: weight.stored_shape for name, weight in quantized.items()}
+    for name, matrices in matrices_in_checkpoint(model, shapes).items():
+        if matrices is None:
+            found = "weights that their checkpoint splits, merges or reorders"
+            raise _unsupported([name], found, "Quantize the model again and leave these in float.")
         for saved_name, rows in matrices.items():
             tensors |= _name_tensors(saved_name, quantized[name], rows)
     return dict(sorted(tensors.items())), _configure(model, quantized)
-
-
-def _ready(tensor: Tensor) -> TensorToWrite:
-    return TensorToWrite(tuple(tensor.shape), tensor.dtype, lambda: tensor)
 
 
 def pack(codes: Tensor) -> Tensor:
@@ -123,28 +165,20 @@ def _unsupported(names: Iterable[str], found: str, next_step: str) -> Unsupporte
     return UnsupportedError(where, "what the compressed-tensors layout holds", found, next_step)
 
 
-def _matrices(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, dict[str, slice]]:
-    """Return for each weight its matrices' names in a checkpoint, each with its rows among those of all experts."""
-    shapes = {name: weight.stored_shape for name, weight in weights.items()}
-    matrices: dict[str, dict[str, slice]] = {}
-    for name, saved in matrices_in_checkpoint(model, shapes).items():
-        if saved is None:
-            found = "weights that their checkpoint splits, merges or reorders"
-            raise _unsupported([name], found, "Quantize the model again and leave these in float.")
-        matrices[name] = saved
-    return matrices
-
-
 def _name_tensors(name: str, weight: QuantizedTensor, rows: slice) -> dict[str, TensorToWrite]:
     """Return the layout's tensors of one matrix of a checkpoint: some rows of a weight, which may hold all experts."""
     codes, scale = (weight.tensors[key].flatten(0, -2)[rows] for key in ("qdata", "scale"))
     if _SCHEMES[weight.format.name][2] == "float-quantized":
-        return {name: _ready(codes), f"{name}_scale": _ready(scale)}
-    packed = _ready(codes)
+        return {name: TensorToWrite.of(codes), f"{name}_scale": TensorToWrite.of(scale)}
+    packed = TensorToWrite.of(codes)
     if codes.dtype == torch.int8:
         packed = TensorToWrite(tuple(pack(codes.to("meta")).shape), torch.int32, lambda: pack(codes))
     shape = torch.tensor(weight.format.shape_of(codes), device="cpu")
-    return {f"{name}_packed": packed, f"{name}_scale": _ready(scale), f"{name}_shape": _ready(shape)}
+    return {
+        f"{name}_packed": packed,
+        f"{name}_scale": TensorToWrite.of(scale),
+        f"{name}_shape": TensorToWrite.of(shape),
+    }
 
 
 def _configure(model: PreTrainedModel, weights: Mapping[str, QuantizedTensor]) -> dict[str, Any]:

@@ -11,11 +11,16 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedTokenizerBas
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.exports.gguf.pre_tokenizers import pre_tokenizer_name, steps, unsupported_tokenizer
 from hf_trainweights.exports.gguf.sentencepiece import describe_sentencepiece_bpe, describe_unigram, merges_of
-from hf_trainweights.exports.gguf.wordpiece import describe_wordpiece
 
 _SPECIAL = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 # What these normalizers do llama.cpp does too, except NFC, which leaves most text as it is.
 _BYTE_LEVEL_NORMALIZERS = ([], ["NFC"])
+
+# How llama.cpp writes the beginning of a word, and Transformers all but the beginning.
+_BEGIN, _REST = "\N{LOWER ONE EIGHTH BLOCK}", "##"
+_NORMALIZER = {"type": "BertNormalizer", "clean_text": True, "handle_chinese_chars": True}
+# gguf 0.19 does not name them. Versions of llama.cpp that do not know them always do both.
+_LOWERCASE, _STRIP_ACCENTS = "tokenizer.ggml.normalizer.lowercase", "tokenizer.ggml.normalizer.strip_accents"
 
 
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
@@ -43,7 +48,7 @@ def describe_tokenizer(
     stored = json.loads(backend.to_str())
     tokens, kinds = _tokens(tokenizer, size)
     if stored["model"]["type"] == "WordPiece":
-        describe_wordpiece(writer, stored, tokens, kinds)
+        _describe_wordpiece(writer, stored, tokens, kinds)
     elif stored["model"]["type"] == "Unigram":
         describe_unigram(writer, stored, tokens, kinds)
     else:
@@ -93,6 +98,27 @@ def _describe_bpe(
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(pre_tokenizer_name(stored))
     writer.add_token_merges([" ".join(merge) for merge in merges_of(stored)])
+
+
+def _describe_wordpiece(
+    writer: gguf.GGUFWriter, stored: dict[str, Any], tokens: list[str], kinds: list[gguf.TokenType]
+) -> None:
+    """Write how a tokenizer.json normalizes text, and rename tokens, in place, to mark them as llama.cpp expects."""
+    normalizer = stored["normalizer"] or {}
+    if {key: normalizer.get(key) for key in _NORMALIZER} != _NORMALIZER:
+        raise unsupported_tokenizer("text to be normalized as by BERT", str(stored["normalizer"]))
+    if stored["pre_tokenizer"] != {"type": "BertPreTokenizer"}:
+        raise unsupported_tokenizer("words to be split as by BERT", str(stored["pre_tokenizer"]))
+    if stored["model"]["continuing_subword_prefix"] != _REST:
+        raise unsupported_tokenizer(f"{_REST} inside words", repr(stored["model"]["continuing_subword_prefix"]))
+    for number, token in enumerate(tokens):
+        if kinds[number] == gguf.TokenType.NORMAL:
+            tokens[number] = token.removeprefix(_REST) if token.startswith(_REST) else _BEGIN + token
+    lowercase, strips = normalizer["lowercase"], normalizer["strip_accents"]
+    writer.add_bool(_LOWERCASE, lowercase)
+    writer.add_bool(_STRIP_ACCENTS, lowercase if strips is None else strips)
+    writer.add_tokenizer_model("bert")
+    writer.add_tokenizer_pre("default")
 
 
 def _describe_special_tokens(

@@ -82,7 +82,6 @@ def lay_out_model(model: PreTrainedModel) -> dict[str, FileTensor]:
 def _write(writer: gguf.GGUFWriter, tensors: Mapping[str, FileTensor], target: Path) -> None:
     for name, tensor in tensors.items():
         writer.add_tensor_info(name, tensor.byte_shape, np.dtype(np.uint8), tensor.nbytes, tensor.kind)
-    clean_up(target.parent)
     with replace_file(target) as file:
         header = _header(writer)
         file.write(header)
