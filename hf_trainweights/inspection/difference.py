@@ -162,10 +162,9 @@ def compare_models(a: str | os.PathLike[str], b: str | os.PathLike[str]) -> Comp
 def _weights(source: str | os.PathLike[str]) -> dict[str, StoredTensor]:
     found: dict[int, StoredTensor] = {}
     for name, tensor in load_saved(source).state_dict(keep_vars=True).items():
-        stored_bytes = tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes
         # A tied weight is one object under several names.
-        found.setdefault(id(tensor), StoredTensor(name, tensor, stored_bytes, Path(source)))
-    return {stored.key: stored for stored in found.values()}
+        found.setdefault(id(tensor), StoredTensor.of(name, tensor))
+    return {stored.name: stored for stored in found.values()}
 
 
 def compare_tensors(

@@ -19,7 +19,6 @@ from hf_trainweights.models.choosing.config import QUANT_METHOD, TrainWeightsCon
 from hf_trainweights.models.choosing.notebook import html_table
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.guards import is_guard, is_notice
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, group_stored, parse_stored_name, unflatten_weight
 
 _MEMBER = "zip member"
@@ -109,7 +108,7 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     tensors = dict(
         ShardedTensors(file, part, values=False)
         if file.is_dir()
-        else {stored.key: stored for stored in read_tensors(file, part, values=False)}
+        else {stored.name: stored for stored in read_tensors(file, part, values=False)}
     )
     telling = (FORMAT_SUFFIX, CODED_SUFFIX, CODED_FLOAT_SUFFIX)
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
@@ -182,7 +181,7 @@ def fold_weights(
         dtype = plain["scale"].dtype if "scale" in plain else None if _is_coded(plain) else torch.float32
         weight = unflatten_weight(parsed[0], plain, dtype, default, values=values)
         stored_bytes = total_bytes(part.stored_bytes for part in parts.values())
-        yield replace(stored, key=parsed[0], tensor=weight, stored_bytes=stored_bytes)
+        yield replace(stored, name=parsed[0], tensor=weight, stored_bytes=stored_bytes)
 
 
 def _is_coded(suffixes: Iterable[str]) -> bool:
@@ -196,6 +195,5 @@ def total_bytes(counts: Iterable[int | None]) -> int | None:
 
 
 def _entry(stored: StoredTensor) -> Entry:
-    tensor = stored.tensor
-    shown = str(tensor.format) if isinstance(tensor, QuantizedTensor) else str(tensor.dtype).removeprefix("torch.")
-    return Entry(stored.key, shown, tuple(tensor.shape), stored.stored_bytes, stored.file.name)
+    assert stored.file is not None
+    return Entry(stored.name, stored.format, tuple(stored.tensor.shape), stored.stored_bytes, stored.file.name)

@@ -22,6 +22,7 @@ from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.reading import open_regular_file
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What a DCP directory has of each part.
 _NAMES = {"weights": all_weights, "optimizer": optimizer_tensors}
@@ -32,19 +33,31 @@ _TORCH_MAGIC = (b"PK", b"\x80", b"}", b"(")
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor of a file.
+    """A tensor of a file or a model.
 
     Args:
-        key: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
+        name: The weight's name; for a tensor of the optimizer, `optimizer: ` and its key path.
         tensor: The values: memory-mapped if the file is plain, on the meta device if only sizes were asked for.
-        stored_bytes: Bytes on disk; None if the file is encoded and no manifest lists them.
-        file: The file.
+        stored_bytes: Bytes on disk, scales included; None if the file is encoded and no manifest lists them.
+        file: The file, if it is of one.
     """
 
-    key: str
+    name: str
     tensor: Tensor
     stored_bytes: int | None
-    file: Path
+    file: Path | None = None
+
+    @classmethod
+    def of(cls, name: str, tensor: Tensor) -> StoredTensor:
+        """Return a tensor of a model in memory."""
+        return cls(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes)
+
+    @property
+    def format(self) -> str:
+        """Its quantized format, or its dtype."""
+        if isinstance(self.tensor, QuantizedTensor):
+            return str(self.tensor.format)
+        return str(self.tensor.dtype).removeprefix("torch.")
 
 
 def find_parts(path: Path) -> dict[str, list[Path]]:
@@ -104,7 +117,7 @@ def read_part(files: Sequence[Path], part: str) -> Mapping[str, StoredTensor]:
     """Return the tensors of one part of a checkpoint by name; those of a DCP directory are read at each access."""
     if files and files[0].is_dir():
         return ShardedTensors(files[0], part)
-    return {stored.key: stored for file in files for stored in read_tensors(file, part)}
+    return {stored.name: stored for file in files for stored in read_tensors(file, part)}
 
 
 def read_tensors(file: Path, part: str, *, values: bool = True) -> Iterator[StoredTensor]:

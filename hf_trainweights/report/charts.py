@@ -73,7 +73,7 @@ def bar_chart(
     values = [end for row in rows for end in (sum(row.parts) + row.framed, *(row.spread or ()))]
     names: list[tuple[str, int | None]] = [(name, color) for color, name in enumerate(legend) if name]
     names += [(frame, None)] if frame else []
-    drawing, top, left, right = _rows(title, [(row.label, row.shown) for row in rows], names, width)
+    drawing, top, left, right = _rows(title, rows, names, width)
     axis = axis_of([*values, reference or 0], left, right, zero=True)
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
@@ -87,12 +87,11 @@ def bar_chart(
                 x += part_width
         if row.framed:
             hint = f"{row.hint or row.label}, {frame}: {number(row.framed)}"
-            drawing.frame(x, y + (_ROW - _BAR) / 2, axis.place(row.framed) - axis.place(0), _BAR, hint)
+            drawing.rectangle(x, y + (_ROW - _BAR) / 2, axis.place(row.framed) - axis.place(0), _BAR, None, hint)
         if row.spread:
             low, high = map(axis.place, row.spread)
             drawing.line((low, y + _ROW / 2), (high, y + _ROW / 2), "mark")
-        _label_row(drawing, row.label, y, left)
-        drawing.text(width - _MARGIN, y + _ROW / 2 + 4, row.shown, "value", "end")
+        _label_row(drawing, row, y, left)
     if reference is not None:
         x = axis.place(reference)
         drawing.line((x, top), (x, top + len(rows) * _ROW), "mark dashed")
@@ -101,7 +100,7 @@ def bar_chart(
 
 def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WIDTH) -> Drawing:
     """Return rows of dots, for several values of a kind in each row."""
-    drawing, top, left, right = _rows(title, [(row.label, row.shown) for row in rows], (), width)
+    drawing, top, left, right = _rows(title, rows, (), width)
     axis = axis_of([value for row in rows for value, _ in row.points], left + 6, right)
     _vertical_grid(drawing, axis, top, len(rows), unit)
     for index, row in enumerate(rows):
@@ -109,8 +108,7 @@ def dot_chart(title: str, rows: Sequence[Dots], unit: str, *, width: float = WID
         drawing.line((left, y), (right, y))
         for value, hint in row.points:
             drawing.circle(axis.place(value), y, 4, 0, hint)
-        _label_row(drawing, row.label, top + index * _ROW, left)
-        drawing.text(width - _MARGIN, y + 4, row.shown, "value", "end")
+        _label_row(drawing, row, top + index * _ROW, left)
     return drawing
 
 
@@ -183,13 +181,13 @@ def _number_the_ends(drawing: Drawing, places: Sequence[float], numbers: Sequenc
 
 
 def _rows(
-    title: str, rows: Sequence[tuple[str, str]], legend: Sequence[tuple[str, int | None]], width: float
+    title: str, rows: Sequence[Bar | Dots], legend: Sequence[tuple[str, int | None]], width: float
 ) -> tuple[Drawing, float, float, float]:
     """Return an empty drawing for rows, its first row's upper edge, and the left and right ends of the axis."""
     drawing = Drawing(width, 0, title)
     top = _legend(drawing, title, legend)
-    labels = max((text_width(shortened(label, _most_characters(width))) for label, _ in rows), default=0)
-    numbers = max((text_width(shown) for _, shown in rows), default=0)
+    labels = max((text_width(shortened(row.label, _most_characters(width))) for row in rows), default=0)
+    numbers = max((text_width(row.shown) for row in rows), default=0)
     drawing.height = top + len(rows) * _ROW + 44
     return drawing, top, _MARGIN + labels + 8, width - _MARGIN - numbers - 14
 
@@ -198,8 +196,9 @@ def _most_characters(width: float) -> int:
     return int(0.45 * width / text_width("m"))
 
 
-def _label_row(drawing: Drawing, label: str, y: float, left: float) -> None:
-    drawing.text(left - 8, y + _ROW / 2 + 4, shortened(label, _most_characters(drawing.width)), "name", "end")
+def _label_row(drawing: Drawing, row: Bar | Dots, y: float, left: float) -> None:
+    drawing.text(left - 8, y + _ROW / 2 + 4, shortened(row.label, _most_characters(drawing.width)), "name", "end")
+    drawing.text(drawing.width - _MARGIN, y + _ROW / 2 + 4, row.shown, "value", "end")
 
 
 def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int | None]]) -> float:
@@ -214,10 +213,7 @@ def _legend(drawing: Drawing, title: str, entries: Sequence[tuple[str, int | Non
             step = 18 + text_width(name) + 14
             if x > _MARGIN and x + step > drawing.width:
                 x, y = float(_MARGIN), y + 18
-            if color is None:
-                drawing.frame(x, y - 10, 12, 11)
-            else:
-                drawing.rectangle(x, y - 10, 12, 11, color)
+            drawing.rectangle(x, y - 10, 12, 11, color)
             drawing.text(x + 18, y, name)
             x += step
     return y + 12

@@ -60,15 +60,10 @@ class Drawing:
         form = '<text x="{:.1f}" y="{:.1f}" class="{}" text-anchor="{}">{}</text>'
         self._add(form, x, y, kind, anchor, printable(text))
 
-    def rectangle(self, x: float, y: float, width: float, height: float, color: int, title: str = "") -> None:
-        """Add a filled rectangle by its left and upper edges; its title is shown where the pointer rests."""
-        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="s{}">{}</rect>'
-        self._add(form, x, y, width, height, color % COLORS, _hint(title))
-
-    def frame(self, x: float, y: float, width: float, height: float, title: str = "") -> None:
-        """Add an empty rectangle with a dashed edge; its title is shown where the pointer rests."""
-        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="frame">{}</rect>'
-        self._add(form, x, y, width, height, _hint(title))
+    def rectangle(self, x: float, y: float, width: float, height: float, color: int | None, title: str = "") -> None:
+        """Add a rectangle by its left and upper edges, an empty frame without a color; see `circle` for the title."""
+        form = '<rect x="{:.1f}" y="{:.1f}" width="{:.2f}" height="{:.2f}" class="{}">{}</rect>'
+        self._add(form, x, y, width, height, "frame" if color is None else f"s{color % COLORS}", _hint(title))
 
     def circle(self, x: float, y: float, radius: float, color: int, title: str = "") -> None:
         """Add a filled circle by its middle; its title is shown where the pointer rests."""

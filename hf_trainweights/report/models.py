@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.inspection.listing import total_bytes
+from hf_trainweights.inspection.stored_tensors import StoredTensor
 from hf_trainweights.report.axes import size, size_unit
 from hf_trainweights.report.charts import Bar, Dots, bar_chart, dot_chart, histogram
 from hf_trainweights.report.drawing import COLORS, Drawing
 from hf_trainweights.report.measurements import Error, code_histogram, measure_error, weight_histogram
 from hf_trainweights.report.page import Section, Table
-from hf_trainweights.report.sources import Weight
 from hf_trainweights.report.texts import TextMeasures
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -33,7 +33,7 @@ _BLOCK = re.compile(r"(.*?\.\d+)\.")
 class Measured:
     """A weight, and how far it is from its counterpart; None without one."""
 
-    weight: Weight
+    weight: StoredTensor
     error: Error | None
 
     @property
@@ -43,7 +43,7 @@ class Measured:
 
 
 def measure_weights(
-    weights: Mapping[str, Weight], against: Mapping[str, Weight], inputs: Mapping[str, Tensor] | None
+    weights: Mapping[str, StoredTensor], against: Mapping[str, StoredTensor], inputs: Mapping[str, Tensor] | None
 ) -> list[Measured]:
     """Measure each weight against the one of its name; `inputs` are rows that its layer multiplies, None for noise."""
     found = []
@@ -55,7 +55,7 @@ def measure_weights(
 
 
 def model_sections(
-    measured: Sequence[Measured], against: Mapping[str, Weight], texts: TextMeasures | None = None
+    measured: Sequence[Measured], against: Mapping[str, StoredTensor], texts: TextMeasures | None = None
 ) -> list[Section]:
     """Return the sections on a model."""
     formats = formats_of(measured)
@@ -91,7 +91,7 @@ def formats_of(measured: Sequence[Measured]) -> list[str]:
     return list(dict.fromkeys(each.weight.format for each in measured))
 
 
-def stored_bytes(weights: Sequence[Weight]) -> int | None:
+def stored_bytes(weights: Sequence[StoredTensor]) -> int | None:
     """Return what weights take, None if that is not known of each."""
     return total_bytes(weight.stored_bytes for weight in weights)
 
@@ -101,13 +101,13 @@ def show_size(count: int | None) -> str:
     return "?" if count is None else size(count)
 
 
-def show_bits(weights: Sequence[Weight]) -> str:
+def show_bits(weights: Sequence[StoredTensor]) -> str:
     """Return the bits that an element of some weights takes on average, `?` if that is not known."""
     count, numel = stored_bytes(weights), sum(weight.tensor.numel() for weight in weights)
     return "?" if count is None or not numel else f"{8 * count / numel:.2f}"
 
 
-def _total_chart(measured: Sequence[Measured], against: Mapping[str, Weight], formats: Sequence[str]) -> Drawing:
+def _total_chart(measured: Sequence[Measured], against: Mapping[str, StoredTensor], formats: Sequence[str]) -> Drawing:
     groups = {"this model": [each.weight for each in measured]}
     if against:
         groups = {"compared with": list(against.values()), **groups}
@@ -122,7 +122,7 @@ def _layer_chart(measured: Sequence[Measured], formats: Sequence[str]) -> Drawin
 
 
 def _size_chart(
-    title: str, groups: Mapping[str, Sequence[Weight]], formats: Sequence[str], notes: Mapping[str, str]
+    title: str, groups: Mapping[str, Sequence[StoredTensor]], formats: Sequence[str], notes: Mapping[str, str]
 ) -> Drawing:
     """Return a chart of the largest groups of weights, a row each, in their order."""
     totals = {name: stored_bytes(members) for name, members in groups.items()}
@@ -207,9 +207,8 @@ def _drawn_row(each: Measured) -> tuple[object, ...]:
 
 def _row(each: Measured) -> tuple[str, ...]:
     weight, error = each.weight, each.error
-    bits = "?" if weight.bits is None else f"{weight.bits:.2f}"
     snr = "" if error is None else "equal" if error.snr_db == math.inf else f"{error.snr_db:.1f}"
     known = error is not None and error.output_error is not None and error.snr_db != math.inf
     output = f"{error.output_error:.2%}" if known and error is not None else ""
     shape = " x ".join(map(str, weight.tensor.shape)) or "one element"
-    return weight.name, weight.format, shape, bits, show_size(weight.stored_bytes), snr, output
+    return weight.name, weight.format, shape, show_bits([weight]), show_size(weight.stored_bytes), snr, output

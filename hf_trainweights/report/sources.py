@@ -8,58 +8,30 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from dataclasses import dataclass
 from pathlib import Path
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_trainweights.checkpoint.run.checkpoints import checkpoint_directories
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.inspection.listing import configured_format, fold_weights
-from hf_trainweights.inspection.stored_tensors import find_parts, read_part
+from hf_trainweights.inspection.stored_tensors import StoredTensor, find_parts, read_part
 from hf_trainweights.models.loading.saved_models import load_saved
-from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 Source = nn.Module | str | os.PathLike[str]
 
 
-@dataclass(frozen=True)
-class Weight:
-    """A weight of a model, of a file mapped and not read.
-
-    `stored_bytes` has scales included; None if the weight is encoded and no manifest lists it.
-    """
-
-    name: str
-    tensor: Tensor
-    stored_bytes: int | None
-
-    @property
-    def format(self) -> str:
-        """Its quantized format, or its dtype."""
-        if isinstance(self.tensor, QuantizedTensor):
-            return str(self.tensor.format)
-        return str(self.tensor.dtype).removeprefix("torch.")
-
-    @property
-    def bits(self) -> float | None:
-        """Bits of one of its elements, scales included."""
-        if self.stored_bytes is None or not self.tensor.numel():
-            return None
-        return 8 * self.stored_bytes / self.tensor.numel()
-
-
-def read_weights(source: Source) -> dict[str, Weight]:
+def read_weights(source: Source) -> dict[str, StoredTensor]:
     """Return the weights of a model by name, a tied weight once."""
     if isinstance(source, nn.Module):
-        return {name: _weight_of(name, parameter) for name, parameter in source.named_parameters()}
+        return {name: StoredTensor.of(name, parameter) for name, parameter in source.named_parameters()}
     path = existing(source)
     stored = dict(read_part(find_parts(path).get("weights", []), "weights"))
     default = configured_format(path if path.is_dir() else path.parent)
-    return {each.key: Weight(each.key, each.tensor, each.stored_bytes) for each in fold_weights(stored, default)}
+    return {each.name: each for each in fold_weights(stored, default)}
 
 
-def read_counterparts(source: Source, names: Iterable[str]) -> dict[str, Weight]:
+def read_counterparts(source: Source, names: Iterable[str]) -> dict[str, StoredTensor]:
     """Return the weights of another model that may be compared with weights of these names, and perhaps others.
 
     If the source's files have other names, it is loaded as Transformers does, which merges experts and renames what a
@@ -83,7 +55,3 @@ def existing(source: str | os.PathLike[str]) -> Path:
 def is_run(source: Source) -> bool:
     """Return whether a source is a directory of checkpoints."""
     return not isinstance(source, nn.Module) and bool(checkpoint_directories(Path(source)))
-
-
-def _weight_of(name: str, tensor: Tensor) -> Weight:
-    return Weight(name, tensor, tensor.stored_bytes if isinstance(tensor, QuantizedTensor) else tensor.nbytes)

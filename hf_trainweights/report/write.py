@@ -14,6 +14,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import replace_file
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.staging import clean_up
+from hf_trainweights.inspection.stored_tensors import StoredTensor
 from hf_trainweights.report.models import (
     WORST,
     Measured,
@@ -27,7 +28,7 @@ from hf_trainweights.report.models import (
 from hf_trainweights.report.page import Page, Section, default_caption
 from hf_trainweights.report.run_sections import describe_run, run_picture, run_sections
 from hf_trainweights.report.runs import read_losses, read_run
-from hf_trainweights.report.sources import Source, Weight, existing, is_run, read_counterparts, read_weights
+from hf_trainweights.report.sources import Source, existing, is_run, read_counterparts, read_weights
 from hf_trainweights.report.texts import measure_with_texts
 
 PLOTS = (".svg", ".html")
@@ -98,7 +99,7 @@ def plot_run(root: str | os.PathLike[str], out: str | os.PathLike[str]) -> None:
     if not checkpoints:
         expected, next_step = "a run: a directory of checkpoint-<step> directories", "Give the run, not one of them."
         raise ConfigError(str(root), expected, "none of them", next_step)
-    if out.suffix == ".html":
+    if out.suffix.lower() == ".html":
         write_report(root, out)
         return
     picture = run_picture(root.absolute().name, checkpoints, read_losses(root, checkpoints))
@@ -156,7 +157,7 @@ def _of_model(
     return title, lines, model_sections(measured, others, read)
 
 
-def _lines(measured: Sequence[Measured], others: Mapping[str, Weight]) -> list[str]:
+def _lines(measured: Sequence[Measured], others: Mapping[str, StoredTensor]) -> list[str]:
     weights = [each.weight for each in measured]
     before = f"{show_size(stored_bytes(list(others.values())))} -> " if others else ""
     lines = [

@@ -62,9 +62,10 @@ def test_without_a_log_only_the_sizes_are_drawn(run: Path, tmp_path: Path) -> No
     assert "Loss" not in texts(svg)
 
 
-def test_an_html_file_is_the_report_of_the_run(run: Path, tmp_path: Path) -> None:
-    plot_run(run, tmp_path / "out.html")
-    text = (tmp_path / "out.html").read_text(encoding="utf-8")
+@pytest.mark.parametrize("name", ["out.html", "out.HTML"])
+def test_an_html_file_is_the_report_of_the_run(run: Path, tmp_path: Path, name: str) -> None:
+    plot_run(run, tmp_path / name)
+    text = (tmp_path / name).read_text(encoding="utf-8")
     assert text.startswith("<!DOCTYPE html>")
     assert "<h2>Checkpoints</h2>" in text
     assert "<h2>Loss</h2>" in text
