@@ -28,7 +28,7 @@ from hf_trainweights_cli.console import (
 )
 from hf_trainweights_cli.differences import Top, show_comparison
 from hf_trainweights_cli.runs import BaseDirectory, CheckpointOrRun, checkpoints, require_one_checkpoint, use_base
-from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
+from hf_trainweights_cli.tables import Table, print_note, print_table, show_sizes
 
 
 def list_checkpoints(
@@ -55,7 +55,7 @@ def list_checkpoints(
         print_json(rows)
     else:
         sizes, drop = ("plain", "on disk", "ratio", "anchor"), ("anchor", "plain", "ratio")
-        table = new_table("checkpoint", "mode", right=sizes, drop=drop, labels=("mode",))
+        table = Table(("checkpoint", "mode"), right=sizes, drop=drop, labels=("mode",))
         for row in rows:
             mode = "damaged" if row["problem"] else row["shown_mode"] or "no manifest"
             sizes = show_sizes(row["plain_bytes"], row["disk_bytes"])

@@ -25,7 +25,7 @@ from hf_trainweights_cli.console import (
 )
 from hf_trainweights_cli.runs import CheckpointOrRun, checkpoints
 from hf_trainweights_cli.sources import local_copy
-from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
+from hf_trainweights_cli.tables import Table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint import Policy
@@ -219,7 +219,7 @@ def print_rewritten(rows: Sequence[dict[str, Any]], as_json: bool, head: str = "
         print_json(rows)
         return
     sizes = ("before", "after", "ratio")
-    table = new_table("checkpoint", head, right=sizes, drop=("before", "after"), labels=(head,))
+    table = Table(("checkpoint", head), right=sizes, drop=("before", "after"), labels=(head,))
     largest: dict[str, float] = {}
     for row in rows:
         name = Path(row["path"]).absolute().name

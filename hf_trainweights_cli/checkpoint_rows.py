@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from hf_trainweights_cli.console import printable, say
-from hf_trainweights_cli.tables import new_table, print_note, print_table, show_sizes
+from hf_trainweights_cli.tables import Table, print_note, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.checkpoint.manifest import Manifest
@@ -106,7 +106,7 @@ def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None
     say(f"written by hf_trainweights {manifest.package_version}, torch {manifest.torch_version}")
     metrics = [printable(f"{name} {value}") for name, value in manifest.metrics.items()]
     typer.echo(f"metrics: {', '.join(metrics) or 'none'}")
-    files = new_table("file", right=("plain", "on disk", "ratio"), drop=("plain",))
+    files = Table(("file",), right=("plain", "on disk", "ratio"), drop=("plain",))
     for name, plain_bytes in _plain_bytes(manifest).items():
         shown = f"{name[:8]}...anchor" if name.endswith(".anchor") else name
         files.add_row(shown, *show_sizes(plain_bytes, manifest.files[name].size_bytes))
@@ -119,7 +119,7 @@ def print_manifest(path: Path, manifest: Manifest, *, each_tensor: bool) -> None
     for tensor in tensors:
         groups.setdefault(tuple(tensor[name] for name in head), []).append(tensor)
     counts = () if each_tensor else ("tensors", "plain")
-    table = new_table(*head, right=(*counts, "stored", "ratio", "error"), drop=("role", *counts, "ratio", "stored"))
+    table = Table(head, right=(*counts, "stored", "ratio", "error"), drop=("role", *counts, "ratio", "stored"))
     for key, members in groups.items():
         plain, *stored = show_sizes(*(sum(member[name] for member in members) for name in ("bytes_in", "bytes_out")))
         bounds = [member["bound"] for member in members if member["bound"] is not None]

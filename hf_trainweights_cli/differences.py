@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from hf_trainweights_cli.console import exit_with, print_json
-from hf_trainweights_cli.tables import new_table, print_note, print_table, show_error, show_size
+from hf_trainweights_cli.tables import Table, print_note, print_table, show_error, show_size
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.difference import Comparison, Difference
@@ -42,7 +42,7 @@ def _badness(difference: Difference) -> tuple[bool, float, float]:
 
 def _print(comparison: Comparison, differing: list[Difference], top: int | None) -> None:
     shown = differing[:top]
-    table = new_table("tensor", right=("dB", "L2", "largest", "A", "B"), drop=("A", "B", "largest", "L2"))
+    table = Table(("tensor",), right=("dB", "L2", "largest", "A", "B"), drop=("A", "B", "largest", "L2"))
     for group in (shown, comparison.totals):
         for each in group:
             table.add_row(*_row(each.to_dict()))
@@ -58,7 +58,7 @@ def _print(comparison: Comparison, differing: list[Difference], top: int | None)
 
 def _print_outputs(calibrated: Calibrated) -> None:
     """Print what calibration was worth to each block: errors of weights grow by it, those of outputs fall."""
-    table = new_table("outputs of, % off", right=("without texts", "with texts"))
+    table = Table(("outputs of, % off",), right=("without texts", "with texts"))
     for name, errors in calibrated.blocks.items():
         table.add_row(name, *(f"{100 * error:.3g}" for error in errors))
     print_table(table)

@@ -12,7 +12,7 @@ import typer
 from hf_trainweights_cli.console import AsJson, Debug, errors_in_one_line, exit_with, print_json, say, status
 from hf_trainweights_cli.differences import Top, show_comparison
 from hf_trainweights_cli.sources import Model, local_copy
-from hf_trainweights_cli.tables import new_table, print_table, show_size
+from hf_trainweights_cli.tables import Table, print_table, show_size
 
 if TYPE_CHECKING:
     from hf_trainweights.inspection.listing import Entry
@@ -108,7 +108,7 @@ def _print_formats(entries: Sequence[Entry]) -> None:
     groups: dict[str, list[Entry]] = defaultdict(list)
     for entry in entries:
         groups[entry.format].append(entry)
-    table = new_table("format", right=("tensors", "size"))
+    table = Table(("format",), right=("tensors", "size"))
     for shown, group in sorted(groups.items(), key=lambda item: -len(item[1])):
         table.add_row(shown, len(group), _total(group))
     table.add_section()
@@ -119,7 +119,7 @@ def _print_formats(entries: Sequence[Entry]) -> None:
 def _print_tensors(entries: Sequence[Entry], count: int | None) -> None:
     """Print the largest tensors, or all in the order of the files."""
     by_size = sorted(entries, key=lambda entry: entry.stored_bytes or 0, reverse=True)
-    table = new_table("tensor", "format", right=("shape", "size"), drop=("shape", "format"))
+    table = Table(("tensor", "format"), right=("shape", "size"), drop=("shape", "format"))
     for entry in entries if count is None else by_size[:count]:
         shape = str(list(entry.shape)) if entry.shape is not None else ""
         table.add_row(entry.name, entry.format, shape, show_size(entry.stored_bytes))

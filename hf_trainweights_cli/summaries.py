@@ -7,7 +7,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from hf_trainweights_cli.console import say
-from hf_trainweights_cli.tables import new_table, print_table, show_sizes
+from hf_trainweights_cli.tables import Table, print_table, show_sizes
 
 if TYPE_CHECKING:
     from hf_trainweights.models.choosing.summary import Choice, Summary
@@ -31,8 +31,8 @@ def print_summary(summary: Summary) -> None:
     groups: dict[tuple[str, str], list[Choice]] = defaultdict(list)
     for choice in summary.tensors:
         groups[str(choice.format or "float"), choice.reason].append(choice)
-    table = new_table(
-        "format", right=("tensors", "before", "after", "ratio"), drop=("before", "tensors"), labels=("format",)
+    table = Table(
+        ("format",), right=("tensors", "before", "after", "ratio"), drop=("before", "tensors"), labels=("format",)
     )
     # The quantized tensors come first; those that are left alone are listed with the reason.
     for (shown, reason), choices in sorted(groups.items(), key=lambda group: group[0][0] == "float"):

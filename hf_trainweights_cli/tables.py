@@ -38,7 +38,7 @@ class Table:
     """
 
     left: Sequence[str]
-    right: Sequence[str]
+    right: Sequence[str] = ()
     drop: Sequence[str] = ()
     labels: Sequence[str] = ()
     groups: list[list[tuple[str, ...]]] = field(default_factory=lambda: [[]])
@@ -109,11 +109,6 @@ def shorten(name: str, width: int) -> str:
     head = max(0, width - 3) // 2
     tail = max(0, width - 3 - head)
     return f"{name[:head]}...{name[len(name) - tail :]}"
-
-
-def new_table(*left: str, right: Sequence[str] = (), drop: Sequence[str] = (), labels: Sequence[str] = ()) -> Table:
-    """Return an empty table; the arguments are those of `Table`."""
-    return Table(left, right, drop, labels)
 
 
 def print_table(table: Table) -> None:

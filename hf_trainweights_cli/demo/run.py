@@ -72,12 +72,6 @@ def run_demo(
     """
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError("--out", "a new or empty directory", str(out), "Choose another one: nothing is overwritten.")
-    return _measure(out, formats, recipe, report, model, keep, shape or Shape())
-
-
-def _measure(
-    out: Path, formats: Sequence[str], recipe: Recipe, report: Report, model: str | None, keep: bool, shape: Shape
-) -> Result:
     corpus = read_corpus()
     training = None
     if model is None:
@@ -96,7 +90,7 @@ def _measure(
             shutil.rmtree(out / rows[-1].format)
     if training is None:
         return Result(source, corpus.name, PROMPT, (), tuple(rows), _describe_machine())
-    speeds, checkpoints = measure_speed(formats, shape, report), training.checkpoints
+    speeds, checkpoints = measure_speed(formats, shape or Shape(), report), training.checkpoints
     title = "Llama trained here"
     return Result(title, corpus.name, PROMPT, training.losses, tuple(rows), _describe_machine(), speeds, checkpoints)
 

@@ -87,16 +87,12 @@ def train_model(directory: Path, runs: Path, corpus: Corpus, recipe: Recipe, rep
 
     def resume(manager: CheckpointManager, batches: torch.Tensor) -> list[float]:
         # Other weights, so that nothing but the checkpoint can make it go on.
-        return _optimize(manager, _new_model(config, recipe.seed + 1), batches, recipe, _silent)
+        return _optimize(manager, _new_model(config, recipe.seed + 1), batches, recipe, lambda *_: None)
 
     report("training", "resume", recipe.steps, recipe.steps)
     checkpoints = measure_checkpoints(runs, batches, losses, resume)
     report("training", f"loss {losses[-1]:.2f}", recipe.steps, recipe.steps)
     return Training(tuple(losses), checkpoints)
-
-
-def _silent(line: str, stage: str, done: int, total: int) -> None:
-    del line, stage, done, total
 
 
 def _new_model(config: LlamaConfig, seed: int) -> LlamaForCausalLM:

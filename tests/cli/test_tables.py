@@ -14,13 +14,13 @@ import torch
 from command_line import exit_code_of, fork_command, run_without_terminal
 from safetensors.torch import save_file
 
-from hf_trainweights_cli.tables import Table, new_table, shorten
+from hf_trainweights_cli.tables import Table, shorten
 
 NAMES = ("encoder.layer.0.attention.output.LayerNorm.weight", "head.weight", "[red]encoder:smile:.layer[/red]")
 
 
 def a_table() -> Table:
-    table = new_table("tensor", "format", right=("L2", "A", "B"), drop=("A", "B", "format"))
+    table = Table(("tensor", "format"), right=("L2", "A", "B"), drop=("A", "B", "format"))
     for number, name in enumerate(NAMES):
         table.add_row(name, "int4 g128", f"{number}.1e-02", "65.5 kB", "10.2 kB")
     table.add_section()
@@ -59,7 +59,7 @@ def test_where_even_one_number_does_not_fit_beside_the_names_it_stands_below() -
 
 
 def test_labels_fold_between_words_before_columns_are_left_out() -> None:
-    table = new_table("format", right=("before", "after"), drop=("before",), labels=("format",))
+    table = Table(("format",), right=("before", "after"), drop=("before",), labels=("format",))
     table.add_row("float: not the weight of a linear layer", "100.0 kB", "50.0 kB")
     assert table.lines(None)[2].split("  ")[0] == "float: not the weight of a linear layer"
     folded = table.lines(44)
