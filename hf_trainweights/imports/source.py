@@ -64,8 +64,8 @@ def _readers(path: Path) -> tuple[dict[str, Callable[[str], Tensor]], dict[str, 
     """Return by name what reads each tensor of a file, and the metadata of its header."""
     if path.suffix == ".safetensors":
         file: Any = safe_open(path, framework="pt")
-        readers: dict[str, Callable[[str], Tensor]] = dict.fromkeys(file.keys(), file.get_tensor)
-        return readers, file.metadata() or {}
+        get: Callable[[str], Tensor] = file.get_tensor
+        return dict.fromkeys(file.keys(), get), file.metadata() or {}
     loaded = torch.load(path, weights_only=True, map_location="cpu", mmap=is_torch_zip(path) or None)
     tensors = {name: tensor for name, tensor in loaded.items() if isinstance(tensor, Tensor)}
     for name, tensor in tensors.items():
