@@ -65,7 +65,7 @@ class Difference:
         names = ("squares_a", "squares_error", "bytes_a", "bytes_b")
         pairs = {name: (getattr(self, name), getattr(other, name)) for name in names}
         sums: dict[str, Any] = {name: None if None in pair else sum(pair) for name, pair in pairs.items()}
-        largest = math.nan if math.isnan(other.largest) else max(other.largest, self.largest)
+        largest = math.nan if math.isnan(self.largest + other.largest) else max(self.largest, other.largest)
         return replace(self, **sums, largest=largest)
 
     def to_dict(self) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.checkpoint.encoded.encoder import encode_file
 from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.inspection import difference
 from hf_trainweights.inspection.difference import compare_checkpoints, compare_models
 from hf_trainweights.models.directory import quantize_directory
 
@@ -47,14 +48,16 @@ def test_a_file_does_not_differ_from_itself(tmp_path, dtype):
     assert comparison.problems == ()
 
 
-def test_nan_and_infinity_in_the_same_places_are_no_difference(tmp_path):
+def test_nan_and_infinity_in_the_same_places_are_no_difference(tmp_path, monkeypatch):
+    monkeypatch.setattr(difference, "_PIECE_ELEMENTS", 3)
     values = torch.tensor([math.nan, math.inf, -math.inf, 1.0])
     other = values.clone()
     other[3] = 1.5
     a, b = saved(tmp_path / "a.safetensors", {"w": values}), saved(tmp_path / "b.safetensors", {"w": other})
     assert compare_checkpoints(a, b).tensors[0].largest == 0.5
     other[0] = 0.0
-    saved(b, {"w": other})
+    saved(a, {"w": values, "x": torch.ones(2)})
+    saved(b, {"w": other, "x": torch.ones(2)})
     assert math.isnan(compare_checkpoints(a, b).tensors[0].largest)
     assert math.isnan(compare_checkpoints(a, b).totals[0].largest)
 
