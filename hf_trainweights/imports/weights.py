@@ -40,8 +40,6 @@ def asymmetric_weight(name: str, codes: Tensor, scale: Tensor, zero: Tensor | No
         return integer_weight(name, codes, scale, bits)
     N, K = codes.shape
     scale, zero = by_row(name, scale, N), zero.reshape(-1, 1).expand(N, 1) if zero.dim() < 2 else zero.expand(N, -1)
-    if K % scale.shape[1]:
-        raise CorruptFileError(name, f"groups that divide {K} columns", f"{scale.shape[1]}", AGAIN)
     differences = codes.int() - zero.int().repeat_interleave(K // zero.shape[1], dim=1)
     low, high = (int(end) for end in differences.aminmax())
     if low < -128 or high > 127:
@@ -77,8 +75,6 @@ def integer_weight(name: str, codes: Tensor, scale: Tensor, bits: int) -> Quanti
     N, K = codes.shape
     scale = by_row(name, scale, N)
     G = scale.shape[1]
-    if K % G:
-        raise CorruptFileError(name, f"groups that divide {K} columns", f"{G}", AGAIN)
     if bits == 4 and not bool(((codes >= -8) & (codes <= 7)).all()):
         found = f"{int(codes.amin())} to {int(codes.amax())}"
         raise CorruptFileError(name, "int4 codes of -8 to 7", found, AGAIN)
@@ -116,6 +112,12 @@ def check_groups_in_order(name: str, g_idx: Tensor, K: int, G: int) -> None:
     if g_idx.shape != ordered.shape or not torch.equal(g_idx.to(torch.int64), ordered):
         found = "columns in groups by activation order (desc_act, actorder)"
         raise UnsupportedError(name, "groups of neighbouring columns", found, FROM_FLOAT)
+
+
+def check_groups(name: str, K: int, group_size: int) -> None:
+    """Check that groups of a size fill the columns of a row, unless they are all one group; else UnsupportedError."""
+    if 0 < group_size < K and K % group_size:
+        raise UnsupportedError(name, f"groups that divide {K} columns", f"groups of {group_size}", FROM_FLOAT)
 
 
 def group_count(K: int, group_size: int) -> int:

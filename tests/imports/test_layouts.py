@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from imports.writers import LAYOUTS, METADATA, Tensors, gptq
 from torch import Tensor
 
-from hf_trainweights.errors import CorruptFileError
+from hf_trainweights.errors import CorruptFileError, UnsupportedError
 from hf_trainweights.imports import skeleton
 from hf_trainweights.imports.layouts import layout_of
 from hf_trainweights.imports.weights import float8_weight
@@ -101,3 +102,27 @@ def test_sizes_of_experts_are_no_numbers_of_experts() -> None:
     skeleton.check_config({"shared_expert_intermediate_size": 20480, "num_experts": 64}, 1500, 10**6, "config.json")
     with pytest.raises(CorruptFileError, match=r"config\.json: num_experts: expected .* 1500 tensors .* found 20480"):
         skeleton.check_config({"num_experts": 20480}, 1500, 10**6, "config.json")
+
+
+WORDS, UNEVEN = torch.zeros(4, 25, dtype=torch.int32), {"bits": 4, "group_size": 128}
+GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 128}
+TORCHAO = {"_type": "IntxUnpackedToInt8Tensor", "_data": {"block_size": [1, 128]}}
+
+
+@pytest.mark.parametrize(
+    ("config", "tensors"),
+    [
+        ({"quant_method": "gptq", **UNEVEN}, {"qweight": WORDS.t()}),
+        ({"quant_method": "awq", **UNEVEN}, {"qweight": torch.zeros(200, 1, dtype=torch.int32)}),
+        ({"quant_method": "torchao"}, {"_weight_qdata": torch.zeros(4, 200, dtype=torch.int8)}),
+        (
+            {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": GROUPS}}},
+            {"weight_packed": WORDS, "weight_scale": torch.ones(4, 2), "weight_shape": torch.tensor([4, 200])},
+        ),
+    ],
+    ids=["gptq", "awq", "torchao", "compressed-tensors"],
+)
+def test_a_last_group_of_fewer_columns_is_refused(config: dict[str, object], tensors: Tensors) -> None:
+    layout = layout_of(config, {"m.weight": json.dumps(TORCHAO)})
+    with pytest.raises(UnsupportedError, match=r"^m\.weight: expected groups that divide 200 columns, found .* 128\."):
+        layout.read("m", tensors)

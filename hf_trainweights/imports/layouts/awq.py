@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.packing import CODES_PER_WORD, unpack_int4
 from hf_trainweights.imports.layouts.base import WHERE, Layout, Part, integer, matrix, no_place
-from hf_trainweights.imports.weights import asymmetric_weight, group_count
+from hf_trainweights.imports.weights import asymmetric_weight, check_groups, group_count
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # In which of a word's eight places, from the lowest, each of its columns lies.
@@ -40,6 +40,7 @@ class Awq(Layout):
     def parts(self, module: str, tensors: Mapping[str, Tensor]) -> dict[str, Part]:
         """Return what the tensors of a quantized weight have to be."""
         K, words = matrix(module, tensors, "qweight", torch.int32)
+        check_groups(f"{module}.weight", K, self._group_size)
         G = group_count(K, self._group_size)
         return {
             "scales": Part(FLOAT_DTYPES, ((G, words * CODES_PER_WORD),)),

@@ -33,6 +33,7 @@ from hf_trainweights.imports.weights import (
     asymmetric_weight,
     block_shape,
     channel_shapes,
+    check_groups,
     check_groups_in_order,
     float8_weight,
     group_count,
@@ -101,6 +102,8 @@ class CompressedTensors(Layout):
         # Which group of config.json a module belongs to is told by its tensors.
         found = tuple(tensors["weight_scale"].shape)
         schemes = [scheme for scheme in schemes if found in scheme.scale_shapes(N, K)]
+        for scheme in schemes if not is_float else ():
+            check_groups(f"{module}.weight", K, scheme.block[1] if scheme.block else scheme.group_size)
         has_zeros = any(not scheme.symmetric for scheme in schemes)
         zeros, held = found, tensors.get("weight_zero_point")
         if packed and len(found) == 2 and held is not None and held.dtype is torch.int32:

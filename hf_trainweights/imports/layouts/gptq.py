@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.imports.layouts.base import INTEGERS, WHERE, Layout, Part, integer, matrix, no_place
 from hf_trainweights.imports.layouts.compressed_tensors import unpack
-from hf_trainweights.imports.weights import asymmetric_weight, check_groups_in_order, group_count
+from hf_trainweights.imports.weights import asymmetric_weight, check_groups, check_groups_in_order, group_count
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # What the stored zero point lacks, by `checkpoint_format`.
@@ -40,6 +40,7 @@ class Gptq(Layout):
         """Return what the tensors of a quantized weight have to be."""
         words, N = matrix(module, tensors, "qweight", torch.int32)
         K = words * 32 // self._bits
+        check_groups(f"{module}.weight", K, self._group_size)
         G = group_count(K, self._group_size)
         return {
             "scales": Part(FLOAT_DTYPES, ((G, N),)),

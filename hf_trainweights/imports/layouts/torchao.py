@@ -22,6 +22,7 @@ from hf_trainweights.imports.weights import (
     asymmetric_weight,
     block_shape,
     channel_shapes,
+    check_groups,
     float8_weight,
 )
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -57,6 +58,8 @@ class TorchAO(Layout):
             raise no_place(name, f"{', '.join(_HELD)} of torchao", f"a {described.kind}")
         dtype = _HELD[described.kind]
         N, K = matrix(module, tensors, "_weight_qdata", dtype)
+        if dtype is torch.int8:
+            check_groups(name, K, described.block[1])
         shape = block_shape(N, K, described.block)
         shapes = TENSOR_SHAPES if shape == (1, 1) else channel_shapes(N) if shape == (N, 1) else (shape,)
         scale = Part(FLOAT8_SCALES if dtype is torch.float8_e4m3fn else FLOAT_DTYPES, shapes)
