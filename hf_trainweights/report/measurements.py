@@ -26,7 +26,8 @@ class Error:
     """How far a weight is from another one.
 
     Args:
-        snr_db: Signal to noise in dB, as `Difference.snr_db` defines it; infinite if both are equal.
+        snr_db: Signal to noise in dB, as `Difference.snr_db` defines it; infinite if both are equal, minus infinity if
+            one has a NaN that the other has not.
         output_error: |x a - x b| / |x b| of the dequantized weights for given rows x, or for 32 of Gaussian noise,
             always the same; None for a tensor of one dimension, or where rows of another length are given.
     """
@@ -63,7 +64,7 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
         if has_output:
             output, difference = output + _squares(x @ b.T), difference + _squares(x @ (a - b).T)
     ratio = math.sqrt(difference / output) if output else math.inf if difference else 0.0
-    return Error(error.snr_db, ratio if has_output else None)
+    return Error(-math.inf if math.isnan(error.snr_db) else error.snr_db, ratio if has_output else None)
 
 
 def weight_histogram(weight: Tensor) -> Histogram | None:
@@ -112,7 +113,7 @@ def _rows_last(weight: Tensor, turned: bool) -> Tensor:
 
 def _float_blocks(weight: Tensor, turned: bool) -> Iterator[Tensor]:
     for block in _blocks(_rows_last(weight, turned)):
-        yield (block.dequantize() if isinstance(block, QuantizedTensor) else block).detach().float()
+        yield (block.dequantize() if isinstance(block, QuantizedTensor) else block).detach().float().cpu()
 
 
 def _blocks(weight: Tensor) -> Iterator[Tensor]:

@@ -37,9 +37,9 @@ class Measured:
     error: Error | None
 
     @property
-    def is_rounded(self) -> bool:
-        """Whether it differs from its counterpart by a finite number of dB."""
-        return self.error is not None and math.isfinite(self.error.snr_db)
+    def differs(self) -> bool:
+        """Whether it has a counterpart and is not equal to it."""
+        return self.error is not None and self.error.snr_db < math.inf
 
 
 def measure_weights(
@@ -64,8 +64,8 @@ def model_sections(
         Section("Sizes", [_total_chart(measured, against, formats), _format_table(measured, formats)]),
         Section("Layer by layer", [_layer_chart(measured, formats)]),
     ]
-    if any(each.is_rounded for each in measured):
-        sections.append(Section("Error", [_error_chart(measured)], _ERROR))
+    if drawn := [each for each in measured if each.error and math.isfinite(each.error.snr_db)]:
+        sections.append(Section("Error", [_error_chart(drawn)], _ERROR))
     sections.append(_worst_section(measured, _OF_TEXTS if texts else _OF_NOISE))
     head = ("weight", "format", "shape", "bits", "size", "SNR, dB", "output error")
     rows = [_row(each) for each in measured]
@@ -81,8 +81,8 @@ _OF_TEXTS = "what rounding this weight changes in its product with what its laye
 _OF_NOISE = "what rounding this weight changes in its product with Gaussian noise"
 _ERROR = (
     "Signal to noise of each weight against its counterpart: a dot each, further left is worse, 6 dB are a factor of "
-    "two. Rest the pointer on a dot for its name. The number is the worst of the row. Weights that are equal are not "
-    "shown."
+    "two. Rest the pointer on a dot for its name. The number is the worst of the row. Weights that are equal, "
+    "and those of no finite ratio, such as with NaN, are not shown."
 )
 
 
@@ -156,7 +156,7 @@ def _format_table(measured: Sequence[Measured], formats: Sequence[str]) -> Table
 
 def _error_chart(measured: Sequence[Measured]) -> Drawing:
     rows = []
-    for name, members in _layers([each for each in measured if each.is_rounded]).items():
+    for name, members in _layers(measured).items():
         points = [
             (each.error.snr_db, f"{each.weight.name}: {each.error.snr_db:.1f} dB") for each in members if each.error
         ]
@@ -175,9 +175,9 @@ def _layers(measured: Sequence[Measured]) -> dict[str, list[Measured]]:
 
 
 def _worst_section(measured: Sequence[Measured], output_error: str) -> Section:
-    rounded = sorted((each for each in measured if each.is_rounded), key=lambda each: each.error.snr_db)  # type: ignore
-    if rounded:
-        chosen, title = rounded[:WORST], f"The worst {min(WORST, len(rounded))}"
+    differing = sorted((each for each in measured if each.differs), key=lambda each: each.error.snr_db)  # type: ignore
+    if differing:
+        chosen, title = differing[:WORST], f"The worst {min(WORST, len(differing))}"
     else:
         # Without a counterpart nothing is known to be worse; the largest quantized weights come before float ones.
         order = sorted(

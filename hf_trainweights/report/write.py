@@ -166,9 +166,9 @@ def _lines(measured: Sequence[Measured], others: Mapping[str, StoredTensor]) -> 
     for name in formats_of(measured):
         members = [weight for weight in weights if weight.format == name]
         lines.append(f"  {name}: {len(members)}, {show_size(stored_bytes(members))}")
-    rounded = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.is_rounded)
-    if rounded:
-        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in rounded[: WORST // 2])]
+    differing = sorted((each.error.snr_db, each.weight.name) for each in measured if each.error and each.differs)
+    if differing:
+        lines += ["largest errors:", *(f"  {snr:.1f} dB  {name}" for snr, name in differing[: WORST // 2])]
     if others:
         equal = sum(each.error is not None and each.error.snr_db == math.inf for each in measured)
         alone = sum(each.error is None for each in measured)

@@ -94,6 +94,18 @@ def test_the_worst_weights_come_first(saved: tuple[Path, Path], tmp_path: Path) 
     assert worst.count("<title>codes of ") == 10
 
 
+def test_a_weight_that_has_become_nan_is_the_worst(tmp_path: Path) -> None:
+    weights = {"broken": torch.ones(4, 4), "good": torch.ones(4, 4)}
+    save_file(weights, tmp_path / "a.safetensors")
+    save_file(
+        {"broken": weights["broken"] / torch.eye(4) * 0, "good": weights["good"] + 0.1}, tmp_path / "b.safetensors"
+    )
+    report = write_report(tmp_path / "b.safetensors", tmp_path / "report.html", tmp_path / "a.safetensors")
+    assert report.lines[-3:] == ("  -inf dB  broken", "  20.0 dB  good", "0 equal, 0 without a counterpart")
+    worst = page_of(tmp_path / "report.html").partition("The worst 2")[2].partition("All weights")[0]
+    assert worst.index("broken") < worst.index("good")
+
+
 @pytest.mark.slow
 def test_a_model_in_memory_and_its_directory_are_reported_alike(
     model: PreTrainedModel, saved: tuple[Path, Path], tmp_path: Path
