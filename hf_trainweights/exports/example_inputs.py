@@ -30,12 +30,12 @@ class Inputs:
     def of(cls, model: nn.Module, example_inputs: ExampleInputs | None) -> Inputs:
         """Return what is given, or inputs that fit a model of Transformers; ConfigError: none can be made up."""
         if example_inputs is None:
-            return cls(kwargs=_without_cache(model, _made_up(model)))
-        if isinstance(example_inputs, Tensor):
-            return cls((example_inputs,))
+            example_inputs = _made_up(model)
         if isinstance(example_inputs, Mapping):
             return cls(kwargs=_without_cache(model, example_inputs))
-        return cls(tuple(example_inputs))
+        inputs = cls((example_inputs,) if isinstance(example_inputs, Tensor) else tuple(example_inputs))
+        # Models of Transformers are called by name.
+        return cls.of(model, inputs.by_name(model)) if isinstance(model, PreTrainedModel) else inputs
 
     def by_name(self, model: nn.Module) -> dict[str, Any]:
         """Return all arguments by the names that the model's `forward` gives them."""

@@ -62,8 +62,7 @@ class OrderedCall(nn.Module):
         return tuple(self._call(**dict(zip(self._names, inputs, strict=True))).values())
 
 
-def split_inputs(model: nn.Module, inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return a model's arguments that are tensors, and the others, both by name."""
-    named = inputs.by_name(model)
-    tensors = {name: value for name, value in named.items() if isinstance(value, Tensor)}
-    return tensors, {name: value for name, value in named.items() if name not in tensors}
+def split_inputs(inputs: Inputs) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the arguments of a model of Transformers that are tensors, and the others, both by name."""
+    tensors = {name: value for name, value in inputs.kwargs.items() if isinstance(value, Tensor)}
+    return tensors, {name: value for name, value in inputs.kwargs.items() if name not in tensors}

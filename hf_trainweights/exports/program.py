@@ -76,7 +76,7 @@ def _trace(model: nn.Module, inputs: Inputs, dynamic_shapes: Any) -> torch.expor
     next_step = "Pass other example_inputs or dynamic_shapes, or use export_torchscript."
     call, args, kwargs = model, inputs.args, inputs.kwargs
     if isinstance(model, PreTrainedModel):
-        tensors, options = split_inputs(model, inputs)
+        tensors, options = split_inputs(inputs)
         call, args, kwargs = _called_by_name(model, options, tuple(tensors)), (), tensors
         dynamic_shapes = _shapes_of_all(tensors, dynamic_shapes)
     with tracer_errors(model, "torch.export", next_step):

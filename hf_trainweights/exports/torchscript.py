@@ -92,7 +92,7 @@ def _compiled(model: nn.Module, inputs: Inputs | None) -> Any:
 def _traced(model: nn.Module, inputs: Inputs) -> Any:
     next_step = "Pass other example_inputs, or use export_program or export_onnx."
     if isinstance(model, PreTrainedModel):
-        tensors, options = split_inputs(model, inputs)
+        tensors, options = split_inputs(inputs)
         call = OrderedCall(model, list(tensors), options).eval()
         with tracer_errors(model, "TorchScript", next_step):
             return torch.jit.trace(call, tuple(tensors.values()))

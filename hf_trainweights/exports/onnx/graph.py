@@ -96,7 +96,7 @@ def _traced(model: nn.Module, inputs: Inputs, options: GraphOptions) -> Any:
     whole = model.model if isinstance(model, Part) else model
     with torch.no_grad(), _quiet(), tracer_errors(whole, "torch.onnx", NEXT_STEP):
         if isinstance(model, PreTrainedModel | Part) and not own:
-            return onnx_graph(model, inputs.by_name(model), options.opset, options.dynamic_shapes)
+            return onnx_graph(model, inputs.kwargs, options.opset, options.dynamic_shapes)
         program = torch.onnx.export(
             model,
             inputs.args,
