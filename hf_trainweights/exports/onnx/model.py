@@ -65,7 +65,11 @@ class OnnxModel:
 
     def __call__(self, *args: Any, **kwargs: Any) -> dict[str, np.ndarray]:
         """Return `predict` of inputs in order, or by name."""
-        return self.predict({**dict(zip(self.input_names, args, strict=False)), **kwargs} if kwargs else args)
+        named = {**dict(zip(self.input_names, args, strict=False)), **kwargs}
+        if kwargs and len(named) < len(args) + len(kwargs):
+            found = f"{len(args)} in order and {', '.join(kwargs)}"
+            raise ConfigError("inputs", f"each of these once: {self._shown()}", found, "Leave the others out.")
+        return self.predict(named if kwargs else args)
 
     def predict(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
         """Run the model.
@@ -77,7 +81,7 @@ class OnnxModel:
             Each output by name.
 
         Raises:
-            ConfigError: An input is missing, unknown, or of another shape than the file's.
+            ConfigError: An input is missing, unknown, or of another shape or dtype than the file's.
             CorruptFileError: ONNX Runtime cannot compute what the file says, with these inputs.
         """
         arrays = self._checked(inputs)
@@ -99,7 +103,7 @@ class OnnxModel:
             Each output by name, for the whole batch.
 
         Raises:
-            ConfigError: As for `predict`; or the inputs have different numbers of rows, or none.
+            ConfigError: As for `predict`; or the inputs have different numbers of rows, or none; or an output has none.
         """
         if batch_size < 1:
             raise ConfigError("batch_size", "at least 1", str(batch_size), "Choose a larger one.")
@@ -110,6 +114,8 @@ class OnnxModel:
             raise ConfigError("inputs", "the same number of rows in each, and at least one", shapes, "Check the batch.")
         starts = range(0, rows.pop(), batch_size)
         parts = [self.predict({name: a[start : start + batch_size] for name, a in arrays.items()}) for start in starts]
+        if single := [name for name in self.output_names if not parts[0][name].ndim]:
+            raise ConfigError(f"output {single[0]}", "a row for each of the batch", "one number", "Use predict.")
         return {name: np.concatenate([part[name] for part in parts]) for name in self.output_names}
 
     def _named(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
@@ -122,7 +128,7 @@ class OnnxModel:
             inputs = dict(zip(self._inputs, inputs, strict=False))
         if inputs.keys() != self._inputs.keys():
             raise ConfigError("inputs", self._shown(), ", ".join(inputs) or "none", "Pass each of these, by its name.")
-        return {name: _array(inputs[name]) for name in self._inputs}
+        return {name: _array(name, inputs[name]) for name in self._inputs}
 
     def _checked(self, inputs: OnnxInputs) -> dict[str, np.ndarray]:
         arrays = self._named(inputs)
@@ -155,5 +161,9 @@ _TYPES = {
 }
 
 
-def _array(value: Any) -> np.ndarray:
-    return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+def _array(name: str, value: Any) -> np.ndarray:
+    try:
+        return value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
+    except (TypeError, ValueError) as error:
+        next_step = "Change its dtype, such as from bfloat16 to float32."
+        raise ConfigError(f"input {name}", "what NumPy has an array for", str(error), next_step) from error

@@ -96,7 +96,7 @@ def _one_call(file: str, inputs: Inputs, options: GraphOptions) -> Task:
     """Return how any module becomes the graph of one call of its `forward`."""
     return Task(
         trace=lambda model, target, _: {file: trace(model, inputs, target, options)},
-        verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.by_name(model)),
+        verify=lambda directory, model: verify_onnx_model(directory / file, model, inputs.args or inputs.kwargs),
     )
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 import torch
 from exports.models import Convolutional, images, quantized
+from onnx import helper
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig, quantize_
@@ -58,11 +60,31 @@ def test_the_last_part_of_a_batch_may_be_ragged(model: OnnxModel, batch_size: in
         (images(1)[0], r"^input image: expected tensor\(float\) \['batch', 1, 8, 8\], found float32 \[1, 8, 8\]"),
         (images(1)[..., :4], r"^input image: .*found float32 \[1, 1, 8, 4\]"),
         (images(1).double(), r"^input image: .*found float64 \[1, 1, 8, 8\]"),
+        (images(1).bfloat16(), r"^input image: expected what NumPy has an array for, found .*BFloat16.* to float32"),
     ],
 )
 def test_inputs_that_the_file_does_not_take_are_refused(model: OnnxModel, inputs: object, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         model.predict(inputs)  # type: ignore[arg-type]
+
+
+def test_an_input_that_is_given_twice_or_has_no_name_is_refused(model: OnnxModel) -> None:
+    with pytest.raises(ConfigError, match=r"^inputs: expected each of these once: image, found 1 in order and image"):
+        model(images(1), image=images(1))
+    with pytest.raises(ConfigError, match=r"^inputs: expected each of these once: image, found 2 in order and image"):
+        model(images(1), images(1), image=images(1))
+
+
+def test_an_output_without_rows_is_not_of_a_batch(tmp_path: Path) -> None:
+    x = helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["rows"])
+    total = helper.make_tensor_value_info("total", onnx.TensorProto.FLOAT, [])
+    graph = helper.make_graph([helper.make_node("ReduceSum", ["x"], ["total"], keepdims=0)], "graph", [x], [total])
+    opsets = [helper.make_opsetid("", 21)]
+    onnx.save(helper.make_model(graph, opset_imports=opsets, ir_version=10), tmp_path / "model.onnx")
+    session = OnnxModel(tmp_path / "model.onnx")
+    assert session.predict(np.ones(3, np.float32))["total"] == 3
+    with pytest.raises(ConfigError, match=r"^output total: expected a row for each of the batch, found one number"):
+        session.predict_batch(np.ones(3, np.float32))
 
 
 def test_a_batch_without_rows_or_parts_is_refused(model: OnnxModel) -> None:

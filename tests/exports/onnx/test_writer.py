@@ -13,7 +13,7 @@ import torch
 from architectures import ARCHITECTURES
 from covering import by_default, exhaustive
 from exports.models import FORMATS, Convolutional, dequantized_outputs, images, no_file_beyond, quantized
-from torch import nn
+from torch import Tensor, nn
 
 from hf_trainweights import QuantizedTensor
 from hf_trainweights.errors import ConfigError, SaveError, UnsupportedError
@@ -99,6 +99,24 @@ def test_a_directory_is_exported_with_inputs_that_are_made_up(tmp_path: Path) ->
     wanted = dequantized_outputs(model.to(torch.float32), **inputs)
     found = OnnxModel(tmp_path / "model.onnx").predict({name: inputs[name] for name in ("input_ids", "attention_mask")})
     assert close_to(found["logits"], wanted[0])
+
+
+class Masked(nn.Module):
+    """Takes arguments that have no name, and returns infinities."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor, /, *others: Tensor) -> Tensor:
+        return self.layer(x + others[0]).masked_fill(torch.arange(64) >= 60, -torch.inf)
+
+
+def test_arguments_without_names_and_infinities_are_verified_too(tmp_path: Path) -> None:
+    model, inputs = quantized(Masked(), "int8"), (torch.ones(2, 64), torch.eye(2, 64))
+    export_onnx(model, tmp_path / "model.onnx", example_inputs=inputs)
+    found = OnnxModel(tmp_path / "model.onnx")(*inputs)["masked_fill"]
+    np.testing.assert_allclose(found, dequantized_outputs(model, *inputs)[0], rtol=1e-4, atol=1e-5)
 
 
 def test_large_weights_go_to_a_second_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
