@@ -49,7 +49,8 @@ def load_library(path: Path, functions: Mapping[str, str], abi: int) -> ctypes.C
         return None
     try:
         # At once, because a missing symbol of OpenMP, which PyTorch brings, would end the process at its first use.
-        library = ctypes.CDLL(str(path), mode=os.RTLD_NOW)
+        # Windows, which has no name for that, has no other way.
+        library = ctypes.CDLL(str(path), mode=getattr(os, "RTLD_NOW", ctypes.DEFAULT_MODE))
     except OSError:
         return None
     try:

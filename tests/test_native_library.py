@@ -36,6 +36,14 @@ def compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compile:
     return compile_
 
 
+def test_where_python_has_no_flags_of_posix_a_library_is_looked_for_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "RTLD_NOW")
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert load_library(tmp_path / "library.so", {}, abi=7) is None
+
+
 def test_a_library_of_these_sources_is_used(compiled: Compile, caplog: pytest.LogCaptureFixture) -> None:
     path = compiled("int abi(void) { return 7; } long twice(long n) { return 2 * n; }")
     library = load_library(path, {"twice": "ll"}, 7)
