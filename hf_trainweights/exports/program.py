@@ -59,7 +59,8 @@ def export_program(
     """
     out = Path(out)
     if out.suffix != ".pt2" or out.is_dir():
-        raise ConfigError("out", "a file that ends in .pt2", str(out), f"Write to {out / 'model.pt2'}, for example.")
+        file = out / "model.pt2" if out.is_dir() else out.with_suffix(".pt2")
+        raise ConfigError("out", "a file that ends in .pt2", str(out), f"Write to {file}, for example.")
     model = model_of(model_or_directory)
     inputs = Inputs.of(model, example_inputs)
     with in_eval_mode(model), lowered(model, Target()), torch.no_grad():

@@ -126,7 +126,8 @@ def _check(
     if task is not None:
         _check_task(task, out, example_inputs, options)
     elif out.suffix != ".onnx" or out.is_dir():
-        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {out / FILE}, for example.")
+        file = out / FILE if out.is_dir() else out.with_suffix(".onnx")
+        raise ConfigError("out", "a file that ends in .onnx", str(out), f"Write to {file}, for example.")
 
 
 def _check_task(task: str, out: Path, example_inputs: ExampleInputs | None, options: GraphOptions) -> None:
