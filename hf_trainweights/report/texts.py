@@ -70,8 +70,10 @@ def measure_with_texts(
     for batch in logging.tqdm(batches, desc="Reading texts", unit="batch"):
 
         def see(layer: nn.Module, x: Tensor, batch: Mapping[str, Tensor] = batch) -> None:
-            inputs = without_padding(x, batch)
-            rows[layers[layer]].append(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)].float())
+            held = rows[layers[layer]]
+            if sum(map(len, held)) < _MOST_ROWS:
+                inputs = without_padding(x, batch)
+                held.append(inputs[:: -(-len(inputs) // _ROWS_A_BATCH)].float())
 
         with inputs_of(layers, see):
             expected = reference(**batch)
@@ -99,18 +101,22 @@ class _Sums:
             self._cosine += F.cosine_similarity(a, b).sum().item()
             return
         self._has_logits = True
-        p, q = (F.log_softmax(each.logits.float(), dim=-1) for each in (expected, found))
         # A classifier has logits for each text, a language model for each token.
-        each_token = p.shape[: mask.dim()] == mask.shape
-        divergence = (p.exp() * (p - q)).sum(dim=-1)
-        self._divergence += (divergence[mask] if each_token else divergence).double().sum().item()
-        self._scored += int(mask.sum()) if each_token else divergence.numel()
-        if each_token and p.shape[-1] > int(batch["input_ids"].max()):
-            follows = mask[:, 1:] & mask[:, :-1]
-            for place, chances in enumerate((p, q)):
-                losses = -chances[:, :-1].gather(-1, batch["input_ids"][:, 1:, None]).squeeze(-1)
-                self._losses[place] += losses[follows].double().sum().item()
-            self._following += int(follows.sum())
+        each_token = expected.logits.shape[: mask.dim()] == mask.shape
+        has_next = each_token and expected.logits.shape[-1] > int(batch["input_ids"].max())
+        # One text at a time: in float32 the logits of a batch may take gigabytes.
+        for ids, kept, *logits in zip(batch["input_ids"], mask, expected.logits, found.logits, strict=True):
+            p, q = (F.log_softmax(each.float(), dim=-1) for each in logits)
+            divergence = (p.exp() * (p - q)).sum(dim=-1)
+            divergence = divergence[kept] if each_token else divergence
+            self._divergence += divergence.double().sum().item()
+            self._scored += divergence.numel()
+            if has_next:
+                follows = kept[1:] & kept[:-1]
+                for place, chances in enumerate((p, q)):
+                    losses = -chances[:-1].gather(-1, ids[1:, None]).squeeze(-1)
+                    self._losses[place] += losses[follows].double().sum().item()
+                self._following += int(follows.sum())
 
     def measures(self, is_causal: bool, inputs: Mapping[str, Tensor]) -> TextMeasures:
         """Return the means."""

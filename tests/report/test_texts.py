@@ -14,6 +14,8 @@ from torch.nn import functional as F
 
 from hf_trainweights import quantize_directory, write_report
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.calibration.blocks import without_padding
+from hf_trainweights.report import texts
 from hf_trainweights.report.measurements import measure_error
 from hf_trainweights.report.texts import measure_with_texts
 
@@ -121,3 +123,15 @@ def test_texts_need_two_saved_models_and_a_tokenizer(llama: Path, tmp_path: Path
     with pytest.raises(ConfigError, match="texts: expected a tokenizer in"):
         write_report(llama.with_name("small"), tmp_path / "report.html", tmp_path / "plain", texts=TEXTS)
     assert not (tmp_path / "report.html").exists()
+
+
+def test_no_more_is_held_than_is_used(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept, scored, log_softmax = [], [], F.log_softmax
+    monkeypatch.setattr(texts, "_MOST_ROWS", 8)
+    monkeypatch.setattr(texts, "without_padding", lambda x, batch: kept.append(x) or without_padding(x, batch))
+    monkeypatch.setattr(F, "log_softmax", lambda x, dim: scored.append(x.dim()) or log_softmax(x, dim))
+    found = measure_with_texts(llama, llama, TEXTS * 5)
+    # One batch of two is enough.
+    assert len(kept) == len(found.inputs)
+    assert {len(rows) for rows in found.inputs.values()} == {8}
+    assert scored == [2] * 2 * len(TEXTS * 5)
