@@ -114,7 +114,8 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
     formats = [key for key in tensors if (parse_stored_name(key) or ("", ""))[1] in telling]
     if any(tensors[key].tensor.is_meta for key in formats):
         # In an encoded file of quantized weights, the values of these tensors say how to read the others.
-        tensors |= read_part([file], part)
+        stored = read_part([file], part)
+        tensors |= {key: stored[key] for key in formats}
     return tensors
 
 

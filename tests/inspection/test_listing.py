@@ -15,10 +15,12 @@ from typing import ClassVar
 import pytest
 import torch
 from architectures import ARCHITECTURES
+from checkpoint.sharded_states import save_alone
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.checkpoint.dcp.contents import ShardedContents
 from hf_trainweights.checkpoint.directory.layout import compress_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.inspection.difference import compare_checkpoints
@@ -302,3 +304,14 @@ def test_a_notebook_shows_a_listing_folded_and_escaped(tmp_path: Path) -> None:
     html = inspect_weights(tmp_path)._repr_html_()
     assert html.startswith("<details><summary>1 tensors</summary><table>")
     assert "<td>&lt;script&gt;</td><td>float32</td><td>(2,)</td><td>8</td>" in html
+
+
+def test_of_a_sharded_checkpoint_only_what_tells_formats_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensors = {"l._weight_format": torch.zeros(4, dtype=torch.uint8), "l._weight_qdata": torch.zeros(2, 2)}
+    save_alone({"model": tensors}, tmp_path)
+    read, real = [], ShardedContents.read_tensor
+    monkeypatch.setattr(ShardedContents, "read_tensor", lambda *each: read.append(each[1]) or real(*each))
+    assert [entry.name for entry in inspect_weights(tmp_path).entries] == [*tensors]
+    assert read == ["model.l._weight_format"]
