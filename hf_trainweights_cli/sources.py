@@ -14,29 +14,18 @@ if TYPE_CHECKING:
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="Directory or Hub id of a quantized model.")]
 NewDirectory = Annotated[Path, typer.Argument(metavar="OUT", help="A new or empty directory.")]
 
-# Weights for frameworks that nothing here reads.
-_FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")
-_TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
-
 
 def local_copy(source: str) -> Path:
-    """Return the directory or file that a user named; of a model on the Hub the snapshot in the cache.
-
-    A repository may hold its weights twice. Its torch files are downloaded only if it has no safetensors files, which
-    loaders prefer.
-    """
+    """Return the directory or file that a user named; of a model on the Hub the snapshot in the cache."""
     if os.path.lexists(source):
         return Path(source)
     require_source(source)
-    from huggingface_hub import snapshot_download
+    from hf_trainweights.models.loading.saved_models import download
 
     try:
-        snapshot = Path(snapshot_download(source, ignore_patterns=[*_FOREIGN, *_TORCH]))
-        if not any(snapshot.rglob("*.safetensors")):
-            snapshot = Path(snapshot_download(source, ignore_patterns=[*_FOREIGN]))
+        return download(source)
     except OSError as error:
         raise _not_found(source, _reason(error)) from error
-    return snapshot
 
 
 def require_source(source: str) -> None:

@@ -12,7 +12,6 @@ import os
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from transformers import PreTrainedModel
 
@@ -28,7 +27,7 @@ from hf_trainweights.imports.weights import AGAIN
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.missing_weights import saved_class
-from hf_trainweights.models.loading.saved_models import load_saved, read_config, refuse_file
+from hf_trainweights.models.loading.saved_models import download, load_saved, read_config, refuse_file
 from hf_trainweights.models.saving.companions import copy_companions
 from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
 
@@ -98,7 +97,7 @@ def _folder(source: str | os.PathLike[str]) -> Path:
         return Path(source)
     refuse_file(source)
     try:
-        return Path(snapshot_download(str(source)))
+        return download(str(source))
     except (HFValidationError, HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         found = reason if os.path.lexists(source) or "/" in str(source) else "nothing there"

@@ -12,7 +12,8 @@ from hub.server import LocalHub
 from hub.test_push import THEIRS, computes_the_same, pull
 from huggingface_hub import HfApi, ModelCard, constants, snapshot_download
 
-from hf_trainweights import verify_model
+from hf_trainweights import import_directory, verify_model
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.loading.saved_models import load_saved
 
 LLAMA = ARCHITECTURES["llama"]
@@ -115,6 +116,20 @@ def pushed_float(quantized: Path) -> str:
     HfApi().create_repo("user/float")
     HfApi().upload_folder(repo_id="user/float", folder_path=quantized.parent / "float")
     return "user/float"
+
+
+@pytest.mark.slow
+def test_an_import_downloads_no_weights_that_it_does_not_read(local_hub: LocalHub, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    for name in ("config.json", "model.safetensors", "pytorch_model.bin", "tf_model.h5"):
+        (folder / name).write_text("{}")
+    HfApi().create_repo("user/mixed")
+    HfApi().upload_folder(repo_id="user/mixed", folder_path=folder)
+    with pytest.raises(ConfigError, match="expected a quantization_config, found none"):
+        import_directory("user/mixed", tmp_path / "out")
+    (snapshot,) = Path(constants.HF_HUB_CACHE, "models--user--mixed", "snapshots").iterdir()
+    assert {each.name for each in snapshot.iterdir()} - {".gitattributes"} == {"config.json", "model.safetensors"}
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import snapshot_download
 from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_trainweights.errors import ConfigError, TrainWeightsError
@@ -17,6 +18,10 @@ from hf_trainweights.models.choosing.config import QUANT_METHOD
 from hf_trainweights.models.loading.load_state import spilled_to
 from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
 
+# Weights for frameworks that nothing here reads.
+_FOREIGN = ("*.h5", "*.msgpack", "*.ot", "*.onnx*", "*.gguf", "*.tflite", "*.mlmodel*", "onnx/*", "openvino/*")
+_TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
+
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
     """Load a saved quantized model as `load_saved` does; ConfigError: this package has not quantized it."""
@@ -26,6 +31,18 @@ def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -
         found = f"one of {method}" if method else "a float model"
         raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")
     return load_saved(source, spill=spill)
+
+
+def download(repository: str) -> Path:
+    """Download what is read of a model on the Hub, and return its snapshot in the cache; an OSError says why it is not.
+
+    A repository may hold its weights twice. Its torch files are downloaded only if it has no safetensors files, which
+    loaders prefer.
+    """
+    snapshot = Path(snapshot_download(repository, ignore_patterns=[*_FOREIGN, *_TORCH]))
+    if any(snapshot.rglob("*.safetensors")):
+        return snapshot
+    return Path(snapshot_download(repository, ignore_patterns=[*_FOREIGN]))
 
 
 def load_saved(
