@@ -22,6 +22,7 @@ from torch import Tensor
 from hf_trainweights.errors import ConfigError, CorruptFileError, UnsupportedError
 
 Json: TypeAlias = Union[str, int, float, bool, list["Json"], dict[str, "Json"], None]  # noqa: UP007 (recursive)
+Params: TypeAlias = Mapping[str, Json]
 References: TypeAlias = Mapping[str, Tensor]
 
 # Every dtype whose elements are whole bytes; the lossless codecs take them all.
@@ -120,7 +121,7 @@ class Codec(ABC):
     def decode(
         cls,
         payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
+        params: Params,
         shape: Sequence[int],
         dtype: torch.dtype,
         references: References | None = None,
@@ -160,12 +161,7 @@ class Codec(ABC):
     @classmethod
     @abstractmethod
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         """Decode; payloads, shape, dtype and references are checked one by one, not against each other."""
 
@@ -186,7 +182,7 @@ class Codec(ABC):
             raise cls.corrupt("payloads", str(expected), str(len(payloads)))
 
     @classmethod
-    def param(cls, params: Mapping[str, Json], name: str, kind: type) -> Any:
+    def param(cls, params: Params, name: str, kind: type) -> Any:
         """Return `params[name]`; CorruptFileError: it is missing, not exactly of type `kind`, or NaN or infinite."""
         value = params.get(name)
         if type(value) is not kind or (isinstance(value, float) and not math.isfinite(value)):

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import ClassVar
@@ -46,6 +46,7 @@ from hf_trainweights.checkpoint.codecs.base import (
     EncodedTensor,
     Json,
     OwnAnchor,
+    Params,
     References,
 )
 from hf_trainweights.checkpoint.codecs.coding import compiled
@@ -134,12 +135,7 @@ class DeltaUniform(Codec):
     @classmethod
     @np.errstate(all="ignore")
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         step = cls.param(params, "step", float)
         if not _SMALLEST_STEP <= step <= _LARGEST_STEP:

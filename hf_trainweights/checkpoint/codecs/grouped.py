@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import chunk_ranges
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.errors import ConfigError
@@ -74,12 +74,7 @@ class Grouped(Codec):
 
     @classmethod
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         config = cls.param(params, "format", dict)
         try:

@@ -29,7 +29,7 @@ to zero, infinity or NaN.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import ClassVar
@@ -38,7 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
@@ -135,12 +135,7 @@ class LogRank1(Codec):
     @classmethod
     @np.errstate(all="ignore")
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         step = cls.param(params, "step", int)
         if not 1 <= step <= _LARGEST_STEP:

@@ -17,7 +17,7 @@ bit to one bit smaller than an exclusive or, whose carries reach high bits.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Json, OwnAnchor, References
+from hf_trainweights.checkpoint.codecs.base import ROLES, OwnAnchor, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     BlockReader,
     BlockWriter,
@@ -70,25 +70,48 @@ class Planes(ChunkedCodec):
     roles: ClassVar[tuple[str, ...]] = ROLES
 
     def _chunks(self, tensor: Tensor, references: References) -> Chunks:
-        return _cut(tensor, None, has_flags=False)
+        words, dtype = words_of(tensor), tensor.dtype
+        near = words_of(references["anchor"]) if "anchor" in references else None
+
+        def write(writer: BlockWriter, chunk: slice) -> bool:
+            x = words[chunk]
+            if near is None or not _delta_is_smaller(x, near[chunk], dtype):
+                write_planes(writer, x.itemsize, len(x), [x], dtype)
+                return False
+            y = near[chunk]
+            differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
+            write_planes(writer, words.itemsize, len(x), differences)
+            return True
+
+        return Chunks([*chunk_ranges(len(words))], write, has_flags="anchor" in self.references)
 
     @classmethod
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         cls.check_count(payloads, 1)
-        itemsize, count = word_layout(shape, dtype)
-        reader = BlockReader(cls, payloads[0], chunk_count(count) * itemsize)
-        return _joined(reader, shape, dtype, np.zeros(chunk_count(count), bool), None)
+        (itemsize, count), has_flags = word_layout(shape, dtype), "anchor" in cls.references
+        chunks = chunk_count(count)
+        reader = BlockReader(cls, payloads[0], chunks * itemsize + has_flags)
+        is_delta = reader.read(chunks * itemsize, chunks) if has_flags else np.zeros(chunks, bool)
+        anchor = cls.needed(references, "anchor") if is_delta.any() else None
+        near = None if anchor is None else words_of(anchor)
+        decoded = anchor if anchor is not None and isinstance(references, OwnAnchor) else empty(shape, dtype)
+        decoded_words = words_of(decoded)
+        for index, chunk in enumerate(chunk_ranges(count)):
+            out = decoded_words[chunk]
+            is_difference = near is not None and is_delta[index]
+            words = scratch("words", out.shape, out.dtype) if is_difference and decoded is anchor else out
+            for part in read_planes(reader, index * itemsize, words, None if is_difference else dtype):
+                if near is not None and is_difference:
+                    _add_(words[part], near[chunk][part])
+                if words is not out:
+                    out[part] = words[part]
+        return decoded
 
 
 @dataclass(frozen=True)
-class PlanesDelta(ChunkedCodec):
+class PlanesDelta(Planes):
     """Codes byte planes of the tensor or of its difference to the anchor, whichever a sample says is smaller.
 
     Without an anchor it codes every chunk plain.
@@ -103,73 +126,8 @@ class PlanesDelta(ChunkedCodec):
     """
 
     codec_id: ClassVar[str] = "planes-delta"
-    lossless: ClassVar[bool] = True
     roles: ClassVar[tuple[str, ...]] = ("weight",)
     references: ClassVar[tuple[str, ...]] = ("anchor",)
-
-    def _chunks(self, tensor: Tensor, references: References) -> Chunks:
-        return _cut(tensor, references.get("anchor"), has_flags=True)
-
-    @classmethod
-    def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
-    ) -> Tensor:
-        cls.check_count(payloads, 1)
-        itemsize, count = word_layout(shape, dtype)
-        chunks = chunk_count(count)
-        reader = BlockReader(cls, payloads[0], chunks * itemsize + 1)
-        is_delta = reader.read(chunks * itemsize, chunks)
-        anchor = cls.needed(references, "anchor") if is_delta.any() else None
-        return _joined(reader, shape, dtype, is_delta, anchor, to_anchor=isinstance(references, OwnAnchor))
-
-
-def _cut(tensor: Tensor, anchor: Tensor | None, *, has_flags: bool) -> Chunks:
-    """Cut a tensor into chunks, each coded plain or, where that is smaller, as the difference to its anchor."""
-    words, dtype = words_of(tensor), tensor.dtype
-    near = None if anchor is None else words_of(anchor)
-
-    def write(writer: BlockWriter, chunk: slice) -> bool:
-        x = words[chunk]
-        if near is None or not _delta_is_smaller(x, near[chunk], dtype):
-            write_planes(writer, x.itemsize, len(x), [x], dtype)
-            return False
-        y = near[chunk]
-        differences = (zigzag_(x[part] - y[part]) for part in chunk_ranges(len(x), CACHED))
-        write_planes(writer, words.itemsize, len(x), differences)
-        return True
-
-    return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write, has_flags)
-
-
-def _joined(
-    reader: BlockReader,
-    shape: torch.Size,
-    dtype: torch.dtype,
-    is_delta: np.ndarray,
-    anchor: Tensor | None,
-    *,
-    to_anchor: bool = False,
-) -> Tensor:
-    """Undo `_cut`, in the memory of the anchor or in new memory; `is_delta` says which chunks are differences to it."""
-    itemsize, count = word_layout(shape, dtype)
-    near = None if anchor is None else words_of(anchor)
-    decoded = empty(shape, dtype) if anchor is None or not to_anchor else anchor
-    decoded_words = words_of(decoded)
-    for index, chunk in enumerate(chunk_ranges(count)):
-        out = decoded_words[chunk]
-        is_difference = near is not None and is_delta[index]
-        words = scratch("words", out.shape, out.dtype) if is_difference and to_anchor else out
-        for part in read_planes(reader, index * itemsize, words, None if is_difference else dtype):
-            if near is not None and is_difference:
-                _add_(words[part], near[chunk][part])
-            if words is not out:
-                out[part] = words[part]
-    return decoded
 
 
 def _delta_is_smaller(words: np.ndarray, anchor: np.ndarray, dtype: torch.dtype) -> bool:

@@ -16,7 +16,7 @@ The tensor is cut into tiles of at most 2**18 elements (see `levels`), each a di
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     CHUNK,
     BlockReader,
@@ -89,16 +89,11 @@ class PlanesRank1(ChunkedCodec):
             return is_difference
 
         others = (encode_means(*means),)
-        return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
+        return Chunks([*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
 
     @classmethod
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         cls.check_count(payloads, 2)
         matrix = matrix_shape(shape)

@@ -7,14 +7,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import ROLES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding.blocks import empty
 
 
@@ -38,12 +38,7 @@ class Raw(Codec):
 
     @classmethod
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         cls.check_count(payloads, 1)
         payload = payloads[0]

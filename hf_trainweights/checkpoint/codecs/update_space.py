@@ -21,7 +21,7 @@ The payloads are those of `levels`.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import ClassVar
@@ -30,7 +30,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Json, References
+from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec, EncodedTensor, Params, References
 from hf_trainweights.checkpoint.codecs.coding import compiled
 from hf_trainweights.checkpoint.codecs.coding.blocks import (
     Placed,
@@ -96,12 +96,7 @@ class UpdateSpace(Codec):
     @classmethod
     @np.errstate(all="ignore")
     def _decode(
-        cls,
-        payloads: Sequence[Tensor],
-        params: Mapping[str, Json],
-        shape: torch.Size,
-        dtype: torch.dtype,
-        references: References,
+        cls, payloads: Sequence[Tensor], params: Params, shape: torch.Size, dtype: torch.dtype, references: References
     ) -> Tensor:
         step = cls.param(params, "step", float)
         if not _SMALLEST_STEP <= step <= _LARGEST_STEP:
