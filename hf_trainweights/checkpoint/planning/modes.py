@@ -17,7 +17,6 @@ from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, ROLES, Codec
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform
 from hf_trainweights.checkpoint.codecs.grouped import Grouped
 from hf_trainweights.checkpoint.codecs.log_rank1 import LogRank1
-from hf_trainweights.checkpoint.codecs.planes import PlanesDelta
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.errors import ConfigError, did_you_mean
@@ -60,11 +59,6 @@ def allowed_codecs(choice: str | Codec, tensor: Tensor) -> tuple[Codec, ...]:
     return ()
 
 
-def exact_delta_codecs(choice: str | Codec, tensor: Tensor) -> tuple[Codec, ...]:
-    """Return the candidates for a weight or buffer that is in the anchor, before any step is measured."""
-    return allowed_codecs(choice, tensor) if isinstance(choice, Codec) else (PlanesDelta(),)
-
-
 def lossy_mode_of(choice: str | Codec, role: str, tensor: Tensor) -> LossyMode | None:
     """Return the mode that may round a weight, or None if the weight is exact or a rule names its codec."""
     is_small = tensor.numel() < SIZE_FLOOR
@@ -92,11 +86,6 @@ class Rule:
     roles: tuple[str, ...]
     selector: str
     choice: str | Codec
-
-    @property
-    def needs_optimizer_names(self) -> bool:
-        """Whether it selects tensors of an optimizer's state by the names of parameters."""
-        return self.selector != ANY_NAME and self.roles[0] in OPTIMIZER_ROLES
 
 
 def parse_rule(selector: Any, choice: Any) -> Rule:
@@ -152,15 +141,11 @@ def _parse_choice(where: str, choice: Any) -> str | Codec:
         next_step = 'Write one of these, or one with options, e.g. {"format": "int4", "group_size": 32}.'
         raise ConfigError(where, f"one of {allowed}", repr(choice), next_step)
     try:
-        return _make_codec(name, options)
+        if "format" in options:
+            return Grouped(options)
+        del options["codec"]
+        if name == DeltaUniform.codec_id and "bound" in options:
+            return DeltaUniform.within(**options)
+        return CODECS[name](**options)
     except TypeError as error:
         raise ConfigError(where, f"the options of {name}", repr(choice), f"{error}.") from error
-
-
-def _make_codec(name: str, options: dict[str, Any]) -> Codec:
-    if "format" in options:
-        return Grouped(options)
-    del options["codec"]
-    if name == DeltaUniform.codec_id and "bound" in options:
-        return DeltaUniform.within(**options)
-    return CODECS[name](**options)

@@ -17,7 +17,7 @@ under every rule: norms and biases take little space and steer much.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from hf_trainweights.checkpoint.codecs.base import LOSSY_DTYPES, Codec
-from hf_trainweights.checkpoint.codecs.planes import Planes
+from hf_trainweights.checkpoint.codecs.planes import Planes, PlanesDelta
 from hf_trainweights.checkpoint.codecs.update_space import UpdateSpace
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.encoded.storages import Key, KeyPath
@@ -34,10 +34,10 @@ from hf_trainweights.checkpoint.planning.modes import (
     ANY_NAME,
     MODES,
     MOMENTS,
+    OPTIMIZER_ROLES,
     ModeName,
     Rule,
     allowed_codecs,
-    exact_delta_codecs,
     lossy_mode_of,
     parse_rule,
     state_codecs,
@@ -117,14 +117,18 @@ class Policy:
             between saves.
         """
         plan: dict[KeyPath, TensorPlan] = {}
-        for name, tensor, role, choice in self._choices(weights, buffers):
+        tensors = _tensors(weights)
+        choose = self._chooser(map(str, tensors))
+        for name, tensor in tensors.items():
+            role = "buffer" if name in buffers else "weight"
+            choice = choose(role, str(name))
             mode, is_half = lossy_mode_of(choice, role, tensor), tensor.dtype != torch.float32
-            lossy: dict[str, Any] = {"steps_per_rms": mode.steps_per_rms} if mode else {}
+            steps = mode.steps_per_rms if mode else 0
             if name in anchor:
-                codecs = exact_delta_codecs(choice, tensor)
-                plan[name,] = TensorPlan(role, name, codecs, anchor=name, or_exact=bool(mode and is_half), **lossy)
-            elif mode and not is_half:
-                plan[name,] = TensorPlan(role, name, (Planes(),), or_exact=True, **lossy)
+                codecs = allowed_codecs(choice, tensor) if isinstance(choice, Codec) else (PlanesDelta(),)
+                plan[name,] = TensorPlan(role, name, codecs, name, None, steps, or_exact=steps > 0 and is_half)
+            elif steps and not is_half:
+                plan[name,] = TensorPlan(role, name, (Planes(),), steps_per_rms=steps, or_exact=True)
             else:
                 plan[name,] = TensorPlan(role, name, allowed_codecs(choice, tensor))
         return plan
@@ -224,19 +228,10 @@ class Policy:
 
         return choose
 
-    def _choices(
-        self, weights: Mapping[str, Any], buffers: Collection[str]
-    ) -> Iterator[tuple[str, Tensor, str, str | Codec]]:
-        """Yield name, tensor, role and choice of each weight and buffer."""
-        tensors = _tensors(weights)
-        choose = self._chooser(map(str, tensors))
-        for name, tensor in tensors.items():
-            role = "buffer" if name in buffers else "weight"
-            yield name, tensor, role, choose(role, str(name))
-
     def _require_names(self, states: Mapping[Any, Any], names: Mapping[Key, str]) -> None:
         for selector, rule in zip(self.rules, self._parsed_rules, strict=True):
-            if rule.needs_optimizer_names and not states.keys() <= names.keys():
+            is_by_name = rule.selector != ANY_NAME and rule.roles[0] in OPTIMIZER_ROLES
+            if is_by_name and not states.keys() <= names.keys():
                 next_step = "Make the optimizer from model.named_parameters(), or select by role alone."
                 found = "an optimizer state without names"
                 raise ConfigError(f"rules[{selector!r}]", "names of the optimizer's parameters", found, next_step)

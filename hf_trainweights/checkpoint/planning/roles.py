@@ -8,7 +8,7 @@ Everything else is a model's.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -155,15 +155,3 @@ def models(names: Iterable[str], paths: Paths) -> dict[str, dict[str, str]]:
         *prefix, last = paths.get(name, (name,))
         found[".".join(map(str, prefix))][str(last)] = name
     return dict(found)
-
-
-def buffers_of(dimensions: Mapping[str, int], parameters: Collection[str], buffers: Collection[str] | None) -> set[str]:
-    """Return which tensors of a model are exact in every mode: `buffers`, or if None those without a state.
-
-    If none has a state in an optimizer (`parameters`), they are those of fewer than two dimensions.
-    """
-    if buffers is not None:
-        return {name for name in dimensions if name in buffers}
-    if not dimensions.keys() & set(parameters):
-        return {name for name, count in dimensions.items() if count < 2}
-    return dimensions.keys() - set(parameters)

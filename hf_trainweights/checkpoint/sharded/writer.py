@@ -27,7 +27,7 @@ from hf_trainweights.checkpoint.dcp.plain_metadata import METADATA_NAME
 from hf_trainweights.checkpoint.encoded.plan import Plan, TensorPlan
 from hf_trainweights.checkpoint.planning.modes import ModeName
 from hf_trainweights.checkpoint.planning.policy import Policy
-from hf_trainweights.checkpoint.planning.roles import Paths, StateName, buffers_of, models, optimizer_states
+from hf_trainweights.checkpoint.planning.roles import Paths, StateName, models, optimizer_states
 from hf_trainweights.checkpoint.run.job import ANCHOR_EVERY_SAVES, require_count
 from hf_trainweights.checkpoint.sharded.anchors import ShardedAnchor, find_sharded_anchor
 from hf_trainweights.checkpoint.sharded.commit import commit, file_names, free_number
@@ -92,8 +92,10 @@ def _plan_model(
     is_delta: bool,
 ) -> dict[str, TensorPlan]:
     weights = {name: tensors[flat_name] for name, flat_name in names.items()}
-    exact = buffers_of({name: weight.dim() for name, weight in weights.items()}, parameters, buffers)
-    plan = policy.plan_weights(weights, weights if is_delta else (), buffers=exact)
+    if buffers is None:
+        trained = weights.keys() & set(parameters) or {name for name, weight in weights.items() if weight.dim() > 1}
+        buffers = weights.keys() - trained
+    plan = policy.plan_weights(weights, weights if is_delta else (), buffers=buffers)
     return {names[name]: plan[name,] for name in weights}
 
 
