@@ -24,7 +24,6 @@ _FUNCTIONS = {
     "update_decode": "-aaafllaa",
     "log_levels": "-aaaaafuillaaaa",
     "log_decode": "-aaaullaa",
-    "find_exact": "lala",
     "pack_tiles": "-aallllaaaaa",
     "unpack_levels": "laalia",
     "put_escapes": "lallia",

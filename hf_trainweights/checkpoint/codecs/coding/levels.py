@@ -99,7 +99,7 @@ class LevelWriter:
         elements = self._elements[tile]
         missed, worst = encode(elements, *self.place(tile))
         if missed:
-            self._exact.append(elements.reshape(-1)[_exact_positions(self._levels[tile])])
+            self._exact.append(elements.reshape(-1)[np.flatnonzero(self._levels[tile] == EXACT)])
         self.bound = max(self.bound, worst)
 
     def mark_exact(self, tile: Tile, positions: Tensor) -> None:
@@ -168,21 +168,13 @@ def decode_tiles(
             out[rows, columns] = torch.from_numpy(decoded).to(dtype)
         exact_count += count
         if count and exact_count <= len(exact):
-            row, column = np.divmod(_exact_positions(levels).numpy(), levels.shape[1])
+            row, column = np.divmod(np.flatnonzero(levels == EXACT), levels.shape[1])
             numbers = row + rows.start if isinstance(rows, slice) else rows[row]
             positions.append(numbers * C + (column + columns.start))
     if exact_count != len(exact):
         raise codec.corrupt("payload 1", f"{exact_count} elements", f"{len(exact)}")
     out.view(-1)[torch.from_numpy(np.sort(np.concatenate(positions)))] = exact
     return out.view(shape)
-
-
-def _exact_positions(levels: np.ndarray) -> Tensor:
-    """Return where levels of a tile are `EXACT`, int64 [m], positions in the flattened tile."""
-    if library := compiled.library():
-        positions = scratch("positions", [levels.size], np.int64)
-        return torch.from_numpy(positions[: library.find_exact(levels, levels.size, positions)].copy())
-    return torch.from_numpy(np.flatnonzero(levels == EXACT))
 
 
 def _encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
