@@ -30,8 +30,10 @@ _FEWEST_PER_MEAN = 16
 # The mean of a column is taken over at most this many rows that are not zero, that of a row over this many columns.
 _ROWS_PER_COLUMN_MEAN = 128
 _COLUMNS_PER_ROW_MEAN = 64
-# Elements summed at a time: another number can change the last bit of a sum.
+# Elements that are worked on at once.
 _SUMMED_TILE = 1 << 17
+# Rough logarithms are whole multiples of 2**-9: sums of as many as above are exact in float32, in any order.
+_LOG_BITS = 9
 
 
 def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
@@ -39,7 +41,7 @@ def log_means(original: Tensor) -> tuple[Tensor, Tensor]:
     R, C = original.shape
     row_means, column_means = torch.zeros(R, dtype=torch.int32), torch.zeros(C, dtype=torch.int32)
     sample = original[:, :: -(-C // _COLUMNS_PER_ROW_MEAN)]
-    counts = torch.zeros(R)
+    counts = torch.zeros(R, dtype=torch.float32)
     for rows, _ in tiles(R, sample.shape[1], _SUMMED_TILE):
         logs, counts[rows] = _rough_logs(sample[rows], 1)
         if C >= _FEWEST_PER_MEAN:
@@ -76,17 +78,17 @@ def decode_means(codec: type[Codec], payload: Tensor, R: int, C: int) -> tuple[T
 
 
 def _rough_logs(values: Tensor, dim: int, means: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return log2 to within .09, read from the bits, less the means, 0 where the value is not positive.
+    """Return log2 to within .09, float32 read from the bits, less the means, 0 where the value is not positive.
 
     The second tensor is, along `dim`, how many values are positive.
     """
     x = np.ascontiguousarray(values.to(torch.float32).numpy())
-    logs = torch.from_numpy(np.multiply(x.view(np.int32), np.float32(2**-23), dtype=np.float32, casting="unsafe"))
-    logs.sub_(127)
+    bits = x.view(np.int32) >> (23 - _LOG_BITS)
+    logs = torch.from_numpy(np.multiply(bits, np.float32(2**-_LOG_BITS), dtype=np.float32, casting="unsafe")).sub_(127)
     if means is not None:
-        logs.sub_(means / MEAN_UNITS)
+        logs.sub_(means.to(torch.float32) / MEAN_UNITS)
     if x.size and x.min() > 0:
-        return logs, torch.full([x.shape[1 - dim]], float(x.shape[dim]))
+        return logs, torch.full([x.shape[1 - dim]], float(x.shape[dim]), dtype=torch.float32)
     present = torch.from_numpy((x > 0).astype(np.float32))
     return logs.mul_(present), present.sum(dim)
 
