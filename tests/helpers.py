@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from weights import random_weight
+
+
+@contextlib.contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Make new tensors of PyTorch's have this dtype, as training in half precision does."""
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def snr_db(reference: Tensor, approximation: Tensor) -> float:

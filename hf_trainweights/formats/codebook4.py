@@ -197,7 +197,7 @@ def _search(groups: Tensor, first: Tensor, scale: Tensor, importance: Tensor | N
     doubled = reciprocal(_group_scale(codes, scale)) * 2
     # Errors are compared relative to the row's scale, so that no square overflows.
     squares = decode_group_scales(codes, ones).square_()
-    table = torch.tensor(_DOUBLES, device=groups.device)
+    table = torch.tensor(_DOUBLES, dtype=torch.float32, device=groups.device)
     best = torch.empty_like(codes[0])
     for block, values in float32_blocks(groups):
         # Groups side by side: what is computed of each is then one operation on whole vectors.

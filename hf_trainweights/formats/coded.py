@@ -116,7 +116,8 @@ class Coded(Format):
             rate = _file_bits(huffman_bits(codes) / len(codes)) + overhead
             # The rate falls by one bit where the step doubles, but for rows whose largest magnitude stops it.
             step = max(step * 2.0 ** (rate - self.bits), _SMALLEST_STEP)
-        return _WithStep(self.bits, _significant(torch.tensor(step, device="cpu"), torch.round, _STEP_BITS).item())
+        fitted = torch.tensor(step, dtype=torch.float32, device="cpu")
+        return _WithStep(self.bits, _significant(fitted, torch.round, _STEP_BITS).item())
 
     def quantize_rows(self, rows: Tensor, amax: Tensor, out: Mapping[str, Tensor]) -> None:
         """Fill the codes of these rows as of a matrix by themselves."""
@@ -241,7 +242,7 @@ def _file_bits(rate: float) -> float:
 def _significant(values: Tensor, rounding: Callable[[Tensor], Tensor], bits: int) -> Tensor:
     """Return numbers rounded to so many significant bits, in float64."""
     mantissa, exponent = torch.frexp(values.double())
-    return torch.ldexp(rounding(mantissa * 2.0**bits) / 2.0**bits, exponent)
+    return torch.ldexp(rounding(mantissa * 2.0**bits) / 2.0**bits, exponent.double())
 
 
 def huffman_bits(codes: Tensor) -> int:

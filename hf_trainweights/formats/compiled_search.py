@@ -59,7 +59,7 @@ def search_uint(
 
     `covering` and `middle` are `[n]`, `units` the bits of a code, `code_units` and `zero_units`.
     """
-    groups, fractions = groups.contiguous(), torch.tensor(clippings, device="cpu")
+    groups, fractions = groups.contiguous(), torch.tensor(clippings, dtype=torch.float32, device="cpu")
     scale, zero = torch.empty_like(covering), torch.empty_like(covering)
     given = [_at(tensor) for tensor in (covering, middle, importance)]
     _functions().search_uint(

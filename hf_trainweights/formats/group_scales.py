@@ -26,20 +26,22 @@ _EIGHTHS = (128, 140, 152, 166, 181, 197, 215, 235)
 
 # By code, ascending.
 FACTORS = (0.0, *(_EIGHTHS[step % 8] / 128 * 2.0 ** (step // 8 - 8) for step in range(2, _CODES + 1)))
-_POWERS = torch.tensor([2.0**power for power in range(8)], device="cpu")
+_POWERS = torch.tensor([2.0**power for power in range(8)], dtype=torch.float32, device="cpu")
 _BORDERS = tuple((low + high) / 2 for low, high in itertools.pairwise(FACTORS))
 
 
 def encode_group_scales(scale: Tensor, row_scale: Tensor) -> Tensor:
     """Return each scale's uint8 code `[*, G]`: the nearest factor's, the smaller one's in a tie, and 0 for 0 only."""
     ratio = scale / row_scale.float()
-    codes = torch.bucketize(ratio, torch.tensor(_BORDERS, device=scale.device)).clamp_(1, _LARGEST_CODE)
+    borders = torch.tensor(_BORDERS, dtype=torch.float32, device=scale.device)
+    codes = torch.bucketize(ratio, borders).clamp_(1, _LARGEST_CODE)
     return codes.masked_fill_(scale == 0, 0).to(torch.uint8)
 
 
 def decode_group_scales(codes: Tensor, row_scale: Tensor) -> Tensor:
     """Return the float32 scales `[*, G]` of codes: exact for a 16-bit row scale `[*, 1]`, else rounded once."""
-    return torch.tensor(FACTORS, device=codes.device)[codes.to(torch.int32)] * row_scale.float()
+    factors = torch.tensor(FACTORS, dtype=torch.float32, device=codes.device)
+    return factors[codes.to(torch.int32)] * row_scale.float()
 
 
 def packed_bytes(count: int, bits: int) -> int:

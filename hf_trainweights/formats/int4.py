@@ -134,7 +134,7 @@ class _Columns(ColumnCodes):
 
 def _candidates(groups: Tensor, amax: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the scales of each group that are tried, one for each clipping."""
-    divisors = torch.tensor(_CLIPPINGS, device=groups.device).view(-1, 1, 1)
+    divisors = torch.tensor(_CLIPPINGS, dtype=torch.float32, device=groups.device).view(-1, 1, 1)
     return round_scale(amax / divisors, 8, dtype) * _signs(groups, amax)
 
 

@@ -68,7 +68,7 @@ def row_scale(grid: Grid, ends: Tensor, dtype: torch.dtype) -> Tensor:
     wanted = (high - low).amax(dim=-1, keepdim=True) / PARAMETERS
     fraction, exponent = torch.frexp(wanted.clamp_min(SMALLEST_SCALE[dtype]))
     up = torch.where(fraction > 0.75, 1.0, torch.where(fraction > 0.5, 0.75, 0.5))
-    return torch.ldexp(up, exponent).to(dtype).masked_fill_(wanted == 0, 0)
+    return torch.ldexp(up, exponent.to(torch.float32)).to(dtype).masked_fill_(wanted == 0, 0)
 
 
 def search(grid: Grid, groups: Tensor, ends: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -57,7 +57,8 @@ def measure_error(weight: Tensor, reference: Tensor, inputs: Tensor | None = Non
     turned = isinstance(weight, QuantizedTensor) and weight.transposed
     error, output, difference = Difference(""), 0.0, 0.0
     K = _rows_last(weight, turned).shape[-1]
-    x = torch.randn(_INPUTS, K, generator=torch.Generator().manual_seed(_SEED)) if inputs is None else inputs
+    generator = torch.Generator().manual_seed(_SEED)
+    x = torch.randn(_INPUTS, K, dtype=torch.float32, generator=generator) if inputs is None else inputs
     has_output = weight.dim() > 1 and x.shape[-1] == K
     for a, b in zip(_float_blocks(weight, turned), _float_blocks(reference, turned), strict=True):
         error += difference_of(b, a)

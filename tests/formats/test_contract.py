@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from covering import by_default
-from helpers import round_once, stored_bits
+from helpers import default_dtype, round_once, stored_bits
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -22,7 +22,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError
-from hf_trainweights.formats import FORMATS, arithmetic, base, get_format
+from hf_trainweights.formats import FORMATS, arithmetic, base, compiled_search, get_format
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.uint import UInt
@@ -377,6 +377,23 @@ def test_the_weight_is_neither_changed_nor_kept(form: Format) -> None:
     storages = {tensor.untyped_storage().data_ptr() for tensor in (weight, values, *tensors.values())}
     assert len(storages) == 2 + len(tensors)
     assert not any(tensor.requires_grad for tensor in tensors.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("is_compiled", [True, False])
+@each_format_once
+def test_the_default_dtype_changes_nothing(
+    form: Format, is_compiled: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_compiled:
+        monkeypatch.setattr(compiled_search, "_load", lambda: None)
+    weight = random_weight(16, 256)
+    stored = form.quantize(weight)
+    with default_dtype(dtype):
+        found = form.quantize(weight)
+        dequantized = form.dequantize(found, weight.shape, torch.float32)
+    assert all(torch.equal(found[name], stored[name]) for name in form.tensor_names)
+    assert torch.equal(dequantized, form.dequantize(stored, weight.shape, torch.float32))
 
 
 @each_format

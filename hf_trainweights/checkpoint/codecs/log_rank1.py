@@ -112,7 +112,7 @@ class LogRank1(Codec):
         shape = matrix_shape(tensor.shape)
         original = tensor.view(shape)
         means = log_means(original)
-        row_logs, column_logs = ((each / MEAN_UNITS).numpy() for each in means)
+        row_logs, column_logs = ((each.to(torch.float32) / MEAN_UNITS).numpy() for each in means)
         row_factors, column_factors = _factors(*means)
         writer = LevelWriter(tensor)
         for tile in tiles(*shape):

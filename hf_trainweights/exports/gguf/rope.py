@@ -54,7 +54,8 @@ def rope_tensors(config: PretrainedConfig) -> dict[str, Tensor]:
     kind = rope.get("rope_type")
     if kind == "longrope":
         lengths = ("long", "short")
-        return {f"rope_factors_{each}.weight": torch.tensor(rope[f"{each}_factor"]) for each in lengths}
+        factors = {f"rope_factors_{each}.weight": rope[f"{each}_factor"] for each in lengths}
+        return {name: torch.tensor(values, dtype=torch.float32) for name, values in factors.items()}
     return {"rope_freqs.weight": _llama3_factors(rope, _size(config))} if kind == "llama3" else {}
 
 

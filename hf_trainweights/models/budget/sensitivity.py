@@ -94,7 +94,7 @@ class _Float32Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the gradient of x."""
         rows = gradient.reshape(-1, len(ctx.weight))
-        total = torch.zeros(len(rows), ctx.weight.shape[1])
+        total = torch.zeros(len(rows), ctx.weight.shape[1], dtype=torch.float32)
         for part in _parts(ctx.weight):
             total.addmm_(rows[:, part].float(), ctx.weight[part].float())
         return total.view(ctx.shape).to(gradient.dtype), None, None
@@ -165,7 +165,8 @@ def _random_derivative(output: Any, generator: torch.Generator) -> Tensor:
     values = first.float().reshape(-1, first.shape[-1])
     if logits is None:
         values = F.normalize(values, dim=-1)
-        return (values * torch.randn(values.shape, generator=generator).to(values.device)).sum()
+        noise = torch.randn(values.shape, dtype=torch.float32, generator=generator)
+        return (values * noise.to(values.device)).sum()
     chances = values.detach().softmax(-1).cpu()
     drawn = torch.multinomial(chances, 1, generator=generator).to(values.device)
     signs = (torch.randint(2, drawn.shape, generator=generator) * 2 - 1).to(values.device)

@@ -17,8 +17,8 @@ class Moments:
     """Sums over tokens of the products of a layer's K inputs."""
 
     def __init__(self, K: int, device: torch.device):
-        self._own = torch.zeros(K, K, device=device)
-        self._cross = torch.zeros(K, K, device=device)
+        self._own = torch.zeros(K, K, dtype=torch.float32, device=device)
+        self._cross = torch.zeros_like(self._own)
         self.tokens = 0
 
     def add(self, own: Tensor, reference: Tensor) -> None:
@@ -55,7 +55,8 @@ class Moments:
         lower, failed = torch.linalg.cholesky_ex(moments.flip(0, 1))
         if failed:
             lower = torch.linalg.cholesky(moments.flip(0, 1).double()).float()
-        return torch.linalg.solve_triangular(lower.flip(0, 1), torch.eye(len(lower), device=lower.device), upper=True)
+        ones = torch.eye(len(lower), dtype=torch.float32, device=lower.device)
+        return torch.linalg.solve_triangular(lower.flip(0, 1), ones, upper=True)
 
     def corrected(self, weight: Tensor, factor: Tensor) -> Tensor:
         """Return a new weight `[N, K]` that gives, for changed inputs, more nearly what the float model has."""

@@ -82,7 +82,7 @@ def require_gain(choices: Sequence[Choice]) -> None:
 
 def _gains(choice: Choice) -> bool:
     """Return whether the codes of a weight's format can be chosen column by column."""
-    some = torch.ones(2, stored_shape(choice)[-1])
+    some = torch.ones(2, stored_shape(choice)[-1], dtype=torch.float32)
     return choice.format is not None and choice.format.columns(some, some[0]) is not None
 
 

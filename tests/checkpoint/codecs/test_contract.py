@@ -14,6 +14,7 @@ from checkpoint.codecs.cases import (
     name_of,
     own,
 )
+from helpers import default_dtype
 
 from hf_trainweights.checkpoint.codecs import CODECS
 from hf_trainweights.checkpoint.codecs.base import ROLES
@@ -108,6 +109,19 @@ def test_same_input_gives_same_bytes(codec):
     assert first.params == second.params
     assert first.bound == second.bound
     assert all(torch.equal(*pair) for pair in zip(first.payloads, second.payloads, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=name_of)
+@every_codec
+def test_the_default_dtype_changes_nothing(codec, dtype):
+    tensor, references = inputs(codec, [40, 300], torch.float32)
+    expected = codec.encode(tensor, references)
+    with default_dtype(dtype):
+        encoded = codec.encode(tensor, references)
+        decoded = decode(codec, encoded, tensor, references)
+    assert (encoded.params, encoded.bound) == (expected.params, expected.bound)
+    assert all(torch.equal(*pair) for pair in zip(encoded.payloads, expected.payloads, strict=True))
+    assert bits_equal(decoded, decode(codec, expected, tensor, references))
 
 
 @pytest.mark.slow

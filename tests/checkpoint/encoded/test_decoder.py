@@ -7,6 +7,7 @@ import zipfile
 import pytest
 import torch
 from fresh_process import run_fresh
+from helpers import default_dtype
 from trees import fingerprint, write_encoded, written_bytes
 
 from hf_trainweights.checkpoint.encoded import anchor as anchors
@@ -82,12 +83,10 @@ def test_default_dtype_and_device_of_the_caller_change_nothing(tmp_path, state):
     paths = {mode: write_encoded(tmp_path / f"{mode}.pt", state, Policy(mode).plan_optimizer(state)) for mode in MODES}
     expected = {mode: fingerprint(torch.load(path, weights_only=True)) for mode, path in paths.items()}
     for dtype in (torch.bfloat16, torch.float64):
-        torch.set_default_dtype(dtype)
-        try:
+        with default_dtype(dtype):
             for mode, path in paths.items():
+                assert written_bytes(state, Policy(mode).plan_optimizer(state)) == path.read_bytes()
                 assert fingerprint(torch.load(path, weights_only=True)) == expected[mode]
-        finally:
-            torch.set_default_dtype(torch.float32)
     for mode, path in paths.items():
         with torch.device("meta"):
             back = torch.load(path, weights_only=True, map_location="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers import default_dtype
 from torch import Tensor
 
 from hf_trainweights.models.calibration.moments import Moments
@@ -41,6 +42,16 @@ def test_inputs_of_zeros_have_a_factor() -> None:
     assert moments_of(zeros, zeros).factor().isfinite().all()
     nothing = moments_of(zeros[:0], zeros[:0])
     assert nothing.factor().isfinite().all()
+
+
+def test_the_default_dtype_changes_nothing() -> None:
+    own, reference = some(100), some(100, seed=1)
+    expected = moments_of(own, reference)
+    with default_dtype(torch.bfloat16):
+        moments = moments_of(own, reference)
+        factor = moments.factor()
+    assert torch.equal(factor, expected.factor())
+    assert torch.equal(moments.corrected(own, factor), expected.corrected(own, factor))
 
 
 def test_a_weight_follows_half_of_the_way_to_inputs_that_have_changed() -> None:
