@@ -85,13 +85,16 @@ def find_buffers(weights: Mapping[str, Any], optimizer: Mapping[str, Any]) -> se
     buffer, which costs nothing: an exact difference of what does not change is next to nothing.
     """
     tensors = {name: tensor for name, tensor in weights.items() if isinstance(tensor, Tensor)}
+    # Tied weights have one state.
+    places = {name: (tensor.data_ptr() or id(tensor), tensor.shape) for name, tensor in tensors.items()}
     trained = set(recorded_names(optimizer).values()) if optimizer else set()
     if trained and trained <= tensors.keys():
-        return tensors.keys() - trained
+        trained_places = {places[name] for name in trained}
+        return {name for name, place in places.items() if place not in trained_places}
     shapes = _state_shapes(optimizer)
     if shapes is None:
         return {name for name, tensor in tensors.items() if tensor.dim() < 2}
-    found = Counter(tensor.shape for tensor in tensors.values())
+    found = Counter(shape for _, shape in set(places.values()))
     return {name for name, tensor in tensors.items() if found[tensor.shape] > shapes[tensor.shape]}
 
 

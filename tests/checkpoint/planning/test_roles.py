@@ -138,6 +138,16 @@ def test_without_states_of_the_parameters_shapes_only_matrices_count_as_trained(
     }
 
 
+@pytest.mark.parametrize("named", [False, True])
+def test_tied_weights_count_as_trained(named: bool) -> None:
+    model = nn.Sequential(nn.Linear(4, 6, bias=False), nn.Linear(6, 4), nn.Linear(4, 6, bias=False))
+    model[2].weight = model[0].weight
+    optimizer = torch.optim.AdamW(model.named_parameters() if named else model.parameters())
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    assert find_buffers(model.state_dict(), optimizer.state_dict()) == set()
+
+
 def test_a_frozen_weight_counts_as_a_buffer() -> None:
     weights = {"trained": torch.ones(4, 4), "frozen": torch.ones(4, 5), "head": torch.ones(5, 5)}
     parameters = [nn.Parameter(weights["trained"]), nn.Parameter(weights["head"])]
