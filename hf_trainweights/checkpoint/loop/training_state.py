@@ -215,8 +215,10 @@ def save_checkpoint(
     if quantize_i8 and mode != "lossless":
         next_step = "Leave one of them out, or write rules={'weight': 'int8'} to mix them."
         raise ConfigError("mode", "lossless together with quantize_i8", repr(mode), next_step)
-    int8_rule = {"weight": "int8"} if quantize_i8 else {}
-    save_training_state(checkpoint, Path(path), Policy(mode, {**(rules or {}), **int8_rule}))
+    chosen = {**(rules or {})}
+    if quantize_i8:
+        chosen.setdefault("weight", "int8")
+    save_training_state(checkpoint, Path(path), Policy(mode, chosen))
 
 
 def save_training_state(

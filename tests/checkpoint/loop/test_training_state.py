@@ -207,10 +207,12 @@ def test_quantize_i8_is_int8_for_weights_and_exact_for_all_else(tmp_path):
 
 def test_quantize_i8_yields_to_the_users_rules_and_refuses_a_lossy_mode(tmp_path):
     checkpoint = build_checkpoint(Net())
-    save_checkpoint(checkpoint, tmp_path / "a", quantize_i8=True, rules={"re:embed.*": "lossless"})
-    assert torch.equal(load_checkpoint(tmp_path / "a")["model"]["embed.weight"], checkpoint["model"]["embed.weight"])
+    for name, selector in (("a", "re:embed.*"), ("b", "weight")):
+        save_checkpoint(checkpoint, tmp_path / name, quantize_i8=True, rules={selector: "lossless"})
+        loaded = load_checkpoint(tmp_path / name)["model"]["embed.weight"]
+        assert torch.equal(loaded, checkpoint["model"]["embed.weight"])
     with pytest.raises(ConfigError, match="quantize_i8"):
-        save_checkpoint(checkpoint, tmp_path / "b", mode="compact", quantize_i8=True)
+        save_checkpoint(checkpoint, tmp_path / "c", mode="compact", quantize_i8=True)
 
 
 def test_rules_by_name_reach_the_optimizer(tmp_path):
