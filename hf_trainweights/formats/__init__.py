@@ -68,6 +68,8 @@ def get_format(config: Mapping[str, Any]) -> Format:
         >>> get_format({"format": "int4", "group_size": 32})
         Int4(group_size=32)
     """
+    if not isinstance(config, Mapping):
+        raise ConfigError("format", 'a dict such as {"format": "int8"}', repr(config), "Pass one.")
     parameters = dict(config)
     name = parameters.pop("format", None)
     if not isinstance(name, str) or name not in FORMATS:

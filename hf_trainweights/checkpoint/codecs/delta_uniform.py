@@ -101,16 +101,14 @@ class DeltaUniform(Codec):
     dtypes: ClassVar[frozenset[torch.dtype]] = LOSSY_DTYPES
 
     def __post_init__(self) -> None:
-        for name in ("step", "limit"):
-            value = getattr(self, name)
-            if value is not None and not _SMALLEST_STEP <= value <= _LARGEST_STEP:
-                allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
-                next_step = "Store a tensor that does not change with planes-delta."
-                raise ConfigError(f"delta-uniform, {name}", allowed, repr(value), next_step)
+        _require_step("step", self.step)
+        if self.limit is not None:
+            _require_step("limit", self.limit)
 
     @classmethod
     def within(cls, bound: float) -> DeltaUniform:
         """Return the codec whose decoded elements are off by at most `bound` > 0, in the unit of the weights."""
+        _require_step("bound", bound)
         # A little below 2 * bound, or the last rounding would push every hundredth element out of bounds.
         return cls(step=bound * (2 - 2**-5), limit=bound)
 
@@ -154,6 +152,13 @@ class DeltaUniform(Codec):
 
         memory = anchor if isinstance(references, OwnAnchor) else None
         return decode_tiles(cls, payloads, shape, dtype, decode, memory)
+
+
+def _require_step(name: str, value: float) -> None:
+    if not _SMALLEST_STEP <= value <= _LARGEST_STEP:
+        allowed = f"a number from {_SMALLEST_STEP} to {_LARGEST_STEP}"
+        next_step = "Take a small part of what the weights change by; planes-delta stores exactly."
+        raise ConfigError(f"delta-uniform, {name}", allowed, repr(value), next_step)
 
 
 def rms_difference(tensor: Tensor, anchor: Tensor | None = None) -> float:

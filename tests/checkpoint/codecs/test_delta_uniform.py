@@ -141,6 +141,8 @@ def test_steps_that_cannot_be_used_are_errors(value):
         DeltaUniform(value)
     with pytest.raises(ConfigError, match="delta-uniform, limit: expected a number from"):
         DeltaUniform(1.0, limit=value)
+    with pytest.raises(ConfigError, match="delta-uniform, bound: expected a number from"):
+        DeltaUniform.within(value)
 
 
 def test_zeros_keep_the_sign_that_files_have_always_decoded_to():

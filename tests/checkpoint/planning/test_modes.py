@@ -232,6 +232,8 @@ def test_unknown_choice_lists_the_known_ones(choice):
         {"codec": "delta-uniform", "bound": 1e-3, "step": 1},
         {"codec": "delta-uniform", "bound": "small"},
         {"codec": "delta-uniform", "step": -1.0},
+        {"codec": "delta-uniform", "step": None},
+        {"codec": "grouped", "config": "int8"},
         {"format": "int4", "group_size": 7},
         {"format": "int4", "groups": 7},
     ],
