@@ -44,8 +44,9 @@ def decode_file(payload: Tensor, structure: str) -> Any:
         MissingAnchorError: The anchor, or the base, is found nowhere.
     """
     content = open_structure(structure)
-    if type(payload) is not Tensor or payload.dtype != torch.uint8 or payload.dim() != 1:
-        raise corrupt("the payload", "a 1-D uint8 tensor", getattr(payload, "dtype", type(payload)))
+    if type(payload) is not Tensor or payload.dtype != torch.uint8 or payload.dim() != 1 or not payload.is_contiguous():
+        found = f"{payload.dtype}, strides {payload.stride()}" if isinstance(payload, Tensor) else type(payload)
+        raise corrupt("the payload", "a contiguous 1-D uint8 tensor", found)
     if leave_undecoded.get():
         return Undecoded(content, payload)
     with torch.no_grad(), default_device_cpu():

@@ -119,11 +119,12 @@ def test_structure_that_is_none_is_refused(arguments, match):
     [
         None, [], b"", torch.zeros(3), torch.zeros(2, 2, dtype=torch.uint8), torch.tensor(1, dtype=torch.uint8),
         torch.nn.Parameter(torch.zeros(2, dtype=torch.uint8), requires_grad=False), [torch.zeros(2, dtype=torch.uint8)],
+        torch.zeros(8, dtype=torch.uint8)[::2], torch.zeros(1, dtype=torch.uint8).expand(4),
     ],
     ids=str,
 )  # fmt: skip
 def test_payload_that_is_none_is_refused(payload):
-    with pytest.raises(CorruptFileError, match=r"the payload: expected a 1-D uint8 tensor"):
+    with pytest.raises(CorruptFileError, match=r"the payload: expected a contiguous 1-D uint8 tensor"):
         decode_file(payload, changed(lambda structure: None)[1])
 
 
