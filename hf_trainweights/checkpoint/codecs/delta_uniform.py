@@ -222,7 +222,7 @@ def _shift(tensor: Tensor) -> int:
 
 def _dither_starts(rows: Rows, columns: slice, C: int, shift: int) -> np.ndarray:
     """Return where in the table the dither of each row of a tile begins, int64 [r], given the columns of its matrix."""
-    numbers = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+    numbers = np.arange(rows.start, rows.stop, dtype=np.int64) if isinstance(rows, slice) else rows
     return (numbers * C + (columns.start + shift)) % _PRIME
 
 

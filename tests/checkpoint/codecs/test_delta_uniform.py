@@ -1,9 +1,11 @@
 import math
 
+import numpy as np
 import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode, error
 
+from hf_trainweights.checkpoint.codecs import delta_uniform
 from hf_trainweights.checkpoint.codecs.delta_uniform import DeltaUniform, rms_difference
 from hf_trainweights.errors import ConfigError, CorruptFileError
 
@@ -113,8 +115,6 @@ def test_step_is_rounded_to_float32_before_it_is_used_and_kept():
 
 
 def test_dither_takes_each_of_4093_values_once_and_is_the_documented_one():
-    from hf_trainweights.checkpoint.codecs import delta_uniform
-
     table = torch.from_numpy(delta_uniform._dither_table())
     period = table[:4093]
     assert torch.equal(table[4093 : 2 * 4093], period)
@@ -180,3 +180,10 @@ def test_what_moved_without_a_gradient_by_more_than_half_a_step_is_no_anchor():
     weight = anchor * (1 - 2**-8)  # weight decay
     encoded = DeltaUniform(2**-9).encode(weight, {"anchor": anchor, "exp_avg_sq": moment})
     assert encoded.bound <= 0.5001 * 2**-9
+
+
+def test_dither_goes_on_beyond_32_bits_where_numpy_counts_in_them(monkeypatch):
+    arange = np.arange
+    monkeypatch.setattr(np, "arange", lambda *args, dtype=np.int32: arange(*args, dtype=dtype))
+    starts = delta_uniform._dither_starts(slice(2**20, 2**20 + 2), slice(5, 9), 2**14, 3)
+    assert starts.tolist() == [(row * 2**14 + 8) % 4093 for row in (2**20, 2**20 + 1)]
