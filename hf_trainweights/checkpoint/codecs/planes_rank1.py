@@ -100,8 +100,9 @@ class PlanesRank1(ChunkedCodec):
         count = tile_count(*matrix, CHUNK)
         reader = BlockReader(cls, payloads[0], count * dtype.itemsize + 1)
         is_difference = reader.read(count * dtype.itemsize, count)
-        predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
+        # First of all, because numpy says by a MemoryError that the shape is too large, and torch by a RuntimeError.
         decoded = empty(matrix, WORDS[dtype.itemsize])
+        predicted = _predictions(*decode_means(cls, payloads[1], *matrix), dtype)
         for index, (rows, columns) in enumerate(tiles(*matrix, CHUNK)):
             out = decoded.numpy()[rows, columns]
             row_bits, column_bits = predicted[0][rows], predicted[1][columns]

@@ -2,6 +2,7 @@ import pytest
 import torch
 from checkpoint.codecs.cases import bits_equal, decode
 
+from hf_trainweights.checkpoint.codecs import planes_rank1
 from hf_trainweights.checkpoint.codecs.coding.rank1 import decode_means, encode_means, log_means
 from hf_trainweights.checkpoint.codecs.planes import Planes
 from hf_trainweights.checkpoint.codecs.planes_rank1 import PlanesRank1
@@ -90,3 +91,15 @@ def test_means_of_another_shape_are_errors():
     payload = encode_means(*log_means(squares(20, 30)))
     with pytest.raises(CorruptFileError, match="codec planes-rank1, block 0 at byte 0: expected"):
         decode_means(PlanesRank1, payload, 20, 31)
+
+
+def test_a_shape_that_memory_does_not_hold_is_an_error_before_its_means_are_made(monkeypatch):
+    def full(*args):
+        raise MemoryError
+
+    tensor = squares(70, 90)
+    encoded = PlanesRank1().encode(tensor)
+    monkeypatch.setattr(planes_rank1, "empty", full)
+    monkeypatch.delattr(planes_rank1, "decode_means")
+    with pytest.raises(CorruptFileError, match="shape: expected a tensor that fits into memory"):
+        decode(PlanesRank1(), encoded, tensor)
