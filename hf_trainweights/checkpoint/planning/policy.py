@@ -146,17 +146,24 @@ class Policy:
         Raises:
             ConfigError: A rule selects optimizer states by name, and there are no names.
         """
-        if not isinstance(tree, dict):
-            return {}
-        if tree.keys() >= {"state", "param_groups"}:
-            return self.plan_optimizer(tree, names=names or None)
-        if tree and all(isinstance(value, Tensor) for value in tree.values()):
-            return self.plan_weights(tree)
-        plan: dict[Any, TensorPlan] = {}
-        for key, value in tree.items():
-            for path, each in self.plan_tree(value).items():
-                moment = (key, *each.exp_avg_sq) if each.exp_avg_sq else None
-                plan[(key, *path)] = dataclasses.replace(each, exp_avg_sq=moment)
+        plan: dict[KeyPath, TensorPlan] = {}
+        found: list[tuple[KeyPath, Any]] = [((), tree)]
+        seen: set[int] = set()  # a dict may contain itself
+        while found:
+            place, value = found.pop()
+            if not isinstance(value, dict) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if value.keys() >= {"state", "param_groups"}:
+                planned = self.plan_optimizer(value, names=(not place and names) or None)
+            elif value and all(isinstance(each, Tensor) for each in value.values()):
+                planned = self.plan_weights(value)
+            else:
+                found += [((*place, key), each) for key, each in value.items()]
+                continue
+            for path, each in planned.items():
+                moment = (*place, *each.exp_avg_sq) if each.exp_avg_sq else None
+                plan[(*place, *path)] = dataclasses.replace(each, exp_avg_sq=moment)
         return plan
 
     def plan_optimizer(self, state: Mapping[str, Any], *, names: Mapping[Key, str] | None = None) -> Plan:

@@ -200,3 +200,13 @@ def test_what_only_resembles_adam_is_exact(change):
 @pytest.mark.parametrize("state", [{}, {"state": {}, "param_groups": []}, {"state": [], "param_groups": 3}, {"x": W}])
 def test_unknown_layout_of_an_optimizer_is_exact(state):
     assert Policy("compact").plan_optimizer(state) == {}
+
+
+def test_a_dict_that_contains_itself_is_planned_once():
+    state = trained("AdamW")[1].state_dict()
+    tree = {"optimizer": state}
+    tree["self"] = tree["again"] = tree
+    plan = Policy("compact").plan_tree(tree)
+    assert plan.keys() == {("optimizer", *path) for path in Policy("compact").plan_optimizer(state)}
+    moment = plan["optimizer", "state", 0, "exp_avg"].exp_avg_sq
+    assert moment == ("optimizer", "state", 0, "exp_avg_sq")
