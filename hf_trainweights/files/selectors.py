@@ -30,9 +30,9 @@ def select(selectors: Iterable[str], names: Iterable[str]) -> dict[str, frozense
     """
     selectors, names = list(selectors), frozenset(names)
     expressions = {each: each.removeprefix(EXPRESSION) for each in selectors if each.startswith(EXPRESSION)}
-    matched = matching(expressions.values(), sorted(names))
+    matched, plain = matching(expressions.values(), sorted(names)), _select_plain({*selectors} - {*expressions}, names)
     return {
-        each: _with_contents(matched[expressions[each]], names) if each in expressions else _select_plain(each, names)
+        each: _with_contents(matched[expressions[each]], names) if each in expressions else plain[each]
         for each in selectors
     }
 
@@ -51,10 +51,19 @@ def _with_contents(modules: frozenset[str], names: frozenset[str]) -> frozenset[
     return frozenset(name for name in names if "" in modules or not modules.isdisjoint(name_and_modules(name)))
 
 
-def _select_plain(selector: str, names: frozenset[str]) -> frozenset[str]:
-    return frozenset(name for name in names if _is_within(selector, name)) or frozenset(
-        name for name in names if f".{selector}." in f".{name}."
-    )
+def _select_plain(selectors: set[str], names: frozenset[str]) -> dict[str, frozenset[str]]:
+    """Return what selectors without an expression select, in one pass over all names."""
+    within: dict[str, set[str]] = {each: set() for each in selectors}
+    inside: dict[str, set[str]] = {each: set() for each in selectors}
+    counts = {each.count(".") + 1 for each in selectors}
+    for name in names:
+        parts = name.split(".")
+        for count in counts:
+            for start, run in enumerate(_runs(parts, count)):
+                if run in selectors:
+                    (inside if start else within)[run].add(name)
+    # The outermost module has the name "".
+    return {each: frozenset(within[each] or inside[each] if each else names) for each in selectors}
 
 
 def _is_within(selector: str, name: str) -> bool:

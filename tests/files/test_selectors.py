@@ -104,3 +104,8 @@ def test_a_selector_that_selects_nothing_is_refused_with_the_nearest_that_would(
         require_used("overrides", select(["lm_head", selector], NAMES), NAMES)
     assert error.value.next_step == next_step
     require_used("overrides", select(["lm_head", "re:.*mlp"], NAMES), NAMES)
+
+
+def test_selectors_together_select_what_each_selects_alone() -> None:
+    selectors = ["", "model", "0.mlp", "down_proj", "lm_head.weight", "mlp.up_proj.weight", "dwon", "re:.*head"]
+    assert select(selectors, NAMES) == {each: select([each], NAMES)[each] for each in selectors}

@@ -224,14 +224,21 @@ class Policy:
         """Return the function from role and name to the choice, where these are all names."""
         known = {each for name in names for each in name_and_modules(name)}
         selected = select((rule.selector for rule in self._parsed_rules), known) | {ANY_NAME: frozenset(known)}
+        selectors: dict[str, list[str]] = {name: [] for name in known}
+        for selector, found in selected.items():
+            for name in found:
+                selectors[name].append(selector)
+        choices: dict[tuple[str, str], str | Codec] = {}
+        for rule in self._parsed_rules:
+            for role in rule.roles:
+                choices.setdefault((role, rule.selector), rule.choice)
+        order = {key: number for number, key in enumerate(choices)}
 
         def choose(role: str, name: str) -> str | Codec:
-            choices: dict[str, str | Codec] = {}
-            for rule in self._parsed_rules:
-                if role in rule.roles:
-                    choices.setdefault(rule.selector, rule.choice)
-            decides = most_exact({each: selected[each] for each in choices}, (name.rpartition(".")[0], name))
-            return self.mode if decides is None else choices[decides]
+            candidates = [each for each in selectors[name] if (role, each) in choices]
+            candidates.sort(key=lambda each: order[role, each])
+            decides = most_exact({each: selected[each] for each in candidates}, (name.rpartition(".")[0], name))
+            return self.mode if decides is None else choices[role, decides]
 
         return choose
 

@@ -321,3 +321,9 @@ def test_every_codec_suits_some_role():
             else:
                 allowed.add(codec_id)
     assert allowed == set(CODECS)
+
+
+def test_the_first_expression_of_a_role_wins_whatever_rules_other_roles_have():
+    rules = {"buffer": "planes", "re:.*down": "raw", "weight": "planes"}
+    plan = Policy(rules=rules).plan_weights({"down": torch.zeros(80, 80), "up": torch.zeros(80, 80)})
+    assert {name: each.candidates for (name,), each in plan.items()} == {"down": (RAW,), "up": (PLANES,)}
