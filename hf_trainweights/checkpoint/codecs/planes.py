@@ -83,7 +83,7 @@ class Planes(ChunkedCodec):
             write_planes(writer, words.itemsize, len(x), differences)
             return True
 
-        return Chunks([*chunk_ranges(len(words))], write, has_flags="anchor" in self.references)
+        return Chunks(tensor.nbytes, [*chunk_ranges(len(words))], write, has_flags="anchor" in self.references)
 
     @classmethod
     def _decode(

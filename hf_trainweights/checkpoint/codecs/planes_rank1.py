@@ -89,7 +89,7 @@ class PlanesRank1(ChunkedCodec):
             return is_difference
 
         others = (encode_means(*means),)
-        return Chunks([*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
+        return Chunks(tensor.nbytes, [*tiles(*shape, CHUNK)], write, has_flags=True, others=others)
 
     @classmethod
     def _decode(

@@ -21,6 +21,7 @@ from torch._utils import _rebuild_tensor_v2
 from zlib_ng import zlib_ng
 
 from hf_trainweights.checkpoint.codecs.base import Json
+from hf_trainweights.checkpoint.codecs.coding.blocks import ByteBuffer
 from hf_trainweights.checkpoint.encoded.anchor import Anchor
 from hf_trainweights.checkpoint.encoded.base_weights import BaseWeights
 from hf_trainweights.checkpoint.encoded.decoder import decode_file
@@ -237,7 +238,7 @@ class Payload:
     """Takes pieces, which come to lie at multiples of `ALIGNMENT_BYTES`; this one keeps them in memory."""
 
     def __init__(self) -> None:
-        self._memory = bytearray()
+        self._memory = ByteBuffer()
         self.size_bytes = 0
 
     def append(self, piece: Tensor, crc32: int | None = None, *, continues: bool = False) -> None:
@@ -249,14 +250,14 @@ class Payload:
     def finish(self) -> Tensor:
         """Return all pieces and the padding after the last one, 1-D uint8."""
         self._pad(padded_length(self.size_bytes) - self.size_bytes)
-        return torch.from_numpy(np.frombuffer(self._memory, np.uint8) if self._memory else np.empty(0, np.uint8))
+        return torch.from_numpy(self._memory.finish())
 
     def _pad(self, count: int) -> None:
         for start in range(0, count, len(_ZEROS)):
             self._put(memoryview(_ZEROS)[: count - start], None)
 
     def _put(self, data: memoryview, crc32: int | None) -> None:
-        self._memory += data
+        self._memory.append(np.frombuffer(data, np.uint8))
         self.size_bytes += len(data)
 
 

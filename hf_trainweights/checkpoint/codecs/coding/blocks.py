@@ -153,11 +153,37 @@ def chunk_count(count: int) -> int:
     return -(-count // CHUNK)
 
 
-class BlockWriter:
-    """Collects blocks into one payload."""
+class ByteBuffer:
+    """Bytes that others are appended to; memory is set aside for those that are expected, and not touched before."""
 
-    def __init__(self) -> None:
-        self._data = bytearray()
+    def __init__(self, expected_bytes: int = 0):
+        self._memory = np.empty(expected_bytes, np.uint8)
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def append(self, data: np.ndarray) -> None:
+        """Append a copy of a 1-D uint8 array."""
+        start, self._length = self._length, self._length + len(data)
+        if self._length > len(self._memory):
+            grown = np.empty(max(2 * start, self._length), np.uint8)
+            grown[:start] = self._memory[:start]
+            self._memory = grown
+        self._memory[start : self._length] = data
+
+    def finish(self) -> np.ndarray:
+        """Return all that was appended, uint8, and give the rest of the memory back; nothing can be appended after."""
+        if self._length < len(self._memory):
+            self._memory.resize(self._length, refcheck=False)
+        return self._memory[:]
+
+
+class BlockWriter:
+    """Collects blocks into one payload, which is expected to become about so long."""
+
+    def __init__(self, expected_bytes: int = 0) -> None:
+        self._data = ByteBuffer(expected_bytes)
         self._sizes: list[int] = []
 
     @property
@@ -168,16 +194,16 @@ class BlockWriter:
     def write(self, block: np.ndarray) -> None:
         """Append a 1-D contiguous uint8 array."""
         stored = encode_block(block)
-        self._data += stored.data
+        self._data.append(stored)
         self._sizes.append(len(stored))
 
     def blocks(self) -> tuple[Tensor, list[int]]:
         """Return all blocks, 1-D uint8, and their stored sizes."""
-        return torch.from_numpy(np.frombuffer(self._data, np.uint8)), self._sizes
+        return torch.from_numpy(self._data.finish()), self._sizes
 
     def payload(self, earlier_sizes: Sequence[int] = ()) -> Tensor:
         """Return all blocks and the table of their sizes, those of earlier blocks first, 1-D uint8."""
-        self._data += np.array([*earlier_sizes, *self._sizes], "<u4").tobytes()
+        self._data.append(np.array([*earlier_sizes, *self._sizes], "<u4").view(np.uint8))
         return self.blocks()[0]
 
 
@@ -221,12 +247,13 @@ def bytes_to_int16(planes: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Chunks:
-    """A tensor that is about to be encoded.
+    """A tensor of `size_bytes` that is about to be encoded.
 
     `write` takes one of the `parts`, writes the blocks of this chunk and returns its flag, which is stored if
     `has_flags`. `others` are the other payloads.
     """
 
+    size_bytes: int
     parts: Sequence[Any]
     write: Callable[[BlockWriter, Any], bool]
     has_flags: bool = False
@@ -234,7 +261,7 @@ class Chunks:
 
     def encode(self, parts: Sequence[Any], most_bytes: float = math.inf) -> tuple[BlockWriter, list[bool]]:
         """Return the blocks of some chunks, and their flags; of fewer chunks if these take more bytes than that."""
-        writer = BlockWriter()
+        writer = BlockWriter(self.size_bytes * len(parts) // max(len(self.parts), 1))
         flags: list[bool] = []
         for part in parts:
             if writer.size_bytes > most_bytes:

@@ -185,7 +185,7 @@ def _encode_levels(levels: np.ndarray, row_sizes: np.ndarray) -> Tensor:
     R, C = levels.shape
     classes = _row_classes(row_sizes) if _has_classes(R, C) else np.empty(0, np.uint8)
     order = classes.argsort(kind="stable") if len(classes) else None
-    blocks = BlockWriter()
+    blocks = BlockWriter(levels.size)
     widths: list[int] = []
     for width, high, low, escapes in _pack_tiles(levels, order):
         widths.append(width)

@@ -1,4 +1,5 @@
 import math
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -13,6 +14,7 @@ from hf_trainweights.checkpoint.codecs.coding.blocks import (
     TILE,
     BlockReader,
     BlockWriter,
+    ByteBuffer,
     bytes_to_int16,
     chunk_count,
     chunk_ranges,
@@ -103,6 +105,19 @@ def test_every_int16_survives_being_split_into_bytes():
     assert planes[[0, 1, 2**16, 2**16 + 256]].tolist() == [0, 1, 128, 129]
     assert np.array_equal(bytes_to_int16(planes), numbers)
     assert len(bytes_to_int16(int16_to_bytes(numbers[:0]))) == 0
+
+
+@pytest.mark.parametrize("expected_bytes", [0, 4, 5, 1 << 24])
+def test_a_buffer_has_what_was_appended_and_keeps_no_more_memory(expected_bytes):
+    tracemalloc.start()
+    buffer = ByteBuffer(expected_bytes)
+    for part in ([1, 2], [], [3, 4], [5]):
+        buffer.append(np.array(part, np.uint8))
+    assert len(buffer) == 5
+    assert buffer.finish().tolist() == [1, 2, 3, 4, 5]
+    kept_bytes = tracemalloc.get_traced_memory()[0]
+    tracemalloc.stop()
+    assert kept_bytes < 10_000
 
 
 @pytest.mark.parametrize(
