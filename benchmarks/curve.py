@@ -33,7 +33,6 @@ from hf_trainweights import QuantizedTensor, TrainWeightsConfig, dequantize_, qu
 from hf_trainweights.models.budget.measure import measure_in_memory
 from hf_trainweights.models.budget.plan import Measurements, plan
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.tensor.stored_names import flatten_weight
 
 RESULTS = Path(__file__).parent / "results" / "curve.json"
@@ -85,9 +84,9 @@ def by_size_alone(bits: float) -> Method:
     """Return the method that weighs errors by the sizes of the weights alone."""
 
     def method(subject: Subject, model: PreTrainedModel) -> float:
-        config, skip = TrainWeightsConfig(bits=bits), modules_kept_in_float(model, include_embeddings=False)
-        losses = measure_in_memory(model, config, skip, []).losses
-        return _quantize(model, plan(model, config, skip, Measurements(losses, {})))
+        config = TrainWeightsConfig(bits=bits)
+        losses = measure_in_memory(model, config, []).losses
+        return _quantize(model, plan(model, config, Measurements(losses, {})))
 
     return method
 

@@ -19,7 +19,6 @@ from benchmarks.curve_models import DemoLlama, MiniLM, Subject
 from hf_trainweights import TrainWeightsConfig
 from hf_trainweights.models.budget.plan import weights_to_plan
 from hf_trainweights.models.budget.sensitivity import random_tokens, sensitivities
-from hf_trainweights.models.host.models import modules_kept_in_float
 
 RESULTS = Path(__file__).parent / "results" / "sensitivity.json"
 NOISE, DRAWS = 0.02, 2
@@ -54,7 +53,7 @@ def gains(subject: Subject) -> dict[str, float]:
     """Return the gain of each way to tell what matters."""
     model = subject.reference
     config = TrainWeightsConfig(bits=4.0)
-    weights = weights_to_plan(model, config, modules_kept_in_float(model, include_embeddings=False))
+    weights = weights_to_plan(model, config)
     true = changes_by_noise(subject)
     sizes = {each.name: each.numel for each in weights}
     ways = {

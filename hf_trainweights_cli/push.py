@@ -29,7 +29,7 @@ def push(
     """
     from huggingface_hub.errors import HFValidationError
 
-    from hf_trainweights.models.directory_push import push_directory
+    from hf_trainweights.models.directory import push_directory
 
     options = {"revision": revision, "create_pr": create_pr, "commit_message": message}
     with errors_in_one_line(debug), working(f"pushing to {repo_id}"):

@@ -171,22 +171,28 @@ def read_calibration(directory: Path) -> Mapping[str, Any] | None:
     )
 
 
+def read_quantization_config(directory: Path) -> dict[str, Any] | None:
+    """Return the `quantization_config` of a directory's config.json; None where there is none."""
+    file = directory / CONFIG_NAME
+    try:
+        with open_regular_file(file) as stream:
+            described = json.load(stream).get("quantization_config")
+            return None if described is None else dict(described)
+    except FileNotFoundError:
+        return None
+    except CorruptFileError:
+        raise
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        next_step = "Restore it from a copy, or save the model again from its source."
+        raise CorruptFileError(str(file), "a model's configuration", repr(error)[:200], next_step) from error
+
+
 def _quantization_sha256(directory: Path) -> str | None:
     """Return the SHA-256 of a directory's `quantization_config` as canonical JSON; None where there is none.
 
     Canonical JSON has sorted keys, no spaces, and ASCII only.
     """
-    file = directory / CONFIG_NAME
-    try:
-        with open_regular_file(file) as stream:
-            described = json.loads(stream.read()).get("quantization_config")
-    except FileNotFoundError:
-        return None
-    except CorruptFileError:
-        raise
-    except (ValueError, AttributeError, RecursionError) as error:
-        next_step = "Download it again, or save the model again from its source."
-        raise CorruptFileError(str(file), "a JSON object", repr(error)[:200], next_step) from error
+    described = read_quantization_config(directory)
     if described is None:
         return None
     return hashlib.sha256(json.dumps(described, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

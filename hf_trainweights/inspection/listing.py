@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, replace
 from pathlib import Path
@@ -10,8 +9,9 @@ from pathlib import Path
 import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint
 
-from hf_trainweights.errors import CorruptFileError
-from hf_trainweights.files.reading import open_pickle, open_regular_file, open_zip
+from hf_trainweights.errors import ConfigError, CorruptFileError
+from hf_trainweights.files.digests import CONFIG_NAME, read_quantization_config
+from hf_trainweights.files.reading import open_pickle, open_zip
 from hf_trainweights.formats.base import Format
 from hf_trainweights.inspection.newer_pickles import has_newer_pickle, list_newer_pickle
 from hf_trainweights.inspection.stored_tensors import ShardedTensors, StoredTensor, find_parts, read_part, read_tensors
@@ -121,19 +121,17 @@ def _read(file: Path, part: str) -> dict[str, StoredTensor]:
 
 def configured_format(directory: Path) -> Format | None:
     """Return the format that the config.json of a directory names for the weights beside it; None without one."""
-    file = directory / "config.json"
+    config = read_quantization_config(directory) or {}
+    if config.get("quant_method") != QUANT_METHOD:
+        return None
     try:
-        with open_regular_file(file) as stream:
-            config = json.load(stream).get("quantization_config")
-        if not config or config.get("quant_method") != QUANT_METHOD:
-            return None
         # Activations say how to compute with the weights, not how to read them.
         return TrainWeightsConfig.from_dict(config, activations=None).default_format
-    except FileNotFoundError:
-        return None
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+    except ConfigError as error:
         next_step = "Restore it from a copy, or inspect the files one by one."
-        raise CorruptFileError(str(file), "a model's configuration", str(error), next_step) from error
+        raise CorruptFileError(
+            str(directory / CONFIG_NAME), "a model's configuration", str(error), next_step
+        ) from error
 
 
 def _unsafe_calls(file: Path) -> tuple[str, ...]:

@@ -16,8 +16,7 @@ from hf_trainweights.files.weight_shards import write_shards
 from hf_trainweights.models.host.checkpoints import checkpoint_tensors, names_not_saved
 from hf_trainweights.models.loading.saved_models import load_quantized
 from hf_trainweights.models.saving.checkpoint_rows import matrices_in_checkpoint
-from hf_trainweights.models.saving.companions import copy_companions
-from hf_trainweights.models.saving.config_file import write_config
+from hf_trainweights.models.saving.companions import copy_companions, write_config
 from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
 from hf_trainweights.models.saving.saved_tensors import whole_state_dict
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor

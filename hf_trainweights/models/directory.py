@@ -1,4 +1,4 @@
-"""Saved models, quantized from one directory into another.
+"""Saved models, quantized from one directory into another, or pushed as they lie in one.
 
 No whole file is read, and no whole model held. The source's shards are memory-mapped, each weight is quantized as it is
 read, and waits on the disk until it is saved: the process needs memory for the largest weight.
@@ -13,16 +13,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from huggingface_hub import CommitInfo
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
-from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, read_config
+from hf_trainweights.models.loading.saved_models import load_quantized, load_saved, load_tokenizer, read_config
 from hf_trainweights.models.quantize_in_place import quantize_module
-from hf_trainweights.models.saving.new_directories import require_vacant_directory, write_directory
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of
+from hf_trainweights.models.saving.companions import companions, copy_companions
+from hf_trainweights.models.saving.hub import begin_push
+from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
+from hf_trainweights.models.saving.saving import choose_card, is_replaced
 
 
 def quantize_directory(
@@ -78,7 +84,9 @@ def quantize_directory(
     else:
         model = load_saved(source, dtype=dtype)
         summary = quantize_module(model, config, _batches(model, source, calibration), _finished_blocks(out))
-    write_directory(model, source, out)
+    with new_directory(out) as temporary:
+        copy_companions(source, temporary)
+        model.save_pretrained(temporary)
     shutil.rmtree(_finished_blocks(out), ignore_errors=True)
     return summary
 
@@ -98,3 +106,21 @@ def _batches(
         raise ConfigError("calibration", 'a list of texts or "self"', repr(calibration)[:80], "Pass one of these.")
     next_step = "Save its tokenizer there, or load the model and pass batches to quantize_."
     return batches_of_texts(model, load_tokenizer(source, "calibration", next_step), calibration)
+
+
+def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: Any) -> CommitInfo:
+    """Push a saved quantized model to the Hub with its tokenizer, processor and a model card, in one commit.
+
+    A card that someone wrote or edited is kept, the one on the Hub before the one in the directory. Weight files of an
+    earlier push are removed in the same commit. Training state and other files in the directory stay there.
+    """
+    directory = Path(directory)
+    model = load_quantized(directory)
+    push = begin_push(repo_id, **options)
+    weights = [path.name for path in directory.iterdir() if is_replaced(path.name, variant=None)]
+    names = [*weights, CONFIG_NAME, *(path.relative_to(directory).as_posix() for path in companions(directory))]
+    local = directory / CARD_NAME
+    beside = local.read_text(encoding="utf-8") if local.is_file() else None
+    card = choose_card(model, push, beside, calibrated_of(model))
+    stale = (name for name in push.present if is_replaced(name, variant=None))
+    return push.commit(directory, names, card, remove=stale)

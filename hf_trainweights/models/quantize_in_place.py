@@ -22,7 +22,7 @@ from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.arithmetic import largest_magnitude
 from hf_trainweights.models.budget.measure import measure_in_memory
-from hf_trainweights.models.budget.plan import check_loaded, plan, weight_of
+from hf_trainweights.models.budget.plan import check_loaded, plan
 from hf_trainweights.models.budget.sensitivity import Batch
 from hf_trainweights.models.calibration.batches import digest_of
 from hf_trainweights.models.calibration.finished import FinishedBlocks
@@ -31,7 +31,6 @@ from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import check_choice, choose
 from hf_trainweights.models.choosing.summary import Choice, Summary
-from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
@@ -95,12 +94,11 @@ def quantize_module(
     if batches == []:
         raise ConfigError("calibration", "batches", "none", "An iterator may have been read already.")
     sha256 = None if batches is None else digest_of(batches)
-    config = config.calibrated(sha256)
-    skip = modules_kept_in_float(module, config.include_embeddings)
+    config = config.but(calibration_sha256=sha256)
     spill = None if directory is None else Spill(directory)
     if config.needs_plan:
-        config = plan(module, config, skip, measure_in_memory(module, config, skip, batches, spill))
-    summary = choose(module, config, skip)
+        config = plan(module, config, measure_in_memory(module, config, batches, spill))
+    summary = choose(module, config)
     check_choice(module, summary, config)
     todo = _checked(summary)
     if batches is not None and config.plan is None:
@@ -141,8 +139,7 @@ def adopt(module: nn.Module) -> None:
     """Make a Transformers model that got quantized weights otherwise the same as one that `from_pretrained` loaded."""
     stored = getattr(module.config, "quantization_config", None) if isinstance(module, PreTrainedModel) else None
     if isinstance(module, PreTrainedModel) and isinstance(stored, dict | TrainWeightsConfig):
-        config = stored if isinstance(stored, TrainWeightsConfig) else TrainWeightsConfig.from_dict(stored)
-        TrainWeightsHfQuantizer(config, pre_quantized=True).adopt(module)
+        TrainWeightsHfQuantizer(TrainWeightsConfig.of(stored), pre_quantized=True).adopt(module)
 
 
 def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
@@ -158,17 +155,12 @@ def _models(module: nn.Module) -> Iterator[PreTrainedModel]:
             yield from _models(child)
 
 
-def quantize_chosen(module: nn.Module, summary: Summary) -> None:
-    """Quantize the chosen weights in place, all or none; those that are quantized already stay as they are."""
-    _put(module, _checked(summary), {}, None)
-
-
 def _checked(summary: Summary) -> list[Choice]:
     """Return the choices whose weights are still to be quantized.
 
     Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
     """
-    todo = [choice for choice in summary.quantized if not isinstance(weight_of(choice), QuantizedTensor)]
+    todo = [choice for choice in summary.quantized if not isinstance(choice.weight, QuantizedTensor)]
     for choice in todo:
         _check_values(choice)
     return todo
@@ -179,7 +171,7 @@ def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, Quantize
     places = parameter_places(module)
     for choice in todo:
         assert choice.format is not None
-        weight = weight_of(choice)
+        weight = choice.weight
         tensor = known.get(choice.name)
         if tensor is None:
             tensor = keep_in(spill, QuantizedTensor.quantize(weight, choice.format, choice.transposed, choice.name))
@@ -187,7 +179,7 @@ def _put(module: nn.Module, todo: Iterable[Choice], known: Mapping[str, Quantize
 
 
 def _check_values(choice: Choice) -> None:
-    weight = weight_of(choice)
+    weight = choice.weight
     check_loaded(choice.name, weight)
     if not _all_finite(weight.detach()):
         raise QuantizationError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,8 +14,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.models.budget.load import measure_checkpoint
-from hf_trainweights.models.budget.pending_plan import PendingPlan
+from hf_trainweights.models.budget.load import check_measurable, measure_checkpoint
 from hf_trainweights.models.budget.plan import plan
 from hf_trainweights.models.choosing.advice import say_if_head_is_large, say_if_slow
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
@@ -24,7 +22,6 @@ from hf_trainweights.models.choosing.selection import check_choice, choose, surv
 from hf_trainweights.models.choosing.summary import Calibrated, Summary, check_not_empty
 from hf_trainweights.models.host.checkpoints import drop_conversions, expect_unused, restore_merging
 from hf_trainweights.models.host.converters import offer_before_merging
-from hf_trainweights.models.host.models import modules_kept_in_float
 from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks, read_whole, run_on_parts
 from hf_trainweights.models.loading.conversion import (
     TrainWeightsDeserialize,
@@ -69,7 +66,8 @@ class TrainWeightsHfQuantizer(HfQuantizer):
             quantization_config.check_quantizing()
         self.state = LoadState(quantization_config.default_format)
         self._model_bytes = 0
-        self._to_plan: PendingPlan | None = None
+        # The model on the meta device and its files, while formats are still to be chosen for a budget.
+        self._to_plan: tuple[PreTrainedModel, Sequence[str]] | None = None
         # What one save was given instead of the model's own, whether it writes guards, and where it puts what it codes;
         # it sets these on a copy.
         self.state_dict_to_save: Mapping[str, Any] | None = None
@@ -93,37 +91,19 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         return self._summary
 
     def adopt(self, model: PreTrainedModel) -> Summary:
-        """Make a model that was quantized in place the same as one that `from_pretrained` quantized.
-
-        Args:
-            model: A model with quantized weights.
-
-        Returns:
-            The choice for each parameter.
-
-        Raises:
-            ConfigError: Nothing is quantized.
-        """
+        """Make a model quantized in place the same as one that `from_pretrained` quantized; return the choices."""
         if getattr(model, "hf_quantizer", None) is not self:
             model.hf_quantizer, model.is_quantized = self, True  # type: ignore[assignment]
             model.quantization_method = self.quantization_config.quant_method  # type: ignore[assignment]
             self.postprocess_model(model)
         else:
-            self._survey(model)
+            self._summary = survey(model, self.quantization_config)
         return self.summary()
-
-    def _survey(self, model: PreTrainedModel) -> None:
-        config = self.quantization_config
-        self._summary = survey(model, config, modules_kept_in_float(model, config.include_embeddings))
 
     # Before the weights are loaded
 
     def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
-        """Refuse device maps that would leave weights in float.
-
-        Raises:
-            ConfigError: A float checkpoint is to be quantized onto the disk.
-        """
+        """Refuse device maps that would leave weights of a float checkpoint in float: modules on the disk."""
         # Transformers calls this with the user's map, and again with the one that it made of "auto".
         if not self.pre_quantized:
             refuse_disk(device_map)
@@ -141,23 +121,23 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         with failing_alike(is_loaded_by_ranks(model)):
             self.state.stored = check_weight_files(files, model.config.name_or_path or "")
         self._choose(model)
-        if not self.pre_quantized:
-            # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
-            self.quantization_config = self.quantization_config.calibrated(None)
         if self.pre_quantized:
             expect_unused(model, NOTICE_NAME)
             check_guards(model, self.state.choices, self.state.stored)
-        elif self.quantization_config.needs_plan:
-            self._to_plan = PendingPlan.of(model, files)
+        else:
+            # The configuration may be a calibrated model's; these codes will be chosen by each weight alone.
+            self.quantization_config = self.quantization_config.but(calibration_sha256=None)
+            if self.quantization_config.needs_plan:
+                check_measurable(model, files)
+                self._to_plan = model, files
         if is_loaded_by_ranks(model):
             self._whole_reads = read_whole(model, lambda parts: cut_plans(model, self.state, parts, self.pre_quantized))
         return model
 
     def _choose(self, model: PreTrainedModel) -> None:
-        config = self.quantization_config
-        summary = choose(model, config, modules_kept_in_float(model, config.include_embeddings))
+        summary = choose(model, self.quantization_config)
         if not self.pre_quantized:
-            check_choice(model, summary, config)
+            check_choice(model, summary, self.quantization_config)
         self.state.choices = {choice.name: choice for choice in summary.quantized}
         self._model_bytes = summary.bytes_after
 
@@ -166,11 +146,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         if self._to_plan is None:
             return
         (model, files), self._to_plan = self._to_plan, None
-        config = self.quantization_config
-        skip = modules_kept_in_float(model, config.include_embeddings)
-        measured = measure_checkpoint(model, files, conversions, config, skip, self.state)
+        measured = measure_checkpoint(model, files, conversions, self.quantization_config, self.state.stored)
         # A copy: the user may quantize another model by the same configuration.
-        self.quantization_config = plan(model, config, skip, measured)
+        self.quantization_config = plan(model, self.quantization_config, measured)
         model.config.quantization_config = self.quantization_config
         self._choose(model)
 
@@ -222,13 +200,12 @@ class TrainWeightsHfQuantizer(HfQuantizer):
         with failing_alike(is_loaded_by_ranks(model)):
             if self.state.error is not None:
                 raise self.state.error
-        run_on_parts(model, lambda part: isinstance(part, QuantizedTensor))
+        run_on_parts(model)
         if not self.pre_quantized and self.quantization_config.base_model is None:
             # A copy: the user may quantize another model by the same configuration.
-            self.quantization_config = copy.copy(self.quantization_config)
-            self.quantization_config.base_model = hub_id(model)
+            self.quantization_config = self.quantization_config.but(base_model=hub_id(model))
             model.config.quantization_config = self.quantization_config
-        self._survey(model)
+        self._summary = survey(model, self.quantization_config)
         if self.pre_quantized:
             check_none_is_missing(model, self.summary(), self.state.stored)
         else:
@@ -252,14 +229,9 @@ class TrainWeightsHfQuantizer(HfQuantizer):
     def get_state_dict_and_metadata(  # pyright: ignore[reportIncompatibleMethodOverride]
         self, model: PreTrainedModel
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Return the plain tensors to save, a tied weight once.
+        """Return the plain tensors to save by name, a tied weight once, and no metadata.
 
-        Args:
-            model: The quantized model.
-
-        Returns:
-            Names to tensors, and an empty dict: safetensors writes a second metadata entry beside Transformers' own in
-            random order, so that two saves of one model would differ.
+        safetensors writes a second entry beside Transformers' own in random order: two saves of a model would differ.
         """
         compress, given = self.quantization_config.compress, self.state_dict_to_save
         return flat_state_dict(model, self.state.default, given, self.writes_guards, compress, self.spill), {}

@@ -33,15 +33,7 @@ from hf_trainweights.tensor.modules import describe
 
 
 def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -> None:
-    """Register the quantizer with Transformers, and with torch the functions that files may call.
-
-    A second call changes nothing.
-
-    Args:
-        quantizer: The `HfQuantizer` subclass.
-        callable_by_files: Functions that `torch.load(weights_only=True)` may call. Files name these by the package
-            alone, so that modules may move.
-    """
+    """Register the quantizer with Transformers, and with torch what `weights_only=True` may call; once is enough."""
     # Transformers refuses a second registration, as after a reload of the package, with a ValueError.
     with contextlib.suppress(ValueError):
         register_quantization_config(QUANT_METHOD)(TrainWeightsConfig)
@@ -50,5 +42,6 @@ def register(quantizer: type, callable_by_files: Iterable[Callable[..., Any]]) -
         register_module_parameter_registration_hook(describe)  # type: ignore[arg-type]
         refuse_quantized_configurations(QUANT_METHOD)
     for function in callable_by_files:
+        # Files name it by the package alone, so that modules may move.
         function.__module__ = __name__.partition(".")[0]
         add_safe_globals([function])

@@ -38,7 +38,7 @@ MOMENTS = {
     "quantize {llama} {out} --format int8": "hf_trainweights.models.saving.new_directories.sync_tree",
     "dequantize {int4} {out}": "hf_trainweights.models.saving.new_directories.sync_tree",
     "export {int4} {out} --to compressed-tensors": "hf_trainweights.files.staging.sync_tree",
-    "push {int4} me/model": "hf_trainweights.models.directory_push.begin_push",
+    "push {int4} me/model": "hf_trainweights.models.directory.begin_push",
     "inspect {int4}": "hf_trainweights.inspection.listing.find_parts",
     "verify {int4}": "hf_trainweights.verify_model",
     "diff {llama} {int4}": "hf_trainweights.inspection.difference._difference",

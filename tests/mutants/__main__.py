@@ -59,7 +59,7 @@ ROOMS = {
         ("tensor/distributed/test_agreement.py", "tensor/distributed/test_sharding.py"),
     ),
     "models/saving": Room(
-        tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors", "bin_files", "guard_names")),
+        tuple(f"models/saving/{name}.py" for name in ("saving", "saved_tensors", "shard_writer")),
         (
             *(
                 f"models/saving/test_{name}.py"

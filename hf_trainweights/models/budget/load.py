@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,17 +17,30 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.quantizers.base import HfQuantizer
 
-from hf_trainweights.models.budget.measure import MEASURED_IN, as_measured, sensitivities_of_tokens
+from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights.models.budget.measure import MEASURED_IN, sensitivities_of_tokens
 from hf_trainweights.models.budget.options import relative_errors, rows_of
-from hf_trainweights.models.budget.plan import Losses, Measurements, weight_of, weights_to_plan
+from hf_trainweights.models.budget.plan import Losses, Measurements, weights_to_plan
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
-from hf_trainweights.models.choosing.summary import Choice
+from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.host.checkpoints import read_by
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp
+from hf_trainweights.models.host.tensor_parallel import is_loaded_by_ranks
 from hf_trainweights.models.loading.conversion import TrainWeightsQuantize
-from hf_trainweights.models.loading.experts import quantize_experts, rows_of_experts
+from hf_trainweights.models.loading.experts import rows_of_experts
 from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.stored_weights import StoredWeight
+
+
+def check_measurable(model: PreTrainedModel, files: Sequence[str]) -> None:
+    """Check that a load is by one process and from files."""
+    if not files:
+        next_step = "Load the float model, then call quantize_(model, config)."
+        raise ConfigError("bits or size", "the files of a checkpoint", "a state dict", next_step)
+    if is_loaded_by_ranks(model):
+        next_step = "Quantize and save the model in one process; all ranks may then load what was saved."
+        raise UnsupportedError("bits or size", "a load by one process", "a load by several ranks", next_step)
 
 
 def measure_checkpoint(
@@ -34,17 +48,15 @@ def measure_checkpoint(
     files: Sequence[str | os.PathLike[str]],
     conversions: Sequence[Any],
     config: TrainWeightsConfig,
-    skip: Sequence[str],
-    state: LoadState,
+    stored: Mapping[str, StoredWeight],
 ) -> Measurements:
     """Measure the weights that a checkpoint has, for a model on the meta device, which stays as it is."""
     copied = copy.deepcopy(model)
-    planned = weights_to_plan(copied, config, skip)
-    chosen = {choice.name: choice for choice in choose(copied, config, skip).quantized}
-    measure = _Measure({each.name for each in planned}, chosen, state, config.for_target)
-    read_by(_Measuring(config, measure), copied, files, weight_of(planned[0]).dtype if planned else None, conversions)
-    if state.error is not None:
-        raise state.error
+    planned = weights_to_plan(copied, config)
+    measure = _Measure({each.name for each in planned}, choose(copied, config), stored, config.for_target)
+    read_by(_Measuring(config, measure), copied, files, planned[0].weight.dtype if planned else None, conversions)
+    if measure.state.error is not None:
+        raise measure.state.error
     return Measurements(measure.losses, sensitivities_of_tokens(copied, planned))
 
 
@@ -57,7 +69,7 @@ class _Measuring(HfQuantizer):
 
     def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **_: Any) -> bool:
         """Return whether a tensor comes to the operation."""
-        return param_name in self.operation.chosen
+        return param_name in self.operation.state.choices
 
     def get_quantize_ops(self) -> QuantizerOp:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the operation that measures a weight."""
@@ -79,32 +91,30 @@ class _Measure(TrainWeightsQuantize):
     `planned` names those whose formats are to be chosen; `chosen` holds these and all others that are to be quantized.
     """
 
-    def __init__(self, planned: Collection[str], chosen: Mapping[str, Choice], state: LoadState, target: str | None):
-        super().__init__(state)
-        self.planned, self.chosen, self.target = planned, chosen, target
+    def __init__(
+        self, planned: Collection[str], chosen: Summary, stored: Mapping[str, StoredWeight], target: str | None
+    ):
+        super().__init__(LoadState(MEASURED_IN))
+        self.state.choices = {each.name: replace(each, format=MEASURED_IN) for each in chosen.quantized}
+        self.state.stored = stored
+        self.planned, self.target = planned, target
         self.losses: dict[str, Losses] = {}
 
     def quantize_one(self, name: str, weight: Tensor, model: Any) -> Any:
-        """Measure a weight, and return it in int8; as it is where its format is not to be chosen."""
-        choice, skeleton = self.chosen.get(name), model.get_parameter_or_buffer(name)
-        if choice is None or weight.shape != skeleton.shape:
-            return weight
-        stored = weight.transpose(-1, -2) if choice.transposed else weight
-        self._measure(name, stored.shape, rows_of(stored))
-        return self.state.parameter_or_stand_in(skeleton, lambda: self.state.kept(as_measured(choice, weight)))
+        """Measure a weight, and return it in int8; as it is where it is not to be quantized."""
+        if name in self.planned and weight.shape == model.get_parameter_or_buffer(name).shape:
+            stored = weight.transpose(-1, -2) if self.state.choices[name].transposed else weight
+            self._measure(name, stored.shape, rows_of(stored))
+        return super().quantize_one(name, weight, model)
 
     def merge(self, name: str, parts: Sequence[Sequence[NamedLoad]], model: Any) -> Any:
         """Measure experts before they are merged; None if the weight stays float or its layer keeps it transposed."""
-        choice = self.chosen.get(name)
-        if choice is None or choice.transposed:
-            return None
-        skeleton = model.get_parameter_or_buffer(name)
-        self._measure(name, skeleton.shape, lambda numbers: rows_of_experts(name, skeleton.shape, parts, numbers))
-        make = partial(quantize_experts, name, skeleton.shape, MEASURED_IN, parts, spill=self.state.spill)
-        return self.state.parameter_or_stand_in(skeleton, make)
+        if name in self.planned and not self.state.choices[name].transposed:
+            shape = model.get_parameter_or_buffer(name).shape
+            self._measure(name, shape, lambda numbers: rows_of_experts(name, shape, parts, numbers))
+        return super().merge(name, parts, model)
 
     def _measure(self, name: str, shape: Sequence[int], rows: Any) -> None:
-        if name in self.planned:
-            losses = self.state.attempt(partial(relative_errors, name, shape, rows, self.target))
-            if losses is not None:
-                self.losses[name] = losses
+        losses = self.state.attempt(partial(relative_errors, name, shape, rows, self.target))
+        if losses is not None:
+            self.losses[name] = losses

@@ -6,14 +6,13 @@ import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Sequence
 
-from torch import Tensor, nn
+from torch import nn
 
-from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.budget.options import relative_errors, rows_of
-from hf_trainweights.models.budget.plan import Measurements, check_loaded, weight_of, weights_to_plan
-from hf_trainweights.models.budget.sensitivity import Batch, random_tokens, sensitivities
+from hf_trainweights.models.budget.plan import Measurements, check_loaded, weights_to_plan
+from hf_trainweights.models.budget.sensitivity import Batch, does_not_run, random_tokens, sensitivities
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.selection import choose
 from hf_trainweights.models.choosing.summary import Choice
@@ -31,7 +30,6 @@ _logger = logging.getLogger(__name__)
 def measure_in_memory(
     module: nn.Module,
     config: TrainWeightsConfig,
-    skip: Sequence[str],
     calibration: Iterable[Batch] | None,
     spill: Spill | None = None,
 ) -> Measurements:
@@ -39,25 +37,19 @@ def measure_in_memory(
 
     `spill` takes the copy of the module that is measured with, memory if it is None.
     """
-    weights, losses = weights_to_plan(module, config, skip), {}
+    weights, losses = weights_to_plan(module, config), {}
     for choice in weights:
-        weight = weight_of(choice).detach()
+        weight = choice.weight.detach()
         check_loaded(choice.name, weight)
         stored = weight.transpose(-1, -2) if choice.transposed else weight
         losses[choice.name] = relative_errors(choice.name, stored.shape, rows_of(stored), config.for_target)
-    with _as_measured(module, choose(module, config, skip).quantized, spill):
+    with _as_measured(module, choose(module, config).quantized, spill):
         if calibration is None:
             return Measurements(losses, sensitivities_of_tokens(module, weights))
-        return Measurements(losses, _calibrated(module, weights, calibration))
-
-
-def _calibrated(module: nn.Module, weights: Sequence[Choice], calibration: Iterable[Batch]) -> dict[str, float]:
-    try:
-        return sensitivities(module, weights, calibration)
-    except Exception as error:
-        # Whatever a module's own code raises.
-        expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
-        raise ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.") from error
+        try:
+            return Measurements(losses, sensitivities(module, weights, calibration))
+        except Exception as error:
+            raise does_not_run(error) from error
 
 
 def sensitivities_of_tokens(module: nn.Module, weights: Sequence[Choice]) -> dict[str, float]:
@@ -76,16 +68,13 @@ def _as_measured(module: nn.Module, choices: Sequence[Choice], spill: Spill | No
     places, changed = parameter_places(module), []
     try:
         for choice in choices:
-            weight = weight_of(choice)
+            weight = choice.weight
             if not isinstance(weight, QuantizedTensor):
                 changed.append((places[id(weight)], weight))
-                put_parameter(places[id(weight)], as_parameter(keep_in(spill, as_measured(choice, weight))))
+                # int8 is enough to see how much each weight matters.
+                measured = QuantizedTensor.quantize(weight, MEASURED_IN, choice.transposed, choice.name)
+                put_parameter(places[id(weight)], as_parameter(keep_in(spill, measured)))
         yield
     finally:
         for its_places, weight in changed:
             put_parameter(its_places, weight)
-
-
-def as_measured(choice: Choice, weight: Tensor) -> QuantizedTensor:
-    """Return a weight in int8: enough to see how much each weight matters."""
-    return QuantizedTensor.quantize(weight, MEASURED_IN, choice.transposed, choice.name)

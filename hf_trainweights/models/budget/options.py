@@ -58,13 +58,7 @@ def candidates(shape: Sequence[int], target: str | None) -> list[Format]:
 
 def rows_of(weight: Tensor) -> Rows:
     """Return what reads rows of a weight in memory, stored as `[*, N, K]` with any strides, by their numbers."""
-    return lambda numbers: (weight if weight.dim() == 2 else weight.flatten(0, -3))[
-        tuple(_places(numbers.to(weight.device), weight.shape))
-    ]
-
-
-def _places(numbers: Tensor, shape: Sequence[int]) -> list[Tensor]:
-    return [numbers] if len(shape) == 2 else [numbers // shape[-2], numbers % shape[-2]]
+    return lambda numbers: weight[tuple(torch.unravel_index(numbers.to(weight.device), weight.shape[:-1]))]
 
 
 @torch.no_grad()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
@@ -11,15 +12,22 @@ from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, QuantizationError
 from hf_trainweights.formats.base import Format
-from hf_trainweights.models.budget.bytes import file_bytes, file_bytes_in, rest_bytes
 from hf_trainweights.models.budget.choice import Option, choose_options, smallest_bytes
 from hf_trainweights.models.budget.options import CANDIDATES, OF_TARGETS, candidates
-from hf_trainweights.models.choosing.config import TrainWeightsConfig
+from hf_trainweights.models.choosing.config import DEFAULT_FORMAT, TrainWeightsConfig
 from hf_trainweights.models.choosing.limit import Budget
+from hf_trainweights.models.choosing.overrides import shortest
 from hf_trainweights.models.choosing.selection import OVERRIDE, choose
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.models import tied_names
+from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
+from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, stored_name
+
+# What a header has at most for a tensor beside its name: dtype, shape and offsets in JSON.
+_ENTRY_BYTES = 110
+# The header's own length and its metadata, and what aligns the tensors.
+_HEADER_BYTES = 128
 
 # What each candidate loses of a weight, see `relative_errors`.
 Losses = Mapping[Format, float]
@@ -39,21 +47,16 @@ class Measurements:
     sensitivities: Mapping[str, float]
 
 
-def weights_to_plan(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> list[Choice]:
+def weights_to_plan(module: nn.Module, config: TrainWeightsConfig) -> list[Choice]:
     """Return the weights whose formats a budget decides about."""
-    chosen = _once(module, choose(module, config, skip).quantized)
-    return [each for each in chosen if each.reason != OVERRIDE and not isinstance(weight_of(each), QuantizedTensor)]
+    chosen = _once(module, choose(module, config).quantized)
+    return [each for each in chosen if each.reason != OVERRIDE and not isinstance(each.weight, QuantizedTensor)]
 
 
 def _once(module: nn.Module, choices: Sequence[Choice]) -> list[Choice]:
     """Return choices without those of weights that will be tied to others."""
     names, tied = {each.name for each in choices}, tied_names(module)
     return [each for each in choices if tied.get(each.name) not in names]
-
-
-def weight_of(choice: Choice) -> Tensor:
-    """Return the parameter that a choice is about."""
-    return getattr(choice.module, choice.name.rpartition(".")[2])
 
 
 def check_loaded(name: str, weight: Tensor) -> None:
@@ -63,31 +66,23 @@ def check_loaded(name: str, weight: Tensor) -> None:
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")
 
 
-def stored_shape(choice: Choice) -> tuple[int, ...]:
-    """Return the shape `[*, N, K]` in which a weight is stored."""
-    *lead, N, K = weight_of(choice).shape
-    return (*lead, K, N) if choice.transposed else (*lead, N, K)
-
-
-def plan(
-    module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], measured: Measurements
-) -> TrainWeightsConfig:
+def plan(module: nn.Module, config: TrainWeightsConfig, measured: Measurements) -> TrainWeightsConfig:
     """Return a configuration with a format for each weight of a module; ConfigError: no choice fits the budget."""
     assert config.budget is not None
-    weights = weights_to_plan(module, config, skip)
-    others = _others(module, config, skip, weights)
+    weights = weights_to_plan(module, config)
+    others = _others(module, config, weights)
     count = sum(each.numel for each in (*weights, *others))
     if config.budget.size_bytes is not None:
-        limit, size = config.budget.size_bytes, file_bytes_in
-        fixed = rest_bytes(module, [each.name for each in weights]) + sum(map(file_bytes, others))
+        limit, size = config.budget.size_bytes, _file_bytes_in
+        fixed = _rest_bytes(module, [each.name for each in weights]) + sum(map(_file_bytes, others))
     else:
-        limit, size = math.floor((config.budget.bits or 0) * count / 8), stored_bytes_in
+        limit, size = math.floor((config.budget.bits or 0) * count / 8), Choice.stored_bytes_in
         fixed = sum(each.bytes_after for each in others)
     matters = _importance(weights, measured.sensitivities)
     options = {
         each.name: [
             Option(form, size(each, form), matters[each.name] * measured.losses.get(each.name, {}).get(form, 0.0))
-            for form in candidates(stored_shape(each), config.for_target)
+            for form in candidates(each.stored_shape, config.for_target)
         ]
         for each in weights
     }
@@ -95,27 +90,20 @@ def plan(
     if least > limit:
         raise _too_small(config.budget, config.for_target, least, count)
     chosen = choose_options(options, limit - fixed)
-    return config.planned({name: option.format for name, option in chosen.items()})
+    return config.but(format=DEFAULT_FORMAT, plan={name: shortest(each.format) for name, each in chosen.items()})
 
 
-def _others(
-    module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], weights: Sequence[Choice]
-) -> list[Choice]:
+def _others(module: nn.Module, config: TrainWeightsConfig, weights: Sequence[Choice]) -> list[Choice]:
     """Return the choices that count and are made already: of a size all; of bits those of weights.
 
     What no configuration would quantize does not count as bits, but what the user excepts does.
     """
     planned = {each.name for each in weights}
-    others = [each for each in _once(module, choose(module, config, skip).tensors) if each.name not in planned]
+    others = [each for each in _once(module, choose(module, config).tensors) if each.name not in planned]
     if config.budget is not None and config.budget.size_bytes is not None:
         return others
-    plain = {each.name for each in choose(module, config.without_exceptions(), skip).quantized}
+    plain = {each.name for each in choose(module, config.but(overrides={}, modules_to_not_convert=None)).quantized}
     return [each for each in others if each.format is not None or each.name in plain]
-
-
-def stored_bytes_in(choice: Choice, form: Format) -> int:
-    """Return what a weight takes in a format, scales included."""
-    return form.stored_bytes(stored_shape(choice), weight_of(choice).dtype)
 
 
 def _importance(weights: Sequence[Choice], measured: Mapping[str, float]) -> dict[str, float]:
@@ -139,3 +127,32 @@ def _too_small(budget: Budget, target: str | None, least: int, count: int) -> Co
         where, found, expected = "bits", f"{budget.bits}", f"at least {bits:.2f}"
     next_step = "Give as much, or let include_embeddings and fewer exceptions make the rest smaller."
     return ConfigError(where, f"{expected}, which the smallest formats take ({smallest})", found, next_step)
+
+
+def _file_bytes_in(choice: Choice, form: Format) -> int:
+    """Return how many bytes a weight takes in a file in any format, its entries in the header included, at most."""
+    return _quantized_bytes(choice, form, choice.stored_bytes_in(form))
+
+
+def _file_bytes(choice: Choice) -> int:
+    """Return how many bytes a parameter takes in a file as it was chosen to lie there, at most."""
+    if choice.format is not None:
+        return _quantized_bytes(choice, choice.format, choice.bytes_after)
+    # Experts in float are saved one by one.
+    entries = len(choice.weight) if choice.weight.dim() == 3 else 1
+    return choice.bytes_after + entries * (len(choice.name.encode()) + _ENTRY_BYTES)
+
+
+def _rest_bytes(module: nn.Module, names: Sequence[str]) -> int:
+    """Return the bytes in a file beside the parameters: buffers, guards of the quantized `names`, header, at most."""
+    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+    state = module.state_dict(keep_vars=True).items()
+    buffers = [(name, each.nbytes) for name, each in state if name not in parameters and hasattr(each, "nbytes")]
+    guards = [(name, 1) for name in (NOTICE_NAME, *guarded_names(names))]
+    return _HEADER_BYTES + sum(len(name.encode()) + _ENTRY_BYTES + count for name, count in (*buffers, *guards))
+
+
+def _quantized_bytes(choice: Choice, form: Format, stored_bytes: int) -> int:
+    described = len(json.dumps(form.get_config() | {"transposed": True, "dtype": "bfloat16"}))
+    names = [stored_name(choice.name, suffix) for suffix in (*form.tensor_names, FORMAT_SUFFIX)]
+    return stored_bytes + described + sum(len(name.encode()) + _ENTRY_BYTES for name in names)

@@ -19,6 +19,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.kernels.cpu_features import product_dtype
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -49,6 +50,12 @@ def random_tokens(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randint(embeddings.num_embeddings, shape, generator=generator) for name in names}]
 
 
+def does_not_run(error: Exception) -> ConfigError:
+    """Return the error for a batch on which a module raises whatever its own code raises."""
+    expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
+    return ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.")
+
+
 def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable[Batch]) -> dict[str, float]:
     """Return how much the outputs of a model change for a relative error of each weight, in any unit, to two digits.
 
@@ -58,6 +65,7 @@ def sensitivities(model: nn.Module, weights: Sequence[Choice], batches: Iterable
     measured = {choice.name: 0.0 for choice in weights}
     generator = torch.Generator().manual_seed(_SEED)
     with contextlib.ExitStack() as stack:
+        stack.enter_context(evaluating(model))
         stack.enter_context(_frozen(model))
         stack.enter_context(_Float32Linears())
         for choice in weights:
@@ -124,9 +132,8 @@ class _Recorder:
     """A forward hook that adds to `measured` the squared derivatives of what follows by the weight of a module."""
 
     def __init__(self, choice: Choice, measured: dict[str, float]):
-        weight = getattr(choice.module, choice.name.rpartition(".")[2])
         self.name, self.measured = choice.name, measured
-        self.mean_square = _mean_square(weight) if weight.dim() == 2 else None
+        self.mean_square = _mean_square(choice.weight) if choice.weight.dim() == 2 else None
 
     def __call__(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
         """Let the output tell its gradient; for its size alone it does not stay in memory."""
@@ -181,10 +188,21 @@ def _tensors(output: Any) -> Iterator[Tensor]:
 
 
 @contextlib.contextmanager
+def evaluating(module: nn.Module) -> Iterator[None]:
+    """Switch dropout off."""
+    modes = [(each, each.training) for each in module.modules()]
+    try:
+        module.eval()
+        yield
+    finally:
+        for each, mode in modes:
+            each.training = mode
+
+
+@contextlib.contextmanager
 def _frozen(model: nn.Module) -> Iterator[None]:
-    """Let gradients reach the modules of a model, but no parameter, and switch dropout off."""
+    """Let gradients reach the modules of a model, but no parameter."""
     flags = [(parameter, parameter.requires_grad) for parameter in model.parameters()]
-    modes = [(module, module.training) for module in model.modules()]
 
     def let_through(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if not output.requires_grad:
@@ -194,15 +212,12 @@ def _frozen(model: nn.Module) -> Iterator[None]:
     try:
         for parameter, _ in flags:
             parameter.requires_grad_(False)
-        model.eval()
         yield
     finally:
         for handle in handles:
             handle.remove()
         for parameter, flag in flags:
             parameter.requires_grad_(flag)
-        for module, mode in modes:
-            module.training = mode
 
 
 def _to_differentiate(value: Any, device: torch.device) -> Any:

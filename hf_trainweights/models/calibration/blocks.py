@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.kernels.cpu_features import product_dtype
-from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.budget.sensitivity import Batch, does_not_run
 
 # Arguments of a call, with `_HIDDEN` in the place of the tensor that goes from block to block.
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -106,9 +106,7 @@ def run_model(module: nn.Module, batch: Batch) -> None:
     except ConfigError:
         raise
     except Exception as error:
-        # Whatever a module's own code raises.
-        expected, found = "inputs that the module runs on", f"{type(error).__name__}: {error}"
-        raise ConfigError("calibration", expected, found[:300], "Pass what model(**batch) takes.") from error
+        raise does_not_run(error) from error
 
 
 def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) -> list[list[nn.Module]]:
@@ -124,7 +122,7 @@ def find_chains(module: nn.Module, owners: Iterable[nn.Module], batch: Batch) ->
         before = last[0]
         if found is not None:
             # A model may return a view, so identity is too much to ask.
-            chained[block] = before is not None and _is_same(found, before)
+            chained[block] = before is not None and found.dtype == before.dtype and torch.equal(found, before)
 
     def left(block: nn.Module, args: Any, output: Any) -> None:
         last[0] = _first_tensor(output)
@@ -219,10 +217,6 @@ def _blocks(module: nn.Module, owners: set[nn.Module]) -> list[nn.Module]:
                 inside |= within
                 blocks += container.children()
     return [*blocks, *(owner for owner in owners if owner not in inside)] if blocks else [module]
-
-
-def _is_same(a: Tensor, b: Tensor) -> bool:
-    return a is b or (a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b))
 
 
 def _refuse_caches(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

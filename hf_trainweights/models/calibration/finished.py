@@ -28,24 +28,22 @@ class FinishedBlocks:
     def __init__(self, directory: Path | None, sha256: str):
         self._directory, self._key = directory, sha256
 
-    def read(
-        self, weights: Sequence[tuple[str, Format | None, Tensor]]
-    ) -> tuple[str, dict[str, dict[str, Tensor]] | None]:
-        """Return the next block's key, and its tensors by weight, mapped from the disk; None: it is not finished."""
+    def read(self, weights: Sequence[tuple[str, Format | None, Tensor]]) -> dict[str, dict[str, Tensor]] | None:
+        """Return the next block's tensors by weight, mapped from the disk; None: it is not finished."""
         if self._directory is None:
-            return self._key, None
+            return None
         sha256 = hashlib.sha256(self._key.encode())
         for name, form, weight in weights:
             sha256.update(f"{name} {form!r} {weight.dtype}".encode())
             sha256.update(weight.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         self._key = sha256.hexdigest()
-        return self._key, _read(self._file(self._key))
+        return _read(self._directory / f"{self._key[:32]}.safetensors")
 
-    def write(self, key: str, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Keep a finished block; return its tensors as they are mapped from the disk, none where none are kept."""
+    def write(self, weights: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Keep the block that `read` has asked for; return its tensors as they are mapped, none if none are kept."""
         if self._directory is None:
             return {}
-        file = self._file(key)
+        file = self._directory / f"{self._key[:32]}.safetensors"
         flat = {_SEPARATOR.join((name, part)): each for name, parts in weights.items() for part, each in parts.items()}
         with save_errors(self._directory, "Nothing of this block was kept."):
             make_directories(self._directory)
@@ -53,10 +51,6 @@ class FinishedBlocks:
             write_safetensors(aside, {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}, {})
             move_file(aside, file)
         return _read(file) or {}
-
-    def _file(self, key: str) -> Path:
-        assert self._directory is not None
-        return self._directory / f"{key[:32]}.safetensors"
 
 
 def _read(file: Path) -> dict[str, dict[str, Tensor]] | None:

@@ -18,8 +18,7 @@ from transformers.utils import logging
 
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.spill import Spill
-from hf_trainweights.models.budget.plan import stored_shape, weight_of
-from hf_trainweights.models.budget.sensitivity import Batch
+from hf_trainweights.models.budget.sensitivity import Batch, evaluating
 from hf_trainweights.models.calibration.blocks import (
     Stopped,
     Stream,
@@ -62,7 +61,7 @@ def calibrate(
     Blocks that `finished` has from an earlier call are taken from there; those that this call finishes are added.
     """
     walk = _Walk(module, choices, batches, spill, finished)
-    with torch.no_grad(), _evaluating(module), one_by_one(module), fast_products(module):
+    with torch.no_grad(), evaluating(module), one_by_one(module), fast_products(module):
         chains = walk.chains()
         with logging.tqdm(total=sum(map(len, chains)), desc="Calibrating", unit="block") as bar:
             for chain in chains:
@@ -82,7 +81,7 @@ def require_gain(choices: Sequence[Choice]) -> None:
 
 def _gains(choice: Choice) -> bool:
     """Return whether the codes of a weight's format can be chosen column by column."""
-    some = torch.ones(2, stored_shape(choice)[-1], dtype=torch.float32)
+    some = torch.ones(2, choice.stored_shape[-1], dtype=torch.float32)
     return choice.format is not None and choice.format.columns(some, some[0]) is not None
 
 
@@ -118,7 +117,7 @@ class _Walk:
 
     def _consider(self, choice: Choice) -> None:
         """Take a weight for calibration, or note why not."""
-        weight = weight_of(choice)
+        weight = choice.weight
         if not isinstance(choice.module, nn.Linear | Conv1D) and weight.dim() == 2:
             self._reasons[choice.name] = "its layer is no linear one"
         elif len(self._places[id(weight)]) > 1:
@@ -157,21 +156,17 @@ class _Walk:
         """Choose the codes of a block, and let the float model's inputs pass it."""
         stages = self._pass(block, number, reference)
         inside = self._inside(block)
-        key, earlier = self._finished.read([(each.name, each.format, weight_of(each)) for each in inside])
-        if earlier is not None:
+        kept = self._finished.read([(each.name, each.format, each.weight) for each in inside])
+        if kept is None:
+            for stage in stages:
+                self._choose_stage(stage, block, number, own)
             for choice in inside:
-                if choice.name in earlier:
-                    self._take(choice, earlier[choice.name])
-            return
-        for stage in stages:
-            self._choose_stage(stage, block, number, own)
+                if choice.weight.dim() == 3:
+                    self._choose_experts(choice, block, number, own)
+            kept = self._finished.write({name: each.tensors for name, each in self._found_in(block).items()})
         for choice in inside:
-            if weight_of(choice).dim() == 3:
-                self._choose_experts(choice, block, number, own)
-        mapped = self._finished.write(key, {name: each.tensors for name, each in self._found_in(block).items()})
-        for choice in inside:
-            if choice.name in mapped:
-                self._take(choice, mapped[choice.name])
+            if choice.name in kept:
+                self._take(choice, kept[choice.name])
 
     def _inside(self, block: nn.Module) -> list[Choice]:
         modules = set(block.modules())
@@ -179,7 +174,7 @@ class _Walk:
 
     def _pass(self, block: nn.Module, number: int, stream: Stream) -> list[_Stage]:
         """Let all batches of the float model pass a block; return its weights in the order of their calls."""
-        linear = {choice.module: choice for choice in self._inside(block) if weight_of(choice).dim() == 2}
+        linear = {choice.module: choice for choice in self._inside(block) if choice.weight.dim() == 2}
         stages: list[_Stage] = []
         for batch, inputs in enumerate(self._batches):
             # All calls are held until the block is done, so that no other tensor gets the identity of an input.
@@ -232,7 +227,7 @@ class _Walk:
 
     def _choose_experts(self, choice: Choice, block: nn.Module, number: int, own: Stream) -> None:
         """Choose the codes of experts; which tokens they get differs in the float model, so nothing is corrected."""
-        weight = weight_of(choice).detach()
+        weight = choice.weight.detach()
         with self._substituted(self._found_in(block)), ExpertInputs(weight, self._spill) as inputs:
             for batch in range(len(self._batches)):
                 own.run(block, number, batch)
@@ -268,7 +263,7 @@ class _Walk:
         """Return weights quantized without calibration."""
         chosen = (choice for choice in self._choices.values() if choice.name in names)
         return {
-            choice.name: QuantizedTensor.quantize(weight_of(choice), choice.format, choice.transposed, choice.name)
+            choice.name: QuantizedTensor.quantize(choice.weight, choice.format, choice.transposed, choice.name)
             for choice in chosen
             if choice.format is not None
         }
@@ -276,9 +271,7 @@ class _Walk:
     @contextlib.contextmanager
     def _substituted(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:
         """Let the module have the values of quantized weights."""
-        floats = [
-            (weight_of(choice), weights[choice.name]) for choice in self._choices.values() if choice.name in weights
-        ]
+        floats = [(choice.weight, weights[choice.name]) for choice in self._choices.values() if choice.name in weights]
         try:
             for weight, quantized in floats:
                 values = nn.Parameter(quantized.dequantize(), requires_grad=False)
@@ -299,7 +292,7 @@ class _Walk:
 
 def _stored(choice: Choice) -> Tensor:
     """Return a weight as it is stored, `[*, N, K]`."""
-    weight = weight_of(choice).detach()
+    weight = choice.weight.detach()
     return weight.transpose(-1, -2).contiguous() if choice.transposed else weight
 
 
@@ -310,15 +303,3 @@ def _relative(stream: Stream, reference: Stream, batches: int | None = None) -> 
         errors += (found.float() - expected.float()).square().sum().item()
         squares += expected.float().square().sum().item()
     return (errors / squares) ** 0.5 if squares else 0.0
-
-
-@contextlib.contextmanager
-def _evaluating(module: nn.Module) -> Iterator[None]:
-    """Switch dropout off."""
-    modes = [(each, each.training) for each in module.modules()]
-    try:
-        module.eval()
-        yield
-    finally:
-        for each, mode in modes:
-            each.training = mode

@@ -31,7 +31,7 @@ def say_if_slow(module: nn.Module, config: TrainWeightsConfig) -> None:
     """
     if not _is_said or config.plan is not None or torch.accelerator.is_available():
         return
-    _tell([text for text in {_slowness(weight): None for weight in _multiplied(module)} if text is not None])
+    _tell(list(dict.fromkeys(_slownesses(module))))
 
 
 def say_if_head_is_large(summary: Summary) -> None:
@@ -58,12 +58,9 @@ def advice_unsaid() -> Iterator[None]:
         _is_said = before
 
 
-def _multiplied(module: nn.Module) -> Iterator[QuantizedTensor]:
+def _slownesses(module: nn.Module) -> Iterator[str]:
     for places in parameter_places(module).values():
         weight = local_tensor(getattr(*places[0]))
-        if isinstance(weight, QuantizedTensor) and not all(isinstance(owner, nn.Embedding) for owner, _ in places):
-            yield weight
-
-
-def _slowness(weight: QuantizedTensor) -> str | None:
-    return kernels.slowness(weight.format, weight.dtype) if weight.device.type == "cpu" else None
+        is_multiplied = not all(isinstance(owner, nn.Embedding) for owner, _ in places)
+        if isinstance(weight, QuantizedTensor) and weight.device.type == "cpu" and is_multiplied:
+            yield from filter(None, [kernels.slowness(weight.format, weight.dtype)])

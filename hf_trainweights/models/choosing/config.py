@@ -21,7 +21,7 @@ from hf_trainweights.models.choosing.config_checks import (
     right_argument,
 )
 from hf_trainweights.models.choosing.limit import Budget, check_left_to_budget, check_target
-from hf_trainweights.models.choosing.overrides import check_overrides, check_plan, format_of, shortest
+from hf_trainweights.models.choosing.overrides import check_overrides, check_plan, format_of
 
 QUANT_METHOD = "trainweights"
 CONFIG_VERSION = 1
@@ -29,15 +29,7 @@ CONFIG_VERSION = 1
 CODED_VERSION = 2
 DEFAULT_FORMAT = "int8"
 # Keys that config.json has only where they are set: earlier versions do not know them.
-_ONLY_IF_SET = {
-    "bits": None,
-    "size": None,
-    "plan": None,
-    "column_scale": False,
-    "compress": False,
-    "calibration_sha256": None,
-    "for_target": None,
-}
+_ONLY_IF_SET = {"bits", "size", "plan", "column_scale", "compress", "calibration_sha256", "for_target"}
 
 # The formats that come with the package, which editors complete, or one that was registered.
 FormatName = Literal["int8", "int4", "float8_e4m3", "coded"] | str
@@ -230,30 +222,18 @@ class TrainWeightsConfig(QuantizationConfigMixin):
         """Whether formats are still to be chosen for `bits` or `size`."""
         return self.budget is not None and self.plan is None
 
-    def planned(self, plan: Mapping[str, Format]) -> TrainWeightsConfig:
-        """Return this configuration with formats chosen; it stays as it is itself.
+    def but(self, **values: Any) -> TrainWeightsConfig:
+        """Return this configuration with other values, which are not checked; it stays as it is itself.
 
         Args:
-            plan: Full name of each weight to its format.
+            values: Arguments of a configuration.
+
+        Examples:
+            >>> TrainWeightsConfig("int4").but(base_model="me/small").base_model
+            'me/small'
         """
         config = copy.copy(self)
-        config.format, config.plan = DEFAULT_FORMAT, {name: shortest(form) for name, form in plan.items()}
-        return config
-
-    def calibrated(self, sha256: str | None) -> TrainWeightsConfig:
-        """Return this configuration with the digest of what codes were chosen with; it stays as it is itself.
-
-        Args:
-            sha256: The digest; None for codes that were chosen without.
-        """
-        config = copy.copy(self)
-        config.calibration_sha256 = sha256
-        return config
-
-    def without_exceptions(self) -> TrainWeightsConfig:
-        """Return this configuration without `overrides` and `modules_to_not_convert`; it stays as it is itself."""
-        config = copy.copy(self)
-        config.overrides, config.modules_to_not_convert = {}, None
+        vars(config).update(values)
         return config
 
     def check_quantizing(self) -> None:
@@ -307,7 +287,7 @@ class TrainWeightsConfig(QuantizationConfigMixin):
             overrides where that is another.
         """
         saved = copy.deepcopy(self.__dict__)
-        values = {key: value for key, value in saved.items() if key not in _ONLY_IF_SET or value != _ONLY_IF_SET[key]}
+        values = {key: value for key, value in saved.items() if key not in _ONLY_IF_SET or value not in (None, False)}
         order = list(self.overrides or ())
         return values if order == sorted(order) else {**values, OVERRIDE_ORDER: order}
 

@@ -17,7 +17,7 @@ from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.layers import is_transposed, is_weight
 from hf_trainweights.models.choosing.overrides import left_out, listed
 from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty
-from hf_trainweights.models.host.models import output_head, tied_names
+from hf_trainweights.models.host.models import modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -33,46 +33,47 @@ class _Rules(NamedTuple):
     """What a configuration says about the names of a module.
 
     Args:
+        owners: Each module by each of its names.
+        aliases: For each name of a parameter all its names.
         selected: Each override's key to the names that it selects.
         left_out: The names that `modules_to_not_convert` selects.
         skipped: The names that the model itself keeps in float.
     """
 
     config: TrainWeightsConfig
+    owners: Mapping[str, nn.Module]
+    aliases: Mapping[str, Sequence[str]]
     selected: Mapping[str, frozenset[str]]
     left_out: set[str]
     skipped: set[str]
     head: nn.Module | None
 
     @classmethod
-    def of(cls, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str], names: Sequence[str]) -> _Rules:
-        names = list(dict.fromkeys(each for name in names for each in (*_names(name), *name_and_modules(name))))
+    def of(cls, module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str]) -> _Rules:
+        owners, aliases = dict(module.named_modules(remove_duplicate=False)), _aliases(module)
+        names = list(dict.fromkeys(each for name in aliases for each in (*_names(name), *name_and_modules(name))))
         left = left_out(config.modules_to_not_convert or (), names)
-        return cls(config, select(config.overrides, names), left, listed(skip, names), output_head(module))
+        kept = listed([*skip, *modules_kept_in_float(module, config.include_embeddings)], names)
+        return cls(config, owners, aliases, select(config.overrides, names), left, kept, output_head(module))
 
 
 def choose(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
     """Choose a format for every parameter of a module, in its order, a tied one once under its first name.
 
-    `skip` is what the model itself keeps in float, like `modules_to_not_convert`; an override wins over it.
+    `skip` is kept in float beside what a model of Transformers itself keeps so; an override wins over it.
     """
-    owners = dict(module.named_modules(remove_duplicate=False))
-    aliases = _aliases(module)
-    rules = _Rules.of(module, config, skip, list(aliases))
-    return Summary(
-        tuple(_choose(owners, aliases[name], name, parameter, rules) for name, parameter in module.named_parameters())
-    )
+    rules = _Rules.of(module, config, skip)
+    return Summary(tuple(_choose(name, parameter, rules) for name, parameter in module.named_parameters()))
 
 
 def survey(module: nn.Module, config: TrainWeightsConfig, skip: Sequence[str] = ()) -> Summary:
     """Return the choices that a loaded module shows: what is quantized in it, and why the rest is not."""
     found = []
     for choice in choose(module, config, skip).tensors:
-        weight = local_tensor(getattr(choice.module, choice.name.rpartition(".")[2]))
+        weight = local_tensor(choice.weight)
         if choice.format is not None and not isinstance(weight, QuantizedTensor):
-            choice = replace(
-                choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=choice.bytes_before, file_bytes=None
-            )
+            size = choice.bytes_before
+            choice = replace(choice, format=None, reason=NOT_IN_CHECKPOINT, bytes_after=size, file_bytes=size)
         found.append(choice)
     return Summary(tuple(found))
 
@@ -118,58 +119,36 @@ def _aliases(module: nn.Module) -> dict[str, list[str]]:
     return aliases
 
 
-def _choose(
-    owners: Mapping[str, nn.Module],
-    aliases: Sequence[str],
-    name: str,
-    parameter: Tensor,
-    rules: _Rules,
-) -> Choice:
-    wanted, reason = _wanted(owners, aliases, name, parameter, rules)
-    owner = owners[name.rpartition(".")[0]]
-    transposed = is_transposed(owner, parameter)
+def _choose(name: str, parameter: Tensor, rules: _Rules) -> Choice:
+    wanted, reason = _wanted(name, parameter, rules)
+    owner = rules.owners[name.rpartition(".")[0]]
     numel, size = parameter.numel(), parameter.numel() * parameter.element_size()
     weight = local_tensor(parameter)
-    if isinstance(weight, QuantizedTensor):
-        # The whole weight's shape, of which this rank may hold a part.
-        stored = _stored_shape(parameter, weight.transposed)
-        if rules.config.budget is not None and reason != OVERRIDE:
-            wanted = None  # a budget counts what is quantized already, and chooses for the rest
-        form, expected = weight.format, wanted.fallback(stored) if wanted else None
-        if form != wanted:
-            reason = LEFT_AS_SAVED if wanted is None else _misfit(wanted) if form == expected else AS_SAVED
-        after, in_file = (size_of(stored, weight.scale_dtype) for size_of in (form.stored_bytes, form.file_bytes))
-        return Choice(name, owner, form, reason, weight.transposed, numel, size, after, in_file)
-    if wanted is None:
-        return Choice(name, owner, None, reason, transposed, numel, size, size)
-    stored = _stored_shape(parameter, transposed)
-    chosen = wanted.fallback(stored)
-    reason = reason if chosen == wanted else _misfit(wanted)
-    after, in_file = (size_of(stored, parameter.dtype) for size_of in (chosen.stored_bytes, chosen.file_bytes))
-    return Choice(name, owner, chosen, reason, transposed, numel, size, after, in_file)
-
-
-def _stored_shape(parameter: Tensor, transposed: bool) -> tuple[int, ...]:
+    held = weight.format if isinstance(weight, QuantizedTensor) else None
+    transposed = weight.transposed if held else is_transposed(owner, parameter)
+    if held and rules.config.budget is not None and reason != OVERRIDE:
+        wanted = None  # a budget counts what is quantized already, and chooses for the rest
+    if wanted is None and held is None:
+        return Choice(name, owner, None, reason, transposed, numel, size, size, size)
+    # The whole weight's shape, of which this rank may hold a part.
     *lead, N, K = parameter.shape
-    return (*lead, K, N) if transposed else (*lead, N, K)
+    stored = (*lead, K, N) if transposed else (*lead, N, K)
+    fitting = wanted.fallback(stored) if wanted else None
+    form = held or fitting
+    assert form is not None
+    if form != wanted:
+        reason = LEFT_AS_SAVED if wanted is None else f"shape does not fit {wanted}" if form == fitting else AS_SAVED
+    dtype = weight.scale_dtype if held else parameter.dtype
+    after, in_file = (size_of(stored, dtype) for size_of in (form.stored_bytes, form.file_bytes))
+    return Choice(name, owner, form, reason, transposed, numel, size, after, in_file)
 
 
-def _misfit(wanted: Format | None) -> str:
-    return f"shape does not fit {wanted}"
-
-
-def _wanted(
-    owners: Mapping[str, nn.Module],
-    aliases: Sequence[str],
-    name: str,
-    parameter: Tensor,
-    rules: _Rules,
-) -> tuple[Format | None, str]:
+def _wanted(name: str, parameter: Tensor, rules: _Rules) -> tuple[Format | None, str]:
     """Return the format that the rules give, and why it is None or not the configured one."""
     module_name, _, leaf = name.rpartition(".")
-    known = [each for alias in aliases for each in _names(alias)]
+    known = [each for alias in rules.aliases[name] for each in _names(alias)]
     chosen, overridden = rules.config.format_for(known, rules.selected)
-    if not is_weight(owners[module_name], leaf, parameter):
+    if not is_weight(rules.owners[module_name], leaf, parameter):
         return None, "not the weight of a linear, expert or embedding layer"
     if parameter.dtype not in FLOAT_DTYPES:
         return None, f"{parameter.dtype}"
@@ -177,7 +156,7 @@ def _wanted(
         return chosen, OVERRIDE
     if not rules.left_out.isdisjoint(known):
         return None, "in modules_to_not_convert"
-    places = [owners[alias.rpartition(".")[0]] for alias in aliases]
+    places = [rules.owners[alias.rpartition(".")[0]] for alias in rules.aliases[name]]
     if not rules.config.include_embeddings:
         if any(place is rules.head for place in places):
             return None, HEAD

@@ -38,7 +38,7 @@ class Choice:
         numel: Number of weights.
         bytes_before: Bytes of the float weight.
         bytes_after: Bytes of the parameter after quantizing.
-        file_bytes: About how many bytes it takes in a file, without `compress`; None for as many as in memory.
+        file_bytes: About how many bytes it takes in a file, without `compress`.
     """
 
     name: str
@@ -49,7 +49,22 @@ class Choice:
     numel: int
     bytes_before: int
     bytes_after: int
-    file_bytes: int | None = None
+    file_bytes: int
+
+    @property
+    def weight(self) -> Any:
+        """The parameter, as the module has it now."""
+        return getattr(self.module, self.name.rpartition(".")[2])
+
+    def stored_bytes_in(self, form: Format) -> int:
+        """Return what the parameter takes in memory in a format, scales included."""
+        return form.stored_bytes(self.stored_shape, self.weight.dtype)
+
+    @property
+    def stored_shape(self) -> tuple[int, ...]:
+        """The shape `[*, N, K]` in which it is stored."""
+        *lead, N, K = self.weight.shape
+        return (*lead, K, N) if self.transposed else (*lead, N, K)
 
 
 @dataclass(frozen=True)
@@ -122,7 +137,7 @@ class Summary:
     @property
     def file_bytes(self) -> int:
         """About how many bytes all parameters take in a file, without `compress`."""
-        return sum(_in_file(choice) for choice in self.tensors)
+        return sum(choice.file_bytes for choice in self.tensors)
 
     @property
     def large_head(self) -> str:
@@ -242,7 +257,7 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
             in_file = parameter.format.file_bytes(parameter.stored_shape, parameter.scale_dtype)
             yield Choice(name, owner, parameter.format, "", transposed, parameter.numel(), before, after, in_file)
         else:
-            yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before)
+            yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before, before)
 
 
 _HEAD = ("parameter", "format", "bits", "bytes", "reason")
@@ -251,10 +266,6 @@ _HEAD = ("parameter", "format", "bits", "bytes", "reason")
 def _row(choice: Choice) -> tuple[str, ...]:
     bits = f"{8 * choice.bytes_after / max(1, choice.numel):.2f}"
     return choice.name, str(choice.format or "float"), bits, str(choice.bytes_after), choice.reason
-
-
-def _in_file(choice: Choice) -> int:
-    return choice.bytes_after if choice.file_bytes is None else choice.file_bytes
 
 
 def _megabytes(count: int) -> str:

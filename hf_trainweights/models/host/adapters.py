@@ -27,8 +27,12 @@ _WRITING = ("update_layer", "merge", "unmerge")
 # Methods of PEFT's models that call those of many layers.
 _CALLING_MANY = ("inject_adapter", "merge_adapter", "unmerge_adapter", "merge_and_unload")
 
-# The name under which a class of PEFT takes in what it wraps, and that class's base.
-_PLACES = {"model": "BaseTuner", "base_layer": "BaseTunerLayer", "original_module": "AuxiliaryTrainingWrapper"}
+# The name under which a class of PEFT takes in what it wraps, and that class's base and where that is.
+_PLACES = {
+    "model": ("peft.tuners.tuners_utils", "BaseTuner"),
+    "base_layer": ("peft.tuners.tuners_utils", "BaseTunerLayer"),
+    "original_module": ("peft.utils.other", "AuxiliaryTrainingWrapper"),
+}
 
 _Method = Callable[..., Any]
 
@@ -38,7 +42,9 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
 
     PyTorch calls this whenever a module gets a submodule.
     """
-    if name not in _PLACES or not _is_of_peft(module, _PLACES[name]) or submodule is None:
+    home, base = _PLACES.get(name, ("", ""))
+    cls = getattr(sys.modules.get(home), base, None)
+    if cls is None or not isinstance(module, cls) or submodule is None:
         return
     if not any(isinstance(parameter, QuantizedTensor) for parameter in submodule.parameters()):
         return
@@ -50,13 +56,6 @@ def meet_adapters(module: nn.Module, name: str, submodule: nn.Module | None) -> 
         _wrap(type(module), ("_activate_lora",), _over_an_alias)
     else:
         _wrap(type(module), ("update",), _with_float_copy)
-
-
-def _is_of_peft(module: nn.Module, base: str) -> bool:
-    """Return whether a module is of a class of PEFT's, or of one derived from it."""
-    homes = ("peft.tuners.tuners_utils", "peft.utils.other")
-    classes = (getattr(sys.modules.get(home), base, None) for home in homes)
-    return any(isinstance(module, each) for each in classes if each is not None)
 
 
 def _wrap(cls: type, names: tuple[str, ...], wrapper: Callable[[_Method], _Method]) -> None:
@@ -175,15 +174,9 @@ def _with_float_copy(method: _Method) -> _Method:
     """Let a wrapper copy a layer that is to be trained in full as a float one."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with _all_in_float(self.original_module):
+        with contextlib.ExitStack() as stack:
+            for each in list(self.original_module.modules()):
+                stack.enter_context(in_float(each, quantized_names(each)))
             return method(self, *args, **kwargs)
 
     return call
-
-
-@contextlib.contextmanager
-def _all_in_float(module: nn.Module) -> Iterator[None]:
-    with contextlib.ExitStack() as stack:
-        for each in list(module.modules()):
-            stack.enter_context(in_float(each, quantized_names(each)))
-        yield

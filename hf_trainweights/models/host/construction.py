@@ -24,23 +24,20 @@ def refuse_quantized_configurations(method: str) -> None:
     @functools.wraps(original.__func__)
     def from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
         # `from_pretrained` makes models, and the models within them, on the meta device.
-        if _method_of(config) == method and torch.get_default_device().type != "meta":
-            raise _refusal(cls.__name__, method)
+        if quant_method(config) == method and torch.get_default_device().type != "meta":
+            raise ConfigError(
+                f"{cls.__name__}.from_config",
+                "the configuration of a float model: its weights are random, and no quantizer is asked",
+                f"one of a model that {method} has quantized",
+                "Load the model with from_pretrained; for random weights, delete config.quantization_config first, and "
+                "call quantize_ on the model.",
+            )
         return original.__func__(cls, config, **kwargs)
 
     PreTrainedModel._from_config = classmethod(from_config)  # type: ignore[method-assign]
 
 
-def _refusal(class_name: str, method: str) -> ConfigError:
-    return ConfigError(
-        f"{class_name}.from_config",
-        "the configuration of a float model: its weights are random, and no quantizer is asked",
-        f"one of a model that {method} has quantized",
-        "Load the model with from_pretrained; for random weights, delete config.quantization_config first, and call "
-        "quantize_ on the model.",
-    )
-
-
-def _method_of(config: Any) -> object:
+def quant_method(config: Any) -> object:
+    """Return the name of the method that a model's configuration says it is quantized by; None for a float model."""
     described = getattr(config, "quantization_config", None)
     return described.get("quant_method") if isinstance(described, dict) else getattr(described, "quant_method", None)

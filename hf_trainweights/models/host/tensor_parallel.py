@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.tensor.distributed.placements import is_distributed, local_tensor
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 class LocalPart:
@@ -69,11 +70,11 @@ def plan_of(model: PreTrainedModel, name: str) -> str:
     return "its placements" if style is None else f"the style {style!r} of the plan"
 
 
-def run_on_parts(model: nn.Module, is_quantized: Callable[[Any], bool]) -> None:
+def run_on_parts(model: nn.Module) -> None:
     """Freeze the quantized parts of a model and make their modules multiply by them as they are, not by DTensors."""
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
-            if is_distributed(parameter) and is_quantized(local_tensor(parameter)):
+            if is_distributed(parameter) and isinstance(local_tensor(parameter), QuantizedTensor):
                 parameter.requires_grad_(False)
                 # A table of embeddings is looked up as a DTensor, which leaves out the rows of other ranks.
                 if not isinstance(module, nn.Embedding):

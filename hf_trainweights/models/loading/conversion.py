@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hf_trainweights.models.host.converters import NamedLoad, QuantizerOp, make_converter
 from hf_trainweights.models.loading.experts import quantize_experts, wrong_shape
-from hf_trainweights.models.loading.load_state import LoadState
+from hf_trainweights.models.loading.load_state import LoadState, keep_in
 from hf_trainweights.tensor.coded_weights import CODED_FLOAT_SUFFIX, CODED_SUFFIX
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import stored_name, stored_suffixes, unflatten_weight
@@ -41,7 +41,7 @@ class TrainWeightsQuantize(QuantizerOp):
 
         def make() -> Tensor:
             _check_shape(name, weight, self.state.shape_read(name, skeleton))
-            made = self.state.kept(QuantizedTensor.quantize(weight, form, choice.transposed, name))
+            made = keep_in(self.state.spill, QuantizedTensor.quantize(weight, form, choice.transposed, name))
             return self.state.own_part(name, made, skeleton)
 
         return self.state.parameter_or_stand_in(skeleton, make)
@@ -84,7 +84,9 @@ class TrainWeightsDeserialize(QuantizerOp):
             weight = unflatten_weight(full_layer_name, tensors, skeleton.dtype, self.state.default, shape)
             _check_shape(full_layer_name, weight, shape)
             # All else is a view of the file.
-            weight = self.state.kept(weight) if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else weight
+            weight = (
+                keep_in(self.state.spill, weight) if tensors.keys() & {CODED_SUFFIX, CODED_FLOAT_SUFFIX} else weight
+            )
             return self.state.own_part(full_layer_name, weight, skeleton)
 
         return {full_layer_name: self.state.parameter_or_stand_in(skeleton, make)}

@@ -55,10 +55,6 @@ class LoadState:
         self.error: TrainWeightsError | None = None
         self.spill = _spill.get()
 
-    def kept(self, weight: Tensor) -> Tensor:
-        """Return a weight that was made, its tensors in a file if that is where this load puts them."""
-        return keep_in(self.spill, weight)
-
     def parameter_or_stand_in(self, skeleton: Tensor, make: Callable[[], Tensor]) -> Tensor | LocalPart:
         """Return a weight, as a parameter if quantized; once the load has failed, a stand-in that takes no memory.
 

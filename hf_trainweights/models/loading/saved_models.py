@@ -15,6 +15,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_files import ENTRY_POINTS, shard_names
 from hf_trainweights.models.choosing.advice import advice_unsaid
 from hf_trainweights.models.choosing.config import QUANT_METHOD
+from hf_trainweights.models.host.construction import quant_method
 from hf_trainweights.models.loading.load_state import spilled_to
 from hf_trainweights.models.loading.missing_weights import parameter_names, saved_class
 
@@ -25,8 +26,7 @@ _TORCH = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 
 def load_quantized(source: str | os.PathLike[str], spill: Spill | None = None) -> PreTrainedModel:
     """Load a saved quantized model as `load_saved` does; ConfigError: this package has not quantized it."""
-    config = getattr(read_config(source), "quantization_config", None) or {}
-    method = config.get("quant_method") if isinstance(config, dict) else config.quant_method
+    method = quant_method(read_config(source))
     if method != QUANT_METHOD:
         found = f"one of {method}" if method else "a float model"
         raise ConfigError(str(source), "a model that this package has quantized", found, "Choose another one.")

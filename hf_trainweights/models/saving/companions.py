@@ -1,18 +1,23 @@
-"""The files beside the weights of a saved model: tokenizer, processor, licence, generation configuration."""
+"""The files beside the weights of a saved model: copied, such as tokenizer and licence, or written anew."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
 import fnmatch
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import torch
 from huggingface_hub import snapshot_download
+from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.models.host.checkpoints import save_remote_code
 
 # Files that are not copied: those that the quantized model writes itself, and float weights or training state.
 _LEFT_BEHIND = (
@@ -77,3 +82,20 @@ def _reading(path: str | os.PathLike[str]) -> Iterator[None]:
     except OSError as error:
         next_step = "Check its permissions and the disk that it lies on."
         raise ConfigError(str(path), "a file or directory that can be read", str(error), next_step) from error
+
+
+def write_config(
+    model: PreTrainedModel, directory: Path, quantization_config: dict[str, Any] | None, dtype: torch.dtype
+) -> None:
+    """Write the configuration of a model, its generation configuration, and the files of its own code."""
+    config = copy.deepcopy(model.config)
+    vars(config).pop("quantization_config", None)
+    if quantization_config is not None:
+        config.quantization_config = quantization_config
+    config.architectures = [type(model).__name__]
+    config.dtype = dtype
+    if model.is_remote_code():
+        save_remote_code(model, directory, config)
+    config.save_pretrained(directory)
+    if model.can_generate():
+        model.generation_config.save_pretrained(directory)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, CommitOperationDelete, HfApi
 from huggingface_hub.errors import HFValidationError
@@ -28,20 +29,15 @@ class Push:
     Args:
         present: Names of the files in the repository.
         card: Text of the card in the repository, None if there is none.
-        commit_message: Title of the commit; None for "Upload model".
-        revision: The branch to commit to; None for the main one.
-        create_pr: Whether to open a pull request instead.
+        tags: Of the card to be written.
+        commit_options: Title, branch and so on, as `HfApi.create_commit` takes them.
     """
 
     repo_id: str
     present: frozenset[str]
     card: str | None
-    tags: tuple[str, ...]
-    commit_message: str | None
-    commit_description: str | None
-    token: bool | str | None
-    revision: str | None
-    create_pr: bool
+    tags: Sequence[str]
+    commit_options: Mapping[str, Any]
 
     def commit(self, directory: Path, names: Iterable[str], card: str, remove: Iterable[str]) -> CommitInfo:
         """Upload files and a card, and remove others where the repository has them, in one commit."""
@@ -49,15 +45,7 @@ class Push:
         operations = [CommitOperationAdd(name, source) for name, source in files.items()]
         operations += [CommitOperationDelete(name) for name in sorted(self.present & set(remove) - files.keys())]
         try:
-            return HfApi().create_commit(
-                self.repo_id,
-                operations,
-                commit_message=self.commit_message or "Upload model",
-                commit_description=self.commit_description,
-                token=self.token,
-                revision=self.revision,
-                create_pr=self.create_pr,
-            )
+            return HfApi().create_commit(self.repo_id, operations, **self.commit_options)
         except Exception as error:  # The errors of the Hub's client, its HTTP library and hf_xet share no other class.
             found = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             next_step = "A commit is made whole or not at all: push again."
@@ -83,8 +71,14 @@ def begin_push(
         api.create_branch(repo_id, branch=revision, token=token, exist_ok=True)
     present = frozenset(api.list_repo_files(repo_id, revision=revision, token=token))
     card = _read_card(api, repo_id, revision, token) if CARD_NAME in present else None
-    names = (tags,) if isinstance(tags, str) else tuple(tags or ())
-    return Push(repo_id, present, card, names, commit_message, commit_description, token, revision, create_pr)
+    options = {
+        "commit_message": commit_message or "Upload model",
+        "commit_description": commit_description,
+        "token": token,
+        "revision": revision,
+        "create_pr": create_pr,
+    }
+    return Push(repo_id, present, card, [tags] if isinstance(tags, str) else tags or (), options)
 
 
 def hub_id(model: PreTrainedModel) -> str | None:

@@ -1,4 +1,4 @@
-"""New directories of models: written aside with what lies beside a model's weights, then put in place."""
+"""New directories of models: written aside, then put in place."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from transformers import PreTrainedModel
-
 from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.atomic import create_directory, sync_tree
 from hf_trainweights.files.save_errors import save_errors
 from hf_trainweights.files.staging import clean_up
-from hf_trainweights.models.saving.companions import copy_companions
 
 _UNCHANGED = "It is as it was."
 
@@ -23,13 +20,6 @@ def require_vacant_directory(out: Path) -> None:
     with save_errors(out, _UNCHANGED):
         if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
             raise ConfigError(str(out), "a new or empty directory", "something there", "Choose another one.")
-
-
-def write_directory(model: PreTrainedModel, source: str | os.PathLike[str], out: Path) -> None:
-    """Write a model, and the files beside the weights of `source`, to a new or empty directory in one step."""
-    with new_directory(out) as temporary:
-        copy_companions(source, temporary)
-        model.save_pretrained(temporary)
 
 
 @contextlib.contextmanager

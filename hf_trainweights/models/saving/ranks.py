@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_trainweights.errors import SaveError, TrainWeightsError
+from hf_trainweights.errors import TrainWeightsError
 from hf_trainweights.tensor.distributed.placements import is_distributed
 from hf_trainweights.tensor.distributed.shards import gather
 
@@ -24,12 +24,12 @@ def failing_alike(together: bool) -> Iterator[None]:
 
     If ranks work `together` at all, every one must enter it. What cannot be sent is raised as a `TrainWeightsError`.
     """
-    failure: Exception | None = None
+    failure: BaseException | None = None
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         failure = error
-    failures: list[Exception | None] = [failure]
+    failures: list[BaseException | None] = [failure]
     if together and dist.is_available() and dist.is_initialized():
         failures = [None] * dist.get_world_size()
         dist.all_gather_object(failures, _as_sent(failure))
@@ -38,7 +38,7 @@ def failing_alike(together: bool) -> Iterator[None]:
         raise failure
 
 
-def _as_sent(error: Exception | None) -> Exception | None:
+def _as_sent(error: BaseException | None) -> BaseException | None:
     """Return an error that other processes can unpickle."""
     try:
         pickle.loads(pickle.dumps(error))
@@ -53,11 +53,6 @@ def is_in_parts(model: PreTrainedModel, given: Mapping[str, Any] | None = None) 
     return any(is_distributed(tensor) for tensor in (model.parameters() if given is None else given.values()))
 
 
-def is_first_rank() -> bool:
-    """Return whether this process is the one that writes."""
-    return dist.get_rank() == 0
-
-
 def gather_on_first_rank(model: PreTrainedModel, given: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Return the whole state dict of a model on the first rank, on all others an empty one; every rank must call it.
 
@@ -70,29 +65,14 @@ def gather_on_first_rank(model: PreTrainedModel, given: Mapping[str, Any] | None
         if is_distributed(tensor):
             if id(tensor) not in gathered:
                 whole = gather(tensor).detach()
-                gathered[id(tensor)] = whole.cpu() if is_first_rank() else None
+                gathered[id(tensor)] = whole.cpu() if dist.get_rank() == 0 else None
             state_dict[name] = gathered[id(tensor)]
-    if not is_first_rank():
+    if dist.get_rank() != 0:
         return {}
     return {name: tensor.detach() if isinstance(tensor, Tensor) else tensor for name, tensor in state_dict.items()}
 
 
-def on_first_rank(where: str, work: Callable[[], _Result]) -> _Result | None:
-    """Do something on the first rank, and fail on every rank if it fails there; every rank must call it.
-
-    Its result is returned there, None on all others. They raise a `SaveError` if it fails.
-    """
-    result: _Result | None = None
-    failure: BaseException | None = None
-    if is_first_rank():
-        try:
-            result = work()
-        except BaseException as error:
-            failure = error
-    told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-    dist.broadcast_object_list(told, src=0)
-    if failure is not None:
-        raise failure
-    if told[0] is not None:
-        raise SaveError(where, "rank 0 to write for all ranks", told[0], "See what rank 0 says.")
-    return result
+def on_first_rank(work: Callable[[], _Result]) -> _Result | None:
+    """Return on the first rank what a function returns, None on all others; its error is raised on every rank."""
+    with failing_alike(together=True):
+        return work() if dist.get_rank() == 0 else None

@@ -60,16 +60,10 @@ def whole_state_dict(model: PreTrainedModel, given: Mapping[str, Any] | None = N
         if isinstance(tensor, Tensor) and tensor.is_meta:
             state_dict[name] = load_offloaded(model, name)
     for name, source in tied_names(model).items():
-        if is_same_weight(state_dict.get(name), state_dict.get(source)):
+        tensor, other = state_dict.get(name), state_dict.get(source)
+        if isinstance(tensor, Tensor) and isinstance(other, Tensor) and memory_key(tensor) == memory_key(other):
             del state_dict[name]
     return {k: v.detach() if hasattr(v, "detach") else v for k, v in state_dict.items()}
-
-
-def is_same_weight(tensor: object, other: object) -> bool:
-    """Return whether two entries of a state dict are one weight."""
-    if not isinstance(tensor, Tensor) or not isinstance(other, Tensor):
-        return False
-    return memory_key(tensor) == memory_key(other)
 
 
 def memory_key(tensor: Tensor) -> object:

@@ -8,13 +8,12 @@ saved is replaced, never overwritten.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 import os
 import tempfile
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,6 @@ from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
-from hf_trainweights.models.saving.bin_files import rewrite_as_bin
 from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, with_tags
 from hf_trainweights.models.saving.hub import Push, begin_push
 from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
@@ -102,7 +100,7 @@ def save_pretrained(
         push_options = {key: options.pop(key) for key in options.keys() - _SAVE_ARGUMENTS.parameters.keys()}
         push_options |= {"repo_id": push_options.get("repo_id", directory.name), "token": options.pop("token", None)}
     if in_parts:
-        _save_parts(self, lambda: contextlib.nullcontext(directory), safe, options, push_options)
+        _save_parts(self, directory, safe, options, push_options)
     else:
         _save(self, directory, safe, options, begin_push(**push_options) if push_options else None)
 
@@ -136,39 +134,26 @@ def push_to_hub(
         Exception: What the Hub's client refuses, before anything is written: `HFValidationError` for a name that
             cannot be one, `HfHubHTTPError` without a token that may write there.
     """
-    options = {"max_shard_size": max_shard_size}
-    if is_in_parts(self):
-        return _save_parts(self, _temporary, safe_serialization, options, {"repo_id": repo_id, **kwargs})
-    push = begin_push(repo_id, **kwargs)
-    with _temporary() as directory:
-        return _save(self, directory, safe_serialization, options, push)
-
-
-@contextlib.contextmanager
-def _temporary() -> Iterator[Path]:
+    options, push_options = {"max_shard_size": max_shard_size}, {"repo_id": repo_id, **kwargs}
     with tempfile.TemporaryDirectory() as directory:
-        yield Path(directory)
+        if is_in_parts(self):
+            return _save_parts(self, Path(directory), safe_serialization, options, push_options)
+        return _save(self, Path(directory), safe_serialization, options, begin_push(**push_options))
 
 
 def _save_parts(
-    model: PreTrainedModel,
-    target: Callable[[], contextlib.AbstractContextManager[Path]],
-    safe: bool,
-    options: dict[str, Any],
-    push_options: dict[str, Any] | None,
+    model: PreTrainedModel, directory: Path, safe: bool, options: dict[str, Any], push_options: dict[str, Any] | None
 ) -> CommitInfo | None:
     """Save a model that ranks hold parts of, from the first rank; all ranks must call it."""
     writes = options.pop("is_main_process", True)
-    push = on_first_rank("push_to_hub", lambda: begin_push(**push_options) if push_options and writes else None)
+    push = on_first_rank(lambda: begin_push(**push_options) if push_options and writes else None)
     whole = gather_on_first_rank(model, options.pop("state_dict", None))
 
     def write() -> CommitInfo | None:
-        if not writes:
-            return None
-        with target() as directory:
-            return _save(without_ranks(model), directory, safe, {**options, "state_dict": whole}, push)
+        whole_options = {**options, "state_dict": whole}
+        return _save(without_ranks(model), directory, safe, whole_options, push) if writes else None
 
-    return on_first_rank("save_pretrained", write)
+    return on_first_rank(write)
 
 
 def _save(
@@ -182,8 +167,7 @@ def _save(
         with writing_files_by(writer.write):
             handed_over = _handing_over(model, options.get("state_dict"), Spill(staging))
             type(model).save_pretrained(handed_over, staging, **options)
-        writer.finish(staging)
-        known = name_shards(staging, writer.digests if safe else rewrite_as_bin(staging))
+        known = name_shards(staging, writer.finish(staging, as_bin=not safe))
         weights = sorted(file.name for file in staging.iterdir() if is_weight_file(file.name, variant))
         if weights and hasattr(model, "hf_quantizer"):
             calibrated = calibrated_of(model)

@@ -6,7 +6,6 @@ needs no config.json. Of weights that are one tensor the file holds the first, a
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +14,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from hf_trainweights.errors import ConfigError, CorruptFileError
-from hf_trainweights.files.reading import open_regular_file
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.files.digests import read_quantization_config
 from hf_trainweights.files.safetensors_file import TensorToWrite, write_safetensors
 from hf_trainweights.files.staging import staged_files
 from hf_trainweights.formats.base import Format
@@ -119,21 +118,12 @@ def load_file(path: str | os.PathLike[str], device: str | torch.device = "cpu") 
     # Guards lie under the names of quantized weights, and the notice beside them is no weight either.
     plain = {name: t for name, t in stored.items() if parse_stored_name(name) is None and not is_notice(name)}
     weights = {name: t for name, t in plain.items() if name not in groups}
-    default = _format_beside(path) if groups else None
+    default = _format_beside(path.parent) if groups else None
     weights |= {name: unflatten_weight(name, tensors, None, default) for name, tensors in groups.items()}
     return weights | {name: weights[kept] for name, kept in metadata.items() if kept in weights and name not in weights}
 
 
-def _format_beside(path: Path) -> Format | None:
+def _format_beside(directory: Path) -> Format | None:
     """Return the format that the config.json beside a file names, None if there is none."""
-    beside = path.with_name("config.json")
-    if not beside.exists():
-        return None
-    try:
-        with open_regular_file(beside) as stream:
-            config = json.load(stream).get("quantization_config") or {}
-        ours = config.get("quant_method") == QUANT_METHOD
-    except (ValueError, AttributeError, RecursionError) as error:
-        next_step = "Repair it, or restore it from a copy."
-        raise CorruptFileError(str(beside), "a configuration in JSON", str(error)[:200], next_step) from error
-    return TrainWeightsConfig.from_dict(config).default_format if ours else None
+    config = read_quantization_config(directory) or {}
+    return TrainWeightsConfig.from_dict(config).default_format if config.get("quant_method") == QUANT_METHOD else None

@@ -80,7 +80,7 @@ def test_a_save_that_fails_loses_no_block(source: Path, tmp_path: Path, monkeypa
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(directories, "write_directory", refuse)
+        patch.setattr(directories, "new_directory", refuse)
         with pytest.raises(OSError, match="No space left"):
             quantize_directory(source, tmp_path / "out", CONFIG, calibration="self")
     assert len(list((tmp_path / "out.calibration").iterdir())) == MODEL["num_hidden_layers"]
@@ -92,29 +92,31 @@ def test_a_save_that_fails_loses_no_block(source: Path, tmp_path: Path, monkeypa
 )
 def test_other_texts_names_and_weights_find_nothing(tmp_path: Path, texts: str, name: str, weight: Tensor) -> None:
     written = FinishedBlocks(tmp_path / "new", "same")
-    key, found = written.read([("a", FORM, WEIGHT)])
+    found = written.read([("a", FORM, WEIGHT)])
     assert found is None
     tensors = FORM.quantize(WEIGHT)
-    mapped = written.write(key, {"a": tensors})
+    mapped = written.write({"a": tensors})
     assert all(torch.equal(mapped["a"][part], tensors[part]) for part in tensors)
-    assert FinishedBlocks(tmp_path / "new", "same").read([("a", FORM, WEIGHT)])[1] is not None
-    assert FinishedBlocks(tmp_path / "new", texts).read([(name, FORM, weight)])[1] is None
+    assert FinishedBlocks(tmp_path / "new", "same").read([("a", FORM, WEIGHT)]) is not None
+    assert FinishedBlocks(tmp_path / "new", texts).read([(name, FORM, weight)]) is None
 
 
 def test_the_block_before_counts_too(tmp_path: Path) -> None:
     blocks = [FinishedBlocks(tmp_path, "same") for _ in range(2)]
     blocks[1].read([("a", FORM, WEIGHT)])
-    assert blocks[0].read([("b", FORM, WEIGHT)])[0] != blocks[1].read([("b", FORM, WEIGHT)])[0]
+    for each in blocks:
+        each.read([("b", FORM, WEIGHT)])
+    assert blocks[0]._key != blocks[1]._key
 
 
 @pytest.mark.parametrize("lost_bytes", [1, 100, None])
 def test_a_file_that_is_cut_off_is_written_anew(tmp_path: Path, lost_bytes: int | None) -> None:
     blocks = FinishedBlocks(tmp_path, "same")
-    key, _ = blocks.read([("a", FORM, WEIGHT)])
-    blocks.write(key, {"a": FORM.quantize(WEIGHT)})
+    blocks.read([("a", FORM, WEIGHT)])
+    blocks.write({"a": FORM.quantize(WEIGHT)})
     (file,) = tmp_path.iterdir()
     file.write_bytes(file.read_bytes()[: -lost_bytes if lost_bytes else 0])
-    assert FinishedBlocks(tmp_path, "same").read([("a", FORM, WEIGHT)])[1] is None
+    assert FinishedBlocks(tmp_path, "same").read([("a", FORM, WEIGHT)]) is None
 
 
 @pytest.mark.slow

@@ -22,7 +22,6 @@ from hf_trainweights.formats.int8 import Int8
 from hf_trainweights.models.choosing.overrides import listed
 from hf_trainweights.models.choosing.selection import choose, survey
 from hf_trainweights.models.choosing.summary import Choice
-from hf_trainweights.models.host.models import modules_kept_in_float
 
 EMBEDDING = "embedding (include_embeddings=True quantizes it)"
 NOT_A_WEIGHT = "not the weight of a linear, expert or embedding layer"
@@ -343,7 +342,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
     # This is what from_pretrained shows before it loads: two parameters, and the names of those that will be one.
     model.lm_head.weight = nn.Parameter(torch.empty_like(model.lm_head.weight))
     config = TrainWeightsConfig("int4", group_size=32, **arguments)
-    found = choices(model, config, tuple(modules_kept_in_float(model, config.include_embeddings)))
+    found = choices(model, config)
     chosen = {name: found[f"{name}.weight"].format is not None for name in ("model.embed_tokens", "lm_head")}
     # Tied, what the head gets, the embedding gets too.
     assert chosen == {"model.embed_tokens": head if tie else embedding, "lm_head": head}
@@ -354,7 +353,7 @@ def test_a_model_that_is_not_tied_yet_is_taken_for_tied(
 
 def test_a_transformers_model_is_chosen_from_on_meta() -> None:
     model = tiny_llama()
-    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
+    summary = choose(model, INT4)
     assert len(summary.quantized) == 7
     assert len(summary.tensors) == 7 + 3 + 2
     assert str(summary) == (
@@ -369,7 +368,7 @@ def test_a_transformers_model_is_chosen_from_on_meta() -> None:
 def test_gpt2_is_quantized_though_it_has_no_linear_but_its_head() -> None:
     with torch.device("meta"):
         model = GPT2LMHeadModel(GPT2Config(vocab_size=32, n_positions=16, n_embd=64, n_layer=1, n_head=2))
-    summary = choose(model, INT4, tuple(modules_kept_in_float(model, include_embeddings=False)))
+    summary = choose(model, INT4)
     assert len(summary.quantized) == 4
     assert all(choice.transposed for choice in summary.quantized)
 

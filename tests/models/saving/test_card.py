@@ -153,7 +153,7 @@ def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) 
     earlier = model_card(quantized_from(BASE), "me/small")
     assert is_generated(earlier)
     on_hub, beside = (earlier, None) if place == "on the Hub" else (None, earlier)
-    push = Push("me/small", frozenset(), on_hub, (), None, None, None, None, create_pr=False)
+    push = Push("me/small", frozenset(), on_hub, (), {})
     assert metadata(choose_card(LlamaForCausalLM.from_pretrained(tmp_path), push, beside, None))["base_model"] == BASE
 
 
