@@ -7,7 +7,6 @@ read, and waits on the disk until it is saved: the process needs memory for the 
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.digests import CONFIG_NAME
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
+from hf_trainweights.models.calibration.finished import remove_blocks
 from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfig
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import load_quantized, load_saved, load_tokenizer, read_config
@@ -87,7 +87,8 @@ def quantize_directory(
     with new_directory(out) as temporary:
         copy_companions(source, temporary)
         model.save_pretrained(temporary)
-    shutil.rmtree(_finished_blocks(out), ignore_errors=True)
+    if calibration is not None:
+        remove_blocks(_finished_blocks(out))
     return summary
 
 

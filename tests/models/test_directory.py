@@ -106,6 +106,13 @@ def test_a_directory_with_anything_in_it_is_not_written_to(llama: Path, tmp_path
 
 
 @pytest.mark.slow
+def test_what_lies_where_calibration_keeps_its_blocks_stays(llama: Path, tmp_path: Path) -> None:
+    (tmp_path / "out.calibration").mkdir()
+    (tmp_path / "out.calibration" / "texts.txt").touch()
+    quantize_directory(llama, tmp_path / "out", "int8")
+    assert (tmp_path / "out.calibration" / "texts.txt").exists()
+
+
 def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
     with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -51,6 +52,14 @@ class FinishedBlocks:
             write_safetensors(aside, {name: TensorToWrite.of(tensor) for name, tensor in flat.items()}, {})
             move_file(aside, file)
         return _read(file) or {}
+
+
+def remove_blocks(directory: Path) -> None:
+    """Remove all blocks that were kept in a directory, and the directory unless something else lies there."""
+    with contextlib.suppress(OSError):
+        for file in directory.glob(f"{'[0-9a-f]' * 32}.*"):
+            file.unlink()
+        directory.rmdir()
 
 
 def _read(file: Path) -> dict[str, dict[str, Tensor]] | None:

@@ -17,7 +17,7 @@ from hf_trainweights.files.spill import Spill
 from hf_trainweights.formats import get_format
 from hf_trainweights.models import directory as directories
 from hf_trainweights.models.calibration import walk
-from hf_trainweights.models.calibration.finished import FinishedBlocks
+from hf_trainweights.models.calibration.finished import FinishedBlocks, remove_blocks
 from hf_trainweights.models.directory import quantize_directory
 from hf_trainweights.models.quantize_in_place import quantize_module
 
@@ -107,6 +107,19 @@ def test_the_block_before_counts_too(tmp_path: Path) -> None:
     for each in blocks:
         each.read([("b", FORM, WEIGHT)])
     assert blocks[0]._key != blocks[1]._key
+
+
+@pytest.mark.parametrize("others", [[], ["texts.safetensors", "abc.part"]])
+def test_of_a_directory_only_blocks_are_removed(tmp_path: Path, others: list[str]) -> None:
+    directory = tmp_path / "out.calibration"
+    blocks = FinishedBlocks(directory, "same")
+    blocks.read([("a", FORM, WEIGHT)])
+    blocks.write({"a": FORM.quantize(WEIGHT)})
+    for name in others:
+        (directory / name).touch()
+    remove_blocks(directory)
+    assert directory.exists() == bool(others)
+    assert sorted(path.name for path in directory.glob("*")) == sorted(others)
 
 
 @pytest.mark.parametrize("lost_bytes", [1, 100, None])
