@@ -6,7 +6,7 @@ diffusers keeps its quantizers in two dictionaries; this module adds one entry t
 from __future__ import annotations
 
 import copy
-import types
+import functools
 from collections.abc import Mapping
 from enum import StrEnum
 from importlib import import_module
@@ -156,7 +156,7 @@ class TrainWeightsDiffusersQuantizer(DiffusersQuantizer):
         summary = survey(model, self.quantization_config, self._skip)
         _require_all([choice.name for choice in summary.tensors if choice.reason == NOT_IN_CHECKPOINT])
         check_not_empty(summary, self.quantization_config)
-        model.get_memory_footprint = types.MethodType(get_memory_footprint, model)
+        model.get_memory_footprint = functools.partial(get_memory_footprint, model)
         return model
 
     def get_state_dict_and_metadata(

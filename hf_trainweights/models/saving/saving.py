@@ -9,10 +9,10 @@ saved is replaced, never overwritten.
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import os
 import tempfile
-import types
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +46,8 @@ _SAVE_ARGUMENTS = inspect.signature(PreTrainedModel.save_pretrained)
 def attach_methods(model: PreTrainedModel) -> None:
     """Give one model the methods that a quantized one has instead of Transformers' own; the class stays as it is."""
     for function in (save_pretrained, push_to_hub, get_memory_footprint, resize_token_embeddings, train):
-        setattr(model, function.__name__, types.MethodType(function, model))
+        # A pickle of a bound method would name the class's own.
+        setattr(model, function.__name__, functools.partial(function, model))
 
 
 def save_pretrained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -52,6 +53,24 @@ def tensors_of(directory: Path) -> dict[str, Tensor]:
     files = sorted(path for path in directory.glob("*model*") if path.suffix in {".safetensors", ".bin"})
     shards = [load_file(file) if file.suffix == ".safetensors" else torch.load(file) for file in files]
     return {name: tensor for shard in shards for name, tensor in shard.items()}
+
+
+def unpickled(model: PreTrainedModel) -> PreTrainedModel:
+    stream = io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    return torch.load(stream, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [unpickled, copy.deepcopy])
+def test_a_copy_of_a_model_writes_the_same_files(
+    copied: Callable[[PreTrainedModel], PreTrainedModel], tmp_path: Path
+) -> None:
+    model = quantized("llama")
+    model.save_pretrained(tmp_path / "itself")
+    copied(model).save_pretrained(tmp_path / "copy")
+    files = [{file.name: file.read_bytes() for file in (tmp_path / each).iterdir()} for each in ("itself", "copy")]
+    assert files[0] == files[1]
 
 
 def guards_of(directory: Path) -> set[str]:
