@@ -33,6 +33,7 @@ from hf_trainweights.models.calibration.feedback import quantize_with_feedback
 from hf_trainweights.models.calibration.finished import FinishedBlocks
 from hf_trainweights.models.calibration.moments import Moments
 from hf_trainweights.models.choosing.summary import Calibrated, Choice
+from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.tensor.modules import parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -112,8 +113,8 @@ class _Walk:
         self._found: dict[str, QuantizedTensor] = {}
         self._tokens = self._missing = 0
         self._names = {each: name or type(each).__name__ for name, each in module.named_modules()}
-        # Of each block how far its outputs are off: quantized without calibration and with it.
-        self._errors: dict[str, tuple[float, float]] = {}
+        # Of each block that was passed how far its outputs are off: quantized without calibration and with it.
+        self._errors: dict[nn.Module, tuple[float, float]] = {}
 
     def _consider(self, choice: Choice) -> None:
         """Take a weight for calibration, or note why not."""
@@ -137,9 +138,9 @@ class _Walk:
             bar.update(len(chain))
             return
         reference = capture(self._module, chain, self._batches, self._spill)
-        with self._substituted(self._found):
+        with self._substituted_in_turn(self._found):
             own = capture(self._module, chain, self._batches, self._spill)
-        with self._substituted(self._plain(self._found)):
+        with self._substituted_in_turn(self._plain(self._found)):
             plain = capture(self._module, chain, self._batches[:_JUDGED_BATCHES], self._spill)
         for number, block in enumerate(chain):
             self._choose(block, number, reference, own)
@@ -147,8 +148,7 @@ class _Walk:
                 own.advance(block, number)
             with self._substituted(self._plain(self._found_in(block))):
                 plain.advance(block, number)
-            errors = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
-            self._errors[self._names[block]] = errors
+            self._errors[block] = _relative(plain, reference), _relative(own, reference, len(plain.hidden))
             bar.set_postfix(tokens=f"{self._tokens:,}")
             bar.update()
 
@@ -263,10 +263,26 @@ class _Walk:
         """Return weights quantized without calibration."""
         chosen = (choice for choice in self._choices.values() if choice.name in names)
         return {
-            choice.name: QuantizedTensor.quantize(choice.weight, choice.format, choice.transposed, choice.name)
+            choice.name: keep_in(
+                self._spill, QuantizedTensor.quantize(choice.weight, choice.format, choice.transposed, choice.name)
+            )
             for choice in chosen
             if choice.format is not None
         }
+
+    @contextlib.contextmanager
+    def _substituted_in_turn(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:
+        """Let each block that was passed have the values of its quantized weights while it runs, and no other then."""
+        with contextlib.ExitStack() as hooks, contextlib.ExitStack() as running:
+
+            def entered(block: nn.Module, args: Any) -> None:
+                inside = {name: weights[name] for name in self._found_in(block)}
+                running.enter_context(self._substituted(inside))
+
+            for block in self._errors:
+                hooks.callback(block.register_forward_pre_hook(entered).remove)
+                hooks.callback(block.register_forward_hook(lambda *_: running.close()).remove)
+            yield
 
     @contextlib.contextmanager
     def _substituted(self, weights: Mapping[str, QuantizedTensor]) -> Iterator[None]:
@@ -286,8 +302,9 @@ class _Walk:
         if self._missing:
             wanted = f"{self._tokens + self._missing:,} would be {_ENOUGH_TOKENS} for each input of the largest layer"
             _logger.warning("Calibrated with %s tokens. More are worth more: %s.", f"{self._tokens:,}", wanted)
-        before, after = next(reversed(self._errors.values()), (0.0, 0.0))
-        return Calibration(self._found, self._reasons, Calibrated(self._tokens, before, after, self._errors))
+        errors = {self._names[block]: each for block, each in self._errors.items()}
+        before, after = next(reversed(errors.values()), (0.0, 0.0))
+        return Calibration(self._found, self._reasons, Calibrated(self._tokens, before, after, errors))
 
 
 def _stored(choice: Choice) -> Tensor:

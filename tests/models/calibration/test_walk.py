@@ -256,6 +256,32 @@ def test_a_module_without_blocks_is_one() -> None:
     assert summary.calibrated.tokens == 300
 
 
+class Head(nn.Module):
+    """A chain of blocks, and a layer that does not get what the last of them returned."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        self.head = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks(x).relu())
+
+
+def test_one_block_at_a_time_has_the_values_of_its_quantized_weights() -> None:
+    module = Head()
+    floats, changed = [block.weight for block in module.blocks], []
+
+    def look(*_: object) -> None:
+        changed.append([block.weight is not weight for block, weight in zip(module.blocks, floats, strict=True)])
+
+    for block in module.blocks:
+        block.register_forward_hook(look)
+    quantize_(module, CONFIG, calibration=[torch.randn(300, 64)])
+    assert [True, False, False] in changed
+    assert max(map(sum, changed)) == 1
+
+
 @pytest.mark.slow
 def test_overrides_of_eight_bits_stay_as_they_are() -> None:
     config = TrainWeightsConfig("int4", group_size=32, overrides={"down_proj": "int8"})
