@@ -20,6 +20,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.calibration.blocks import PRODUCTS
 from hf_trainweights.models.calibration.feedback import quantize_with_feedback
 from hf_trainweights.models.calibration.moments import Moments
+from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 
 class ExpertInputs(TorchFunctionMode):
@@ -33,8 +34,8 @@ class ExpertInputs(TorchFunctionMode):
         self.rows: list[list[Tensor]] = [[] for _ in weight]
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Look at a product, and let it be done."""
-        if func in PRODUCTS and len(args) > 1:
+        """Look at a product of float tensors, and let it be done."""
+        if func in PRODUCTS and len(args) > 1 and not isinstance(args[1], QuantizedTensor):
             self._see(args[0], args[1])
         return func(*args, **(kwargs or {}))
 

@@ -37,6 +37,7 @@ def test_inputs_of_parts_of_a_weight_are_seen(tmp_path: Path) -> None:
         F.linear(x, weight[2])
         y @ weight[0].t()
         F.linear(x, other[1])
+        F.linear(x, QuantizedTensor.quantize(other[1], CONFIG.default_format))
         torch.mm(x, torch.ones(K, N))
     assert [torch.cat(rows).tolist() if rows else None for rows in inputs.rows] == [y.tolist(), None, x.tolist()]
     with ExpertInputs(transposed, Spill(tmp_path)) as inputs:
