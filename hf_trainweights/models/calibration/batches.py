@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +25,7 @@ _SEED = 0
 
 
 def digest_of(batches: Iterable[Batch]) -> str:
-    """Return the SHA-256 of the tensors of batches, in their order.
+    """Return the SHA-256 of the tensors of batches, in their order; ConfigError: one is neither a dict nor a tensor.
 
     Examples:
         >>> digest_of([torch.zeros(1)])[:8]
@@ -33,6 +33,9 @@ def digest_of(batches: Iterable[Batch]) -> str:
     """
     sha256 = hashlib.sha256()
     for batch in batches:
+        if not isinstance(batch, Tensor | Mapping):
+            expected, next_step = "batches that are dicts of arguments or tensors", "Pass what model(**batch) takes."
+            raise ConfigError("calibration", expected, f"a batch of type {type(batch).__name__}", next_step)
         values = [batch] if isinstance(batch, Tensor) else [batch[name] for name in sorted(batch)]
         for value in values:
             if isinstance(value, Tensor):
@@ -47,9 +50,10 @@ def batches_of_texts(
     if model.main_input_name != "input_ids":
         next_step = "Load it and pass batches to quantize_."
         raise ConfigError("calibration", "a model that takes tokens", model.main_input_name, next_step)
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        raise ConfigError("calibration", "texts", "none", "Give some hundred texts, one a line.")
+    texts = [text for text in texts if not isinstance(text, str) or text.strip()]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        found = repr(texts)[:80] if texts else "none"
+        raise ConfigError("calibration", "texts", found, "Give some hundred texts, one a line.")
     if tokenizer.pad_token is None:
         # What stands there does not matter, because the attention mask leaves it out.
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token or tokenizer.convert_ids_to_tokens(0)
@@ -68,15 +72,23 @@ def batches_of_texts(
 @torch.no_grad()
 def written_by(model: PreTrainedModel) -> list[dict[str, Tensor]]:
     """Return batches of tokens that a causal language model draws from its own probabilities, always the same."""
+    expected, next_step = (
+        "a causal language model, which can write",
+        "Give texts, or load it and pass batches to quantize_.",
+    )
     if not model.can_generate() or model.config.is_encoder_decoder or model.main_input_name != "input_ids":
-        next_step = "Give texts, or load it and pass batches to quantize_."
-        raise ConfigError("calibration", "a causal language model, which can write", type(model).__name__, next_step)
+        raise ConfigError("calibration", expected, type(model).__name__, next_step)
     embeddings: Any = model.get_input_embeddings()
     most = max(module.in_features for module in model.modules() if isinstance(module, nn.Linear))
     windows = max(_WINDOWS, -(-_TOKENS_AN_INPUT * most // _WINDOW))
     generator = torch.Generator().manual_seed(_SEED)
     starts = torch.randint(embeddings.weight.shape[0], (windows, 1), generator=generator)
-    return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+    try:
+        return [{"input_ids": _write(model, each, generator)} for each in starts.split(_TEXTS_A_BATCH)]
+    except Exception as error:
+        # Whatever a model raises that has no past_key_values, or fewer positions than a window.
+        found = f"{type(model).__name__}, with {type(error).__name__}: {error}"
+        raise ConfigError("calibration", expected, found[:300], next_step) from error
 
 
 def _write(model: Any, starts: Tensor, generator: torch.Generator) -> Tensor:

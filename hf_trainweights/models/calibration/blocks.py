@@ -179,7 +179,8 @@ def without_padding(values: Tensor, batch: Batch) -> Tensor:
     """Return the rows of a layer's input `[*, K]` that are no padding, as `[n, K]`."""
     rows = values.reshape(-1, values.shape[-1])
     for name, mask in batch.items() if isinstance(batch, Mapping) else ():
-        if name.endswith("attention_mask") and mask.dim() == 2 and mask.numel() == len(rows):
+        is_mask = name.endswith("attention_mask") and isinstance(mask, Tensor)
+        if is_mask and mask.dim() == 2 and mask.numel() == len(rows):
             return rows[mask.flatten().bool().to(rows.device)]
     return rows
 

@@ -1,0 +1,54 @@
+"""What a model is calibrated with, and what it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from hf_trainweights import TrainWeightsConfig, quantize_
+from hf_trainweights.errors import ConfigError
+from hf_trainweights.models.calibration.batches import batches_of_texts, written_by
+
+CONFIG = TrainWeightsConfig("int4", group_size=32)
+
+
+@pytest.mark.parametrize("calibration", ["self", ["text"], {"x": torch.ones(1)}, [(torch.ones(1),)]])
+def test_batches_that_are_no_arguments_of_a_model_are_refused(calibration: Any) -> None:
+    expected = "calibration: expected batches that are dicts of arguments or tensors, found a batch of type (str|tuple)"
+    with pytest.raises(ConfigError, match=expected):
+        quantize_(nn.Linear(64, 64), CONFIG, calibration=calibration)
+
+
+def test_a_mask_may_be_none() -> None:
+    model = transformers.GPT2Model(transformers.GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=8, n_positions=8))
+    batch: Any = {"input_ids": torch.ones(2, 8, dtype=torch.long), "attention_mask": None}
+    summary = quantize_(model, CONFIG, calibration=[batch])
+    assert summary.calibrated is not None
+    assert summary.calibrated.tokens == 16
+
+
+@pytest.mark.parametrize("texts", [[1, 2], [["a", "b"]], ["", " "]])
+def test_what_is_no_text_is_refused(texts: Any) -> None:
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=2, n_layer=0, n_head=1, vocab_size=2))
+    with pytest.raises(ConfigError, match="calibration: expected texts, found"):
+        batches_of_texts(model, None, texts)  # type: ignore[arg-type]
+
+
+MODELS = {
+    "no past_key_values": lambda: transformers.MambaForCausalLM(
+        transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, vocab_size=8, state_size=2)
+    ),
+    "few positions": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(n_embd=2, n_layer=1, n_head=1, vocab_size=8, n_positions=4)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_that_cannot_write_a_window_is_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"expected a causal language model, which can write, found .*Error.* texts"):
+        written_by(MODELS[name]())
