@@ -11,6 +11,7 @@ import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from transformers import LlamaForCausalLM, ResNetConfig, ResNetModel
 from hf_trainweights import TrainWeightsConfig, import_directory
 from hf_trainweights.errors import ConfigError, CorruptFileError, QuantizationError, SaveError
 from hf_trainweights.models.directory import quantize_directory
-from hf_trainweights.models.loading.saved_models import load_saved, saved_parameter_names
+from hf_trainweights.models.loading.saved_models import load_saved, load_tokenizer, saved_parameter_names
 from hf_trainweights.models.saving import companions
 
 INT4 = {"format": "int4", "group_size": 32}
@@ -105,7 +106,6 @@ def test_a_directory_with_anything_in_it_is_not_written_to(llama: Path, tmp_path
         assert contents(tmp_path) == before
 
 
-@pytest.mark.slow
 def test_what_lies_where_calibration_keeps_its_blocks_stays(llama: Path, tmp_path: Path) -> None:
     (tmp_path / "out.calibration").mkdir()
     (tmp_path / "out.calibration" / "texts.txt").touch()
@@ -113,6 +113,7 @@ def test_what_lies_where_calibration_keeps_its_blocks_stays(llama: Path, tmp_pat
     assert (tmp_path / "out.calibration" / "texts.txt").exists()
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_refused(llama: Path, tmp_path: Path) -> None:
     quantize_directory(llama, tmp_path / "int8", TrainWeightsConfig("int8"))
     with pytest.raises(ConfigError, match="expected a float model, found a quantization_config"):
@@ -282,6 +283,12 @@ def test_a_model_in_the_cache_of_the_hub_is_found_by_its_name(llama: Path, tmp_p
     assert {"config.json", "model.safetensors", "tokenizer.json", "generation_config.json"} <= names
 
 
+def test_a_tokenizer_that_is_damaged_is_named(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text("[]")
+    with pytest.raises(ConfigError, match=r"calibration: expected a tokenizer in .*, found none that loads\. Save one"):
+        load_tokenizer(tmp_path, "calibration", "Save one.")
+
+
 def test_parameters_are_told_from_buffers_by_the_configuration_alone(tmp_path: Path) -> None:
     model = ResNetModel(ResNetConfig(embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"))
     model.config.architectures = ["ResNetModel"]
@@ -299,11 +306,14 @@ def test_tied_parameters_have_each_of_their_names(llama: Path, tmp_path: Path) -
     assert {"lm_head.weight", "model.embed_tokens.weight"} <= names
 
 
-@pytest.mark.parametrize("architectures", [None, ["MyOwnModel"]])
-def test_without_a_class_of_transformers_no_parameters_are_told(
-    architectures: list[str] | None, llama: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "values",
+    [{"architectures": None}, {"architectures": ["MyOwnModel"]}, {"hidden_size": "x"}, {"num_attention_heads": 0}],
+)
+def test_without_a_class_of_transformers_and_its_values_no_parameters_are_told(
+    values: dict[str, Any], llama: Path, tmp_path: Path
 ) -> None:
     assert saved_parameter_names(tmp_path) is None
     config = json.loads((llama / "config.json").read_text())
-    (llama / "config.json").write_text(json.dumps({**config, "architectures": architectures}))
+    (llama / "config.json").write_text(json.dumps({**config, **values}))
     assert saved_parameter_names(llama) is None

@@ -84,18 +84,20 @@ def load_tokenizer(source: str | os.PathLike[str], where: str, next_step: str) -
     """Load the tokenizer of a saved model, to read texts that the argument `where` gives."""
     try:
         return AutoTokenizer.from_pretrained(source)
-    except (OSError, ValueError) as error:
+    except Exception as error:
+        # What is wrong in a tokenizer's files, Transformers tells by whatever error that leads to.
         raise ConfigError(where, f"a tokenizer in {source}", "none that loads", next_step) from error
 
 
 def saved_parameter_names(directory: str | os.PathLike[str]) -> set[str] | None:
-    """Return all names of a saved model's parameters; None if no config.json names a class of Transformers."""
+    """Return all names of a saved model's parameters; None if no config.json tells how to make it."""
     try:
         saved = AutoConfig.from_pretrained(directory)
-    except (OSError, ValueError):
+        _, cls = saved_class(saved)
+        return None if cls is None else parameter_names(cls, saved)
+    except Exception:
+        # Wrong values lead to whatever error.
         return None
-    _, cls = saved_class(saved)
-    return None if cls is None else parameter_names(cls, saved)
 
 
 def read_config(source: str | os.PathLike[str]) -> PretrainedConfig:
