@@ -159,3 +159,30 @@ def test_rwkv_which_divides_its_weights_is_refused_or_told_not_to() -> None:
     model.rwkv.layers_are_rescaled = False
     with pytest.raises(UnsupportedError, match=r"aten\.div_.*expected an op that leaves the quantized weight as it is"):
         model(inputs)
+def test_a_budget_is_met_by_overrides_of_all_weights() -> None:
+    module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    quantize_(module, TrainWeightsConfig(bits=9, overrides={"re:.*": "int8"}))
+    assert [str(layer.weight.format) for layer in module] == ["int8", "int8"]
+
+
+def sharded(module: nn.Module) -> Any:
+    return fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+
+
+def summary_of_shards(rank: int) -> str:
+    del rank
+    with pytest.raises(QuantizationError, match=r"0\.weight: expected a weight that this process has whole, found a D"):
+        quantize_(sharded(nn.Sequential(nn.Linear(64, 64))), "int8")
+    module = nn.Sequential(nn.Linear(64, 64))
+    quantize_(module, "int8")
+    quantize_(sharded(module), "int8")
+    return str(summary(module))
+
+
+@pytest.mark.slow
+def test_a_module_is_quantized_before_it_is_sharded_and_shows_that() -> None:
+    module = nn.Sequential(nn.Linear(64, 64))
+    quantize_(module, "int8")
+    assert run_ranks(2, summary_of_shards) == [str(summary(module))] * 2
+
+

@@ -84,8 +84,9 @@ def check_choice(module: nn.Module, summary: Summary, config: TrainWeightsConfig
     A saved model's configuration may name what another class of the same model lacks, such as its head: it is not
     checked.
     """
-    unplanned = config.plan is not None and not config.plan
-    wrong = [choice for choice in summary.quantized if choice.reason == AS_SAVED or unplanned]
+    # With a budget, weights that are quantized already are left alone, unless there are no others.
+    taken = (AS_SAVED,) if config.plan is None or config.plan else (AS_SAVED, LEFT_AS_SAVED)
+    wrong = [choice for choice in summary.quantized if choice.reason in taken]
     other = [f"{choice.name} in {choice.format}" for choice in wrong]
     if other:
         found = ", ".join(other[:3]) + (f" and {len(other) - 3} more" if len(other) > 3 else "")
