@@ -118,7 +118,11 @@ def _adopted(module: nn.Module, config: TrainWeightsConfig, found: Calibration |
     for model in _models(module):
         quantizer = getattr(model, "hf_quantizer", None) or TrainWeightsHfQuantizer(config, pre_quantized=False)
         if isinstance(quantizer, TrainWeightsHfQuantizer):
-            quantizer.calibrated = found.gain if found is not None and found.weights else None
+            if found is not None and found.weights:
+                # The quantizer may be that of an earlier call, or of a load.
+                quantizer.calibrated = found.gain
+                known = quantizer.quantization_config.but(calibration_sha256=config.calibration_sha256)
+                quantizer.quantization_config = model.config.quantization_config = known
             adopted = quantizer.adopt(model)
             if model is module:
                 return adopted

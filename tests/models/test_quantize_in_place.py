@@ -61,6 +61,17 @@ def test_a_second_call_quantizes_only_the_rest() -> None:
 def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
     model: PreTrainedModel = ARCHITECTURES["llama"].build()
     quantize_(model, TrainWeightsConfig("int8"))
+@pytest.mark.parametrize("calibrated_first", [True, False])
+def test_what_a_call_says_of_calibration_outlives_another_call(calibrated_first: bool) -> None:
+    model: PreTrainedModel = ARCHITECTURES["llama"].build()
+    batches = [{"input_ids": torch.arange(96).view(4, 24)}]
+    calls = [("mlp", TrainWeightsConfig("uint4", overrides={"self_attn": None}), batches)]
+    calls.insert(int(calibrated_first), ("self_attn", TrainWeightsConfig("int8", overrides={"mlp": None}), None))
+    summaries = {name: quantize_(model, config, calibration=calibration) for name, config, calibration in calls}
+    assert model.hf_quantizer.calibrated is summaries["mlp"].calibrated is not None
+    assert model.config.quantization_config.calibration_sha256 is not None
+
+
     model.dequantize()
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
