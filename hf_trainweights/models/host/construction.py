@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from typing import Any
 
-import torch
+from torch import nn
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import ConfigError
@@ -23,8 +23,9 @@ def refuse_quantized_configurations(method: str) -> None:
 
     @functools.wraps(original.__func__)
     def from_config(cls: type[PreTrainedModel], config: Any, **kwargs: Any) -> Any:
-        # `from_pretrained` makes models, and the models within them, on the meta device.
-        if quant_method(config) == method and torch.get_default_device().type != "meta":
+        # `from_pretrained` makes models, and the models within them, on the meta device; `init_empty_weights` of
+        # accelerate puts parameters there, and leaves the default device as it is.
+        if quant_method(config) == method and not nn.LayerNorm(1).weight.is_meta:
             raise ConfigError(
                 f"{cls.__name__}.from_config",
                 "the configuration of a float model: its weights are random, and no quantizer is asked",

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerate import init_empty_weights
 from architectures import ARCHITECTURES
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
@@ -36,8 +39,9 @@ def test_the_configuration_of_a_model_in_memory_is_refused() -> None:
         AutoModelForCausalLM.from_config(model.config)
 
 
-def test_a_skeleton_is_made_of_it(config: Any) -> None:
-    with torch.device("meta"):
+@pytest.mark.parametrize("on_meta", [lambda: torch.device("meta"), init_empty_weights])
+def test_a_skeleton_is_made_of_it(config: Any, on_meta: Callable[[], AbstractContextManager[Any]]) -> None:
+    with on_meta():
         model = AutoModelForCausalLM.from_config(config)
     assert all(parameter.is_meta for parameter in model.parameters())
 
