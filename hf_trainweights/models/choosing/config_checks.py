@@ -59,7 +59,7 @@ def check_names(names: Sequence[str] | None) -> list[str] | None:
         )
     with named("modules_to_not_convert"):
         left_out(names, ())
-    return list(names)
+    return sorted(names) if isinstance(names, set) else list(names)
 
 
 def check_unknown(key: str, value: Any, known: Sequence[str], is_attribute: bool) -> None:

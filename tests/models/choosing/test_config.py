@@ -71,6 +71,11 @@ def test_the_dict_shares_nothing_with_the_configuration_nor_with_its_arguments()
     assert config == TrainWeightsConfig(**EVERYTHING)
 
 
+def test_a_set_of_names_has_an_order() -> None:
+    names = [f"layers.{number}" for number in range(8)]
+    assert TrainWeightsConfig(modules_to_not_convert=set(names)).modules_to_not_convert == names  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda config: pickle.loads(pickle.dumps(config))])
 def test_copies_are_equal(copied: Any) -> None:
     config = TrainWeightsConfig(**EVERYTHING)
