@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.files.safetensors_file import TensorToWrite
 from hf_trainweights.files.spill import Spill
 from hf_trainweights.files.weight_shards import write_shards
@@ -38,7 +39,7 @@ def dequantize_directory(
 
     Raises:
         ConfigError: `out` is not empty; the source is missing, cannot be read, is not quantized by this package, or
-            lacks weights.
+            lacks weights; or `dtype` is no float dtype.
         CorruptFileError: A file of the source is damaged.
         SaveError: `out` cannot be written.
 
@@ -47,7 +48,10 @@ def dequantize_directory(
     """
     out = Path(out)
     require_vacant_directory(out)
-    target = None if dtype == "auto" else getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    target = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    if dtype != "auto" and not (isinstance(target, torch.dtype) and target.is_floating_point):
+        next_step = 'Pass torch.bfloat16, or "auto" for the dtypes that the weights were saved in.'
+        raise ConfigError("dtype", "a float dtype of torch", repr(dtype), next_step)
     model = load_quantized(source, Spill(out.parent))
     with new_directory(out) as temporary:
         copy_companions(source, temporary)

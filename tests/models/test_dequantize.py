@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from hf_trainweights import TrainWeightsConfig
+from hf_trainweights.errors import ConfigError
 from hf_trainweights.models.dequantize import dequantize_directory
 from hf_trainweights.models.directory import quantize_directory
 from hf_trainweights.models.loading.saved_models import load_quantized
@@ -59,3 +61,9 @@ def test_it_writes_what_dequantizing_in_memory_writes(
     assert not report["missing_keys"]
     assert not report["unexpected_keys"]
     assert not hasattr(reloaded, "hf_quantizer")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "load", "int8", torch.int8])
+def test_what_is_no_float_dtype_is_refused(dtype: Any, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"dtype: expected a float dtype of torch, found '?{dtype}"):
+        dequantize_directory(tmp_path / "small", tmp_path / "out", dtype=dtype)
