@@ -24,7 +24,7 @@ from hf_trainweights.models.choosing.config import FormatName, TrainWeightsConfi
 from hf_trainweights.models.choosing.summary import Summary
 from hf_trainweights.models.loading.saved_models import load_quantized, load_saved, load_tokenizer, read_config
 from hf_trainweights.models.quantize_in_place import quantize_module
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, read_card
 from hf_trainweights.models.saving.companions import companions, copy_companions
 from hf_trainweights.models.saving.hub import begin_push
 from hf_trainweights.models.saving.new_directories import new_directory, require_vacant_directory
@@ -120,8 +120,6 @@ def push_directory(directory: str | os.PathLike[str], repo_id: str, **options: A
     push = begin_push(repo_id, **options)
     weights = [path.name for path in directory.iterdir() if is_replaced(path.name, variant=None)]
     names = [*weights, CONFIG_NAME, *(path.relative_to(directory).as_posix() for path in companions(directory))]
-    local = directory / CARD_NAME
-    beside = local.read_text(encoding="utf-8") if local.is_file() else None
-    card = choose_card(model, push, beside, calibrated_of(model))
+    card = choose_card(model, push, read_card(directory / CARD_NAME), calibrated_of(model))
     stale = (name for name in push.present if is_replaced(name, variant=None))
     return push.commit(directory, names, card, remove=stale)

@@ -35,6 +35,11 @@ _MARK = "<!-- hf_trainweights wrote this card and writes it anew until someone e
 _MARK_LENGTH = len(_MARK.format("0" * 64))
 
 
+def read_card(file: Path) -> str | None:
+    """Return the text of a card with its own line ends, bytes that are no UTF-8 replaced; None if there is none."""
+    return file.read_bytes().decode(errors="replace") if file.is_file() else None
+
+
 def is_generated(text: str) -> bool:
     """Return whether `model_card` wrote a card and nobody has edited it since, but for its line ends."""
     text = text.replace("\r\n", "\n")
@@ -60,7 +65,8 @@ def model_card(
     if quantizer is None or has_adapters(model):
         return _signed(ModelCardData(library_name=_LIBRARY, tags=list(tags) or None), [title, _use(model, repo_id)])
     choices = quantizer.summary().tensors
-    cards = [_metadata(text) for text in (_card_beside(model.config.name_or_path), earlier) if text]
+    source = model.config.name_or_path
+    cards = [_metadata(text) for text in (read_card(Path(source, CARD_NAME)) if source else None, earlier) if text]
     base = _base_model(model, cards)
     formats = [choice.format.name for choice in choices if choice.format is not None]
     inherited: dict[str, Any] = {"pipeline_tag": _task(model)} | _inherited(cards)
@@ -117,12 +123,6 @@ def _task(model: PreTrainedModel) -> str | None:
     tasks = tasks_of(type(model).__name__)
     # Of several tasks the last one is the most specific: Gemma 3 takes images too, BART is no fill-mask model.
     return tasks[-1] if tasks and tasks[-1] not in _GONE_TASKS else None
-
-
-def _card_beside(source: str | None) -> str | None:
-    """Return the card that lies beside the weights that a model was loaded from."""
-    beside = Path(source, CARD_NAME) if source else None
-    return beside.read_text(encoding="utf-8", errors="replace") if beside and beside.is_file() else None
 
 
 def _metadata(text: str) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedModel
 
 from hf_trainweights.errors import SaveError
-from hf_trainweights.models.saving.card import CARD_NAME
+from hf_trainweights.models.saving.card import CARD_NAME, read_card
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def hub_id(model: PreTrainedModel) -> str | None:
     return None if source == "" or os.path.exists(source) else source
 
 
-def _read_card(api: HfApi, repo_id: str, revision: str | None, token: bool | str | None) -> str:
+def _read_card(api: HfApi, repo_id: str, revision: str | None, token: bool | str | None) -> str | None:
     # The download goes past the cache, which would give an old card where the Hub does not answer.
     with tempfile.TemporaryDirectory() as directory:
         file = api.hf_hub_download(repo_id, CARD_NAME, revision=revision, token=token, local_dir=directory)
-        return Path(file).read_bytes().decode()
+        return read_card(Path(file))

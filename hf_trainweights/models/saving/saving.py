@@ -31,7 +31,7 @@ from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.host.checkpoints import writing_files_by
 from hf_trainweights.models.host.models import shallow_copy
 from hf_trainweights.models.host.tensor_parallel import without_ranks
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, read_card, with_tags
 from hf_trainweights.models.saving.hub import Push, begin_push
 from hf_trainweights.models.saving.ranks import gather_on_first_rank, is_in_parts, on_first_rank
 from hf_trainweights.models.saving.resizing import resize_token_embeddings
@@ -185,8 +185,7 @@ def _write_card(
     model: PreTrainedModel, push: Push, directory: Path, staging: Path, calibrated: Calibrated | None
 ) -> str:
     """Return the card to upload, the user's own if there is one, and write it where it replaces none of the user's."""
-    local = directory / CARD_NAME
-    beside = local.read_bytes().decode() if local.is_file() else None
+    beside = read_card(directory / CARD_NAME)
     card = choose_card(model, push, beside, calibrated)
     if beside is None or is_generated(beside):
         (staging / CARD_NAME).write_bytes(card.encode())

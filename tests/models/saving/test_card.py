@@ -18,7 +18,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from hf_trainweights import TrainWeightsConfig, __version__, quantize_, verify_model
 from hf_trainweights.models.choosing.summary import Calibrated
 from hf_trainweights.models.loading.saved_models import load_saved
-from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, with_tags
+from hf_trainweights.models.saving.card import CARD_NAME, calibrated_of, is_generated, model_card, read_card, with_tags
 from hf_trainweights.models.saving.hub import Push
 from hf_trainweights.models.saving.saving import choose_card
 
@@ -155,6 +155,11 @@ def test_what_an_earlier_card_of_ours_knows_goes_on(place: str, tmp_path: Path) 
     on_hub, beside = (earlier, None) if place == "on the Hub" else (None, earlier)
     push = Push("me/small", frozenset(), on_hub, (), {})
     assert metadata(choose_card(LlamaForCausalLM.from_pretrained(tmp_path), push, beside, None))["base_model"] == BASE
+
+
+def test_a_card_that_is_no_utf_8_is_read(tmp_path: Path) -> None:
+    (tmp_path / CARD_NAME).write_bytes("Modèle\r\n".encode("latin-1"))
+    assert read_card(tmp_path / CARD_NAME) == "Mod\ufffdle\r\n"
 
 
 LICENSE = {"license": "other", "license_name": "llama3.2", "license_link": "LICENSE.txt"}
