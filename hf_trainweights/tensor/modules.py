@@ -72,7 +72,7 @@ def parameter_places(module: nn.Module) -> dict[int, list[tuple[nn.Module, str]]
     """Return where each parameter stands, by its identity: a tied one in several places."""
     places: dict[int, list[tuple[nn.Module, str]]] = defaultdict(list)
     for owner in module.modules():
-        for name, parameter in owner.named_parameters(recurse=False):
+        for name, parameter in owner.named_parameters(recurse=False, remove_duplicate=False):
             places[id(parameter)].append((owner, name))
     return places
 

@@ -130,6 +130,15 @@ def test_what_is_quantized_is_what_the_summary_says(caplog: pytest.LogCaptureFix
     assert caplog.messages[-1].startswith("quantized: 2 int4 g32; left alone: 1 embedding (include_embeddings=True")
 
 
+def test_a_weight_with_two_names_in_one_module_stays_one() -> None:
+    module = nn.Module()
+    module.num_experts = 2
+    module.up_proj = module.down_proj = nn.Parameter(torch.randn(2, 64, 64))
+    quantize_(module, INT4)
+    assert type(module.up_proj) is QuantizedTensor
+    assert module.down_proj is module.up_proj
+
+
 def test_tied_weights_and_shared_modules_stay_so() -> None:
     module = quantized()
     assert type(module.embed.weight) is QuantizedTensor
