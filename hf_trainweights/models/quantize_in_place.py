@@ -33,6 +33,7 @@ from hf_trainweights.models.choosing.selection import check_choice, choose
 from hf_trainweights.models.choosing.summary import Choice, Summary
 from hf_trainweights.models.loading.load_state import keep_in
 from hf_trainweights.models.quantizer import TrainWeightsHfQuantizer
+from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.modules import as_parameter, parameter_places, put_parameter
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
@@ -64,7 +65,7 @@ def quantize_(
         ConfigError: There is nothing to quantize, a weight is quantized to another format already, a selector selects
             nothing, or the configuration is not valid or has unknown keys, or the module does not run on
             `calibration`, or no format gains by it; the module is unchanged.
-        QuantizationError: A weight holds NaN or Inf, or is on the meta device; the module is unchanged.
+        QuantizationError: A weight holds NaN or Inf, is on the meta device, or is sharded; the module is unchanged.
 
     Examples:
         >>> layers = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
@@ -164,7 +165,7 @@ def _checked(summary: Summary) -> list[Choice]:
 
     Every weight is checked before the first is replaced, so that an error leaves a whole float module behind.
     """
-    todo = [choice for choice in summary.quantized if not isinstance(choice.weight, QuantizedTensor)]
+    todo = [choice for choice in summary.quantized if not isinstance(local_tensor(choice.weight), QuantizedTensor)]
     for choice in todo:
         _check_values(choice)
     return todo

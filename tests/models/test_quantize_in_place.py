@@ -8,11 +8,14 @@ from typing import Any
 import pytest
 import torch
 from architectures import ARCHITECTURES, outputs
+from ranks import run_ranks
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from transformers import PreTrainedModel, RwkvConfig, RwkvForCausalLM
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
-from hf_trainweights.errors import ConfigError, UnsupportedError
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_, summary
+from hf_trainweights.errors import ConfigError, QuantizationError, UnsupportedError
 
 
 @pytest.fixture(params=["llama", "gpt_neox", "qwen3_moe"])
@@ -58,9 +61,6 @@ def test_a_second_call_quantizes_only_the_rest() -> None:
     assert str(summary) == str(model.hf_quantizer.summary())
 
 
-def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
-    model: PreTrainedModel = ARCHITECTURES["llama"].build()
-    quantize_(model, TrainWeightsConfig("int8"))
 @pytest.mark.parametrize("calibrated_first", [True, False])
 def test_what_a_call_says_of_calibration_outlives_another_call(calibrated_first: bool) -> None:
     model: PreTrainedModel = ARCHITECTURES["llama"].build()
@@ -72,6 +72,9 @@ def test_what_a_call_says_of_calibration_outlives_another_call(calibrated_first:
     assert model.config.quantization_config.calibration_sha256 is not None
 
 
+def test_dequantize_gives_an_ordinary_model(tmp_path: Path) -> None:
+    model: PreTrainedModel = ARCHITECTURES["llama"].build()
+    quantize_(model, TrainWeightsConfig("int8"))
     model.dequantize()
     model.save_pretrained(tmp_path)
     assert "quantization_config" not in (tmp_path / "config.json").read_text()
@@ -158,18 +161,6 @@ def test_a_budget_counts_what_is_quantized_and_refuses_to_choose_where_nothing_i
         quantize_(module, TrainWeightsConfig(bits=6.5))
 
 
-def test_rwkv_which_divides_its_weights_is_refused_or_told_not_to() -> None:
-    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=64, num_hidden_layers=2)).eval()
-    inputs = torch.arange(8)[None]
-    model.config.rescale_every = 0
-    expected = model(inputs).logits
-    quantize_(model, TrainWeightsConfig("int8"))
-    error = (model(inputs).logits - expected).norm() / expected.norm()
-    assert error < 0.02
-    model.config.rescale_every = 6
-    model.rwkv.layers_are_rescaled = False
-    with pytest.raises(UnsupportedError, match=r"aten\.div_.*expected an op that leaves the quantized weight as it is"):
-        model(inputs)
 def test_a_budget_is_met_by_overrides_of_all_weights() -> None:
     module = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     quantize_(module, TrainWeightsConfig(bits=9, overrides={"re:.*": "int8"}))
@@ -197,3 +188,15 @@ def test_a_module_is_quantized_before_it_is_sharded_and_shows_that() -> None:
     assert run_ranks(2, summary_of_shards) == [str(summary(module))] * 2
 
 
+def test_rwkv_which_divides_its_weights_is_refused_or_told_not_to() -> None:
+    model = RwkvForCausalLM(RwkvConfig(vocab_size=32, hidden_size=64, num_hidden_layers=2)).eval()
+    inputs = torch.arange(8)[None]
+    model.config.rescale_every = 0
+    expected = model(inputs).logits
+    quantize_(model, TrainWeightsConfig("int8"))
+    error = (model(inputs).logits - expected).norm() / expected.norm()
+    assert error < 0.02
+    model.config.rescale_every = 6
+    model.rwkv.layers_are_rescaled = False
+    with pytest.raises(UnsupportedError, match=r"aten\.div_.*expected an op that leaves the quantized weight as it is"):
+        model(inputs)

@@ -20,6 +20,7 @@ from hf_trainweights.models.choosing.overrides import shortest
 from hf_trainweights.models.choosing.selection import OVERRIDE, choose
 from hf_trainweights.models.choosing.summary import Choice
 from hf_trainweights.models.host.models import tied_names
+from hf_trainweights.tensor.distributed.placements import is_distributed
 from hf_trainweights.tensor.guards import NOTICE_NAME, guarded_names
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 from hf_trainweights.tensor.stored_names import FORMAT_SUFFIX, stored_name
@@ -60,7 +61,10 @@ def _once(module: nn.Module, choices: Sequence[Choice]) -> list[Choice]:
 
 
 def check_loaded(name: str, weight: Tensor) -> None:
-    """Check that a weight is not on the meta device, where it has no values."""
+    """Check that a weight is not on the meta device, where it has no values, and that ranks do not share it."""
+    if is_distributed(weight):
+        expected, found = "a weight that this process has whole", "a DTensor"
+        raise QuantizationError(name, expected, found, "Quantize the module, then shard it.")
     if weight.is_meta:
         expected, found = "a weight with values", "one on the meta device"
         raise QuantizationError(name, expected, found, "Load the weights, then quantize.")

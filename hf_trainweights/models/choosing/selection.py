@@ -16,7 +16,7 @@ from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.layers import is_transposed, is_weight
 from hf_trainweights.models.choosing.overrides import left_out, listed
-from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty
+from hf_trainweights.models.choosing.summary import EMBEDDING, HEAD, Choice, Summary, check_not_empty, stored_shape
 from hf_trainweights.models.host.models import modules_kept_in_float, output_head, tied_names
 from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
@@ -131,9 +131,7 @@ def _choose(name: str, parameter: Tensor, rules: _Rules) -> Choice:
         wanted = None  # a budget counts what is quantized already, and chooses for the rest
     if wanted is None and held is None:
         return Choice(name, owner, None, reason, transposed, numel, size, size, size)
-    # The whole weight's shape, of which this rank may hold a part.
-    *lead, N, K = parameter.shape
-    stored = (*lead, K, N) if transposed else (*lead, N, K)
+    stored = stored_shape(parameter, transposed)
     fitting = wanted.fallback(stored) if wanted else None
     form = held or fitting
     assert form is not None

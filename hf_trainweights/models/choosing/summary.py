@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from hf_trainweights.errors import ConfigError, CorruptFileError
 from hf_trainweights.files.digests import read_calibration
 from hf_trainweights.formats.base import Format
 from hf_trainweights.models.choosing.config import TrainWeightsConfig
 from hf_trainweights.models.choosing.notebook import html_table
+from hf_trainweights.tensor.distributed.placements import local_tensor
 from hf_trainweights.tensor.quantized_tensor import QuantizedTensor
 
 # Why these are left alone.
@@ -23,6 +24,12 @@ HEAD = "output head (include_embeddings=True quantizes it)"
 
 _LARGEST = 3
 _LARGE_HEAD = 0.2
+
+
+def stored_shape(weight: Tensor, transposed: bool) -> tuple[int, ...]:
+    """Return the shape `[*, N, K]` in which a weight is stored, a whole one of which this rank may hold a part."""
+    *lead, N, K = weight.shape
+    return (*lead, K, N) if transposed else (*lead, N, K)
 
 
 @dataclass(frozen=True)
@@ -63,8 +70,7 @@ class Choice:
     @property
     def stored_shape(self) -> tuple[int, ...]:
         """The shape `[*, N, K]` in which it is stored."""
-        *lead, N, K = self.weight.shape
-        return (*lead, K, N) if self.transposed else (*lead, N, K)
+        return stored_shape(self.weight, self.transposed)
 
 
 @dataclass(frozen=True)
@@ -252,10 +258,11 @@ def _shown(module: nn.Module) -> Iterator[Choice]:
     for name, parameter in module.named_parameters():
         owner, dtype = owners[name.rpartition(".")[0]], str(parameter.dtype).removeprefix("torch.")
         before = parameter.numel() * parameter.element_size()
-        if isinstance(parameter, QuantizedTensor):
-            after, transposed = parameter.stored_bytes, parameter.transposed
-            in_file = parameter.format.file_bytes(parameter.stored_shape, parameter.scale_dtype)
-            yield Choice(name, owner, parameter.format, "", transposed, parameter.numel(), before, after, in_file)
+        weight = local_tensor(parameter)
+        if isinstance(weight, QuantizedTensor):
+            form, transposed, shape = weight.format, weight.transposed, stored_shape(parameter, weight.transposed)
+            after, in_file = (size_of(shape, weight.scale_dtype) for size_of in (form.stored_bytes, form.file_bytes))
+            yield Choice(name, owner, form, "", transposed, parameter.numel(), before, after, in_file)
         else:
             yield Choice(name, owner, None, dtype, False, parameter.numel(), before, before, before)
 
