@@ -560,6 +560,24 @@ def checkpoint_cores() -> str:
     return f"{table(header, rows)}\n\n{caption}"
 
 
+def checkpoint_beside() -> str:
+    """Return what training loses while a checkpoint is made small."""
+    report = read("checkpoint_beside")
+    rows = []
+    for name, row in report["rows"].items():
+        losses = [f"{100 * row[f'loss_beside_{each}']:.0f} %" for each in ("thread", "process")]
+        waits = f"{100 * row['waits_thread']:.0f} %", f"{1000 * row['longest_thread_seconds']:.0f} ms"
+        rows.append([name, f"{1000 * row['step_seconds']:.0f} ms", *losses, *waits])
+    header = ["training, mode", "a step alone", "longer beside the thread", "beside a process", "waits", "longest step"]
+    machine = report["machine"]
+    caption = (
+        f"{machine['cpu']}, {machine['cores']} cores, of which training takes one; medians of {report['rounds']} "
+        "rounds. The process does the same work, so what it costs is the price of one machine for both. Waits: the "
+        "share of the time beside the thread in which the training thread did not run."
+    )
+    return f"{table(header, rows)}\n\n{caption}"
+
+
 def checkpoint_plan() -> str:
     """Return what saves of large models cost on paper, from the speed that was measured."""
     report = read("checkpoint_cores")
@@ -579,6 +597,7 @@ def checkpoint_plan() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "checkpoint-cores": checkpoint_cores,
+    "checkpoint-beside": checkpoint_beside,
     "checkpoint-plan": checkpoint_plan,
     "distributed": distributed,
     "abilities": abilities,
