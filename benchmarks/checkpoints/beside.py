@@ -9,11 +9,9 @@ machine slow a thread down and do not make it wait.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,9 +24,10 @@ import torch
 from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.checkpoints.cores import MODES, make_state, save
+from benchmarks.checkpoints.cores import MODES, make_state, save, write_report
 from benchmarks.machine import cpu_name, versions
 from hf_trainweights.checkpoint import compress_directory
+from hf_trainweights.checkpoint.whole.writer import WEIGHTS_NAME
 
 RESULTS = Path(__file__).parent.parent / "results" / "checkpoint_beside.json"
 ROUNDS = 5
@@ -41,12 +40,8 @@ Step = tuple[float, float]
 def main() -> None:
     if len(sys.argv) > 1:
         compress_when_told(Path(sys.argv[1]), sys.argv[2])
-        return
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as directory:
-        report = measure(Path(directory))
-    RESULTS.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-    print(json.dumps(report, indent=2))
+    else:
+        write_report(RESULTS, measure)
 
 
 def measure(root: Path) -> dict[str, Any]:
@@ -145,7 +140,7 @@ def _process(path: Path, mode: str) -> Iterator[bool]:
 def compress_when_told(path: Path, mode: str) -> None:
     """Make a checkpoint small in this process, as a thread that is not the main one does it, once a line comes in."""
     torch.set_num_threads(1)
-    weights = torch.load(path / "pytorch_model.bin", weights_only=True, mmap=True)
+    weights = torch.load(path / WEIGHTS_NAME, weights_only=True, mmap=True)
     names = dict(enumerate(weights))
     del weights
     print("ready", flush=True)

@@ -43,11 +43,12 @@ _BYTES_PER_PARAMETER = 12
 State = dict[str, Any]
 
 
-def main() -> None:
+def write_report(results: Path, measure: Callable[[Path], dict[str, Any]]) -> None:
+    """Measure on one thread of torch, with a directory for files that is removed, and write and print the figures."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         report = measure(Path(directory))
-    RESULTS.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    results.write_text(json.dumps(report, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=2))
 
 
@@ -214,4 +215,4 @@ def _plan(modes: dict[str, Any], parameters: int, ranks: int) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    write_report(RESULTS, measure)
