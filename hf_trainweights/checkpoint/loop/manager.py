@@ -238,7 +238,8 @@ class CheckpointManager:
         checkpoint = load_verified(Path(path))
         mine = state_of_rank(path, checkpoint, self._ranks)
         model, *others = self._parts
-        give_checkpoint({**checkpoint, "rng": mine["rng"]}, model, *others)
+        parts: dict[str, Any] = dict(zip(("optimizer", "scheduler", "scaler"), others, strict=True))
+        give_checkpoint({**checkpoint, "rng": mine["rng"]}, model, parts)
         self._progress = Progress.resumed(checkpoint["step"], mine["position"], mine["rng"])
         self._saved_step = checkpoint["step"]
         # A process that was killed after its last save has not come to this, and there may be no save any more.

@@ -134,25 +134,22 @@ def restore_checkpoint(
     """
     parts = {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
     copies = {part: copy.deepcopy(checkpoint.get(part)) for part, target in parts.items() if target is not None}
-    return give_checkpoint({**checkpoint, **copies}, model, **parts, rng=rng)
+    return give_checkpoint({**checkpoint, **copies}, model, parts, rng=rng)
 
 
 def give_checkpoint(
-    checkpoint: Mapping[str, Any],
-    model: nn.Module,
-    optimizer: Any = None,
-    scheduler: Any = None,
-    scaler: Any = None,
-    *,
-    rng: bool = True,
+    checkpoint: Mapping[str, Any], model: nn.Module, parts: Mapping[str, Any], *, rng: bool = True
 ) -> tuple[float | None, int | None]:
-    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied."""
+    """Put the state of training back as `restore_checkpoint` does, its memory too: the optimizer's is not copied.
+
+    `parts` are optimizer, scheduler and scaler by the names that they have in a checkpoint, or None.
+    """
     load_module_state(model, checkpoint["model"])
-    for part, target in {"optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}.items():
+    for part, target in parts.items():
         if target is not None and checkpoint.get(part) is None:
             warnings.warn(f"The checkpoint has no {part}: it keeps the state it has.", stacklevel=3)
         elif target is not None and part == "optimizer":
-            _load_optimizer_state(optimizer, model, checkpoint)
+            _load_optimizer_state(target, model, checkpoint)
         elif target is not None and checkpoint[part]:  # {} is what a disabled GradScaler gives, and refuses
             target.load_state_dict(checkpoint[part])
     if rng and "rng" in checkpoint:
