@@ -21,18 +21,18 @@ typedef struct {
     int8_t *end;        // of this memory
 } Work;
 
-static inline int64_t columns_of_block(const Product *p) { return 16 * (16 / p->weight.bits); }
+static inline int64_t columns_of_block(int bits) { return 16 * (16 / bits); }
 
 static inline int64_t columns_of_group(const Product *p) {
     return p->weight.group_size ? p->weight.group_size : padded_columns(p);
 }
 
 // What is added to each code when it is widened: the codes of int4 lie in the file like this, and values of codebook4.
-static inline int code_offset(const Product *p) { return p->weight.bits == 8 ? 0 : p->weight.codebook ? 128 : 8; }
+static inline int code_offset(int bits, int codebook) { return bits == 8 ? 0 : codebook ? 128 : 8; }
 
 // Return how many parts a row has, and write them where there is room.
 static int64_t split_row(const Product *p, Part *parts) {
-    int64_t K = p->weight.K, size = columns_of_group(p), block = columns_of_block(p), count = 0;
+    int64_t K = p->weight.K, size = columns_of_group(p), block = columns_of_block(p->weight.bits), count = 0;
     for (int64_t k = 0, end; k < K; k = end, count++) {
         int64_t number = k / size, group_end = size < block ? k + block : (number + 1) * size;
         end = least(least(group_end, k + MOST_COLUMNS), K);
@@ -43,7 +43,7 @@ static int64_t split_row(const Product *p, Part *parts) {
 
 static inline Work work_at(const Product *p, int threads, int8_t *memory) {
     Work work = {.numbers = numbers_at(p, memory), .parts = split_row(p, NULL)};
-    int64_t sums = code_offset(p) ? tokens_at_once(p) * words_of(p) * work.parts : 0;
+    int64_t sums = code_offset(p->weight.bits, p->weight.codebook) ? tokens_at_once(p) * words_of(p) * work.parts : 0;
     work.offsets = (Integers *)work.numbers.end;
     work.scales = (float *)(work.offsets + sums);
     work.part = (Part *)(work.scales + threads * scale_length(p));
@@ -56,7 +56,7 @@ int64_t integers_bytes(const Product *p, int threads) { return work_at(p, thread
 // Write what the sums of a token begin with, the m-th of those that are held.
 static void write_offsets(const Product *p, const Work *work, int64_t m) {
     int64_t padded = padded_columns(p);
-    const Words offset = all_words((int16_t)-code_offset(p));
+    const Words offset = all_words((int16_t)-code_offset(p->weight.bits, p->weight.codebook));
     for (int word = 0; word < words_of(p); word++) {
         int64_t row = m * words_of(p) + word, k = 0;
         for (int64_t i = 0; i < work->parts; i++) {
@@ -68,8 +68,8 @@ static void write_offsets(const Product *p, const Work *work, int64_t m) {
     }
 }
 
-// Widen 32 codes of 8 bits, those of even columns first; or 64 of 4 bits, by the remainder of column / 4. Where they stay
-// `raw` they have their offset, and of int4 every second vector has them times 16.
+// Widen 32 codes of 8 bits, those of even columns first; or 64 of 4 bits, by the remainder of column / 4. Where they
+// stay `raw` they have their offset, and of int4 every second vector has them times 16.
 static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int bits, int codebook, int raw,
                                                              __m256i codes[4]) {
     const __m256i byte = _mm256_set1_epi16(0xff), nibble = _mm256_set1_epi16(0x0f), nibbles = _mm256_set1_epi8(0x0f);
@@ -93,7 +93,8 @@ static inline __attribute__((always_inline)) void load_codes(__m256i bytes, int 
         codes[2] = _mm256_and_si256(second, nibble);
         codes[3] = raw ? _mm256_and_si256(second, upper) : _mm256_srli_epi16(bytes, 12);
     }
-    for (int v = 0; v < 4 && !raw; v++) codes[v] = _mm256_sub_epi16(codes[v], _mm256_set1_epi16(codebook ? 128 : 8));
+    const __m256i offset = (__m256i)all_words((int16_t)code_offset(bits, codebook));
+    for (int v = 0; v < 4 && !raw; v++) codes[v] = _mm256_sub_epi16(codes[v], offset);
 }
 
 // Add the products of the block of codes from column k on, of which the row has `left` bytes, with those of each token.
@@ -117,7 +118,8 @@ static inline __attribute__((always_inline)) void add_block(const uint8_t *row, 
 static inline __attribute__((always_inline)) void multiply_row(const Product *p, const Work *work, int64_t m,
                                                                int64_t n, const float *scale, int M, int words,
                                                                int bits, int codebook, float *sums) {
-    int64_t K = p->weight.K, padded = padded_columns(p), size = columns_of_group(p), block = 16 * (16 / bits), k = 0;
+    int64_t K = p->weight.K, padded = padded_columns(p), size = columns_of_group(p), k = 0;
+    const int64_t block = columns_of_block(bits);
     // While all sums stay in registers, and what they begin with takes few loads.
     const int raw = bits == 4 && M * words <= 4, sums_of_row = M * words;
     const uint8_t *row = p->qdata + n * (K * bits >> 3);
