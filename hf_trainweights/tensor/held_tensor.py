@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, overload
 
@@ -30,15 +31,16 @@ class Held:
 def _stored_tensor(name: str) -> Any:
     """Return a property for one stored tensor, which checks what is assigned to it."""
 
-    def read(weight: HeldTensor) -> Tensor:
-        return weight.tensors[name]
-
     def write(weight: HeldTensor, tensor: Tensor) -> None:
         tensors = {**weight.tensors, name: tensor}
         check_stored(tensors, weight.format, weight.stored_shape)
         weight.hold_(Held(tensors))
 
-    return property(read, write, doc=f"The stored tensor `{name}`.")
+    return property(functools.partial(_read, name), write, doc=f"The stored tensor `{name}`.")
+
+
+def _read(name: str, weight: HeldTensor) -> Tensor:
+    return weight.held.tensors[name]
 
 
 class HeldTensor(Tensor):
@@ -48,6 +50,9 @@ class HeldTensor(Tensor):
     stored_shape: tuple[int, ...]
     transposed: bool
     held: Held
+    # What `__tensor_flatten__` returns. A compiled program asks each weight for it twice at every call, and then for
+    # the attributes it names: 16 us, were the dtype looked up each time and the attributes by `__getattr__`.
+    flattened: tuple[list[str], tuple[Any, ...]]
 
     qdata = _stored_tensor("qdata")
     scale = _stored_tensor("scale")
@@ -94,6 +99,7 @@ class HeldTensor(Tensor):
             cls, size, strides=strides, dtype=dtype, device=device, requires_grad=False, storage_size=0
         )
         weight.format, weight.stored_shape, weight.transposed = format, tuple(shape), transposed
+        weight.flattened = _attributes(format), (format, tuple(shape), dtype, transposed)
         return weight.hold_(held)
 
     def holding(self, tensors: dict[str, Tensor], dtype: torch.dtype | None = None) -> Self:
@@ -134,13 +140,6 @@ class HeldTensor(Tensor):
     def is_traced(self) -> bool:
         """Whether a compiler traces with the weight: then it holds tensors of another class, without values."""
         return any(type(tensor) is not Tensor for tensor in self.held.tensors.values())
-
-    def __getattr__(self, name: str) -> Tensor:
-        """Return a tensor that is held by the name that `__tensor_flatten__` gives it, such as `held_qdata`."""
-        tensors = self.held.tensors if name.startswith("held_") else {}
-        if name.removeprefix("held_") not in tensors:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return tensors[name.removeprefix("held_")]
 
     @property
     def tensors(self) -> dict[str, Tensor]:
@@ -187,6 +186,15 @@ class HeldTensor(Tensor):
         # What was prepared for another weight may serve another dtype.
         self.held = Held(held.tensors)
         return self
+
+
+@functools.lru_cache
+def _attributes(form: Format) -> list[str]:
+    """Return the attributes by which compilers reach what a weight of a format holds, and give the class each."""
+    names = {f"held_{name}": name for name in form.tensor_names}
+    for attribute, name in names.items():
+        setattr(HeldTensor, attribute, property(functools.partial(_read, name)))
+    return list(names)
 
 
 def check_stored(tensors: Mapping[str, Tensor], form: Format, shape: Sequence[int], name: str = "weight") -> None:

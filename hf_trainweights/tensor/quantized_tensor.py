@@ -115,8 +115,7 @@ class QuantizedTensor(ShardedTensor):
         return dlpack_of_copy(self.dequantize(), *args, **kwargs)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = [f"held_{name}" for name in self.format.tensor_names]
-        return names, (self.format, self.stored_shape, self.dtype, self.transposed)
+        return self.flattened
 
     @staticmethod
     def __tensor_unflatten__(
