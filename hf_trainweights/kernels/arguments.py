@@ -23,20 +23,22 @@ DEBUG = os.environ.get("TRAINWEIGHTS_DEBUG") == "1"
 MultiplyFew = Callable[[Tensor, Tensor | None], Tensor | None]
 
 
-def only_fitting(multiply: MultiplyFew, N: int, K: int, dtype: torch.dtype, most_rows: int) -> MultiplyFew:
+def only_fitting(
+    multiply: MultiplyFew, N: int, K: int, dtype: torch.dtype, most_rows: int, device: torch.device
+) -> MultiplyFew:
     """Return a function that takes any x and bias, and gives None unless they lie in memory as a product reads them."""
     most_elements = min(sys.maxsize, most_rows * K)
 
     def checked(x: Tensor, bias: Tensor | None) -> Tensor | None:
         if x.dtype is not dtype or x.is_nested or x.dim() == 0 or x.size(-1) != K:
             return None
-        if not (0 < x.numel() <= most_elements and x.is_cpu and x.is_contiguous()) or x.is_neg():
+        if not (0 < x.numel() <= most_elements and x.device == device and x.is_contiguous()) or x.is_neg():
             return None
         if bias is not None and not (
             bias.dtype is dtype
             and bias.dim() == 1
             and bias.size(0) == N
-            and bias.is_cpu
+            and bias.device == device
             and bias.is_contiguous()
             and not bias.is_neg()
         ):

@@ -14,11 +14,13 @@ from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_trainweights.formats.base import Format
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
+from hf_trainweights.kernels.arguments import MultiplyFew
 
 _logger = logging.getLogger(__name__)
 
@@ -28,6 +30,9 @@ _MOST_ROWS = {torch.bfloat16: 64, torch.float16: 64, torch.float32: 1}
 
 # The least M for a product of integers, as torch._int_mm wants it, and what divides N and K there.
 _INTEGER_ROWS, _INTEGER_ALIGNMENT = 17, 8
+
+# Weights of so many elements are dequantized at a time, 128 MB of bfloat16; memory is the only bound.
+DEQUANTIZED_ELEMENTS = 1 << 26
 
 # A product for one row, by the bits of a code: rows of the weight and columns that a program takes at a time.
 _ROW_BLOCK = {
@@ -46,6 +51,9 @@ _ELEMENTS = {"BLOCK": 1024, "num_warps": 4}
 # What a product in float32 may differ by, as a part of its norm; products of 16 bits may by the unit of their dtype.
 _FLOAT32_ERROR = 1e-6
 
+# N, K, the stride of a row of codes, and G.
+Sizes = tuple[int, int, int, int]
+
 # Below it 127 / top would overflow.
 _SMALLEST_TOP = 2.0**-119
 
@@ -59,10 +67,14 @@ _TILES = [
 ]
 
 
+# From x `[*, K]`, contiguous, and a bias `[N]` or None to the product `[*, N]`.
+Run = Callable[[Tensor, Tensor | None], Tensor]
+
+
 class Case(NamedTuple):
     """A kernel on a device, and what it computes: with so many rows of x, 0 for no product."""
 
-    kernel: Callable[..., Tensor]
+    kernel: Callable[[Tensor, Tensor, int, int, torch.dtype], Any]
     M: int
     dtype: torch.dtype
     scale_dtype: torch.dtype
@@ -74,9 +86,9 @@ class Case(NamedTuple):
 _CHECKED: dict[Case, bool] = {}
 
 
-def serves(x: Tensor, qdata: Tensor, group_size: int | None) -> bool:
-    """Return whether the ops are to be used for these tensors: on a GPU for which Triton compiles the kernels."""
-    return _fits(group_size) and x.device == qdata.device and x.device.type == "cuda" and _compiles(x.device.index)
+def serves(qdata: Tensor, group_size: int | None) -> bool:
+    """Return whether the op is to be used for a weight on a GPU: whether Triton compiles the kernels for it."""
+    return _fits(group_size) and _compiles(qdata.device.index)
 
 
 def _fits(group_size: int | None) -> bool:
@@ -91,25 +103,60 @@ def _compiles(index: int | None) -> bool:
 
 
 def linear(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, form: Int8 | Int4) -> Tensor | None:
-    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`.
-
-    None: a dequantized weight is faster, or no kernel is right.
-    """
-    M, N, K = x.shape[:-1].numel(), len(qdata), x.shape[-1]
-    arguments = x.reshape(M, K), qdata, scale, bias
+    """Return `F.linear(x, weight, bias)` of x `[*, K]` and a weight that `serves`; None where no kernel is right."""
+    M, N, K = x.shape[:-1].numel(), len(scale), x.shape[-1]
     if min(M, N, K) == 0:
         return None
     with torch.cuda.device_of(x):
-        by_integers = isinstance(form, Int8) and form.activations is not None and M >= _INTEGER_ROWS
-        if by_integers and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0:
-            kernel, rows = multiply_integers, _INTEGER_ROWS
-        elif M == 1 or (K % 4 == 0 and 1 < M <= _MOST_ROWS[x.dtype]):
-            kernel, rows = multiply, M if M == 1 else _tile(M)["BLOCK_M"]
-        else:
-            return None
-        if not _is_right(Case(kernel, rows, x.dtype, scale.dtype, x.device, form)):
-            return None
-        return kernel(*arguments).view(*x.shape[:-1], N)
+        run = _find(qdata, scale, form, K, x.dtype, M)
+        return None if run is None else run(x.contiguous(), None if bias is None else bias.contiguous())
+
+
+def prepare(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype) -> MultiplyFew:
+    """Return `linear` of one weight, for contiguous x and bias of a dtype on its device: 20 us less of Python.
+
+    What was found for a number of rows is kept; from the last number on one way serves all.
+    """
+    last = _INTEGER_ROWS if _meets_integers(form, len(scale), K) else _MOST_ROWS[dtype] + 1
+    found: dict[int, Run] = {}
+
+    def multiply_prepared(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        M = x.numel() // K
+        with torch.cuda.device_of(x):
+            run = found.get(min(M, last)) or _find(qdata, scale, form, K, dtype, M)
+            if run is None:
+                return None
+            found[min(M, last)] = run
+            return run(x, bias)
+
+    return multiply_prepared
+
+
+def _meets_integers(form: Int8 | Int4, N: int, K: int) -> bool:
+    """Return whether many rows of x are rounded to integers and multiplied as such."""
+    is_wanted = isinstance(form, Int8) and form.activations is not None
+    return is_wanted and N % _INTEGER_ALIGNMENT == K % _INTEGER_ALIGNMENT == 0
+
+
+def _find(qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype, M: int) -> Run | None:
+    """Return what multiplies M rows in the least time; None where its kernel is wrong, or the weight too large."""
+    if M >= _INTEGER_ROWS and _meets_integers(form, len(scale), K):
+        kernel, rows = multiply_integers, _INTEGER_ROWS
+    elif M == 1 or (K % 4 == 0 and _MOST_ROWS[dtype] >= M):
+        kernel, rows = multiply, M if M == 1 else _tile(M)["BLOCK_M"]
+    else:
+        make = _find_dequantize(qdata, scale, form, K, dtype) if len(scale) * K <= DEQUANTIZED_ELEMENTS else None
+        return None if make is None else lambda x, bias: F.linear(x, make(), bias)
+    is_right = _is_right(Case(kernel, rows, dtype, scale.dtype, qdata.device, form))
+    return kernel(qdata, scale, K, M, dtype) if is_right else None
+
+
+def _find_dequantize(
+    qdata: Tensor, scale: Tensor, form: Int8 | Int4, K: int, dtype: torch.dtype
+) -> Callable[[], Tensor] | None:
+    """Return what makes the weight; None where the kernel is wrong."""
+    is_right = _is_right(Case(dequantize, 0, dtype, scale.dtype, qdata.device, form))
+    return dequantize(qdata, scale, K, 0, dtype) if is_right else None
 
 
 def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: torch.dtype) -> Tensor | None:
@@ -120,38 +167,54 @@ def dequantize_rows(tensors: Mapping[str, Tensor], form: Format, K: int, dtype: 
     if qdata.dim() != 2 or qdata.numel() == 0 or not _compiles(qdata.device.index):
         return None
     with torch.cuda.device_of(qdata):
-        is_right = _is_right(Case(dequantize, 0, dtype, scale.dtype, qdata.device, form))
-        return dequantize(qdata, scale, K, dtype) if is_right else None
+        make = _find_dequantize(qdata, scale, form, K, dtype)
+        return None if make is None else make()
 
 
-def multiply(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` of x `[M, K]`, not empty, by a kernel for int8 codes or words of int4.
+def multiply(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Run:
+    """Return the product by a kernel for int8 codes or words of int4, with M rows of x of a dtype.
 
-    Scales are of the dtype of x, or narrower ones where M is 1. Four codes of int8 must divide K where it is not.
+    Scales are of that dtype, or narrower ones where M is 1. Four codes of int8 must divide K where it is not.
     """
-    (M, K), N = x.shape, len(scale)
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
     qdata, scale, sizes, kind = _stored(qdata, scale, K)
-    out = x.new_empty(M, N)
-    if M == 1:
-        block = _ROW_BLOCK[kind["BITS"]]
-        grid = (-(-N // block["BLOCK_N"]),)
-        _kernels().multiply_row[grid](x, qdata, scale, bias, out, *sizes, **kind, **block)
+    return _multiply_row(qdata, scale, sizes, kind) if M == 1 else _multiply_tiles(qdata, scale, sizes, kind, M)
+
+
+def _multiply_row(qdata: Tensor, scale: Tensor, sizes: Sizes, kind: dict[str, int]) -> Run:
+    N, block = len(scale), _ROW_BLOCK[kind["BITS"]]
+    launch = _launcher("multiply_row", (-(-N // block["BLOCK_N"]), 1, 1), sizes, kind | block)
+
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], N)
+        launch(x, qdata, scale, bias, out)
         return out
-    words = qdata.view(torch.int32)
-    tile = _tile(M)
+
+    return run
+
+
+def _multiply_tiles(qdata: Tensor, scale: Tensor, sizes: Sizes, kind: dict[str, int], M: int) -> Run:
+    (N, K, _, G), words, tile = sizes, qdata.view(torch.int32), _tile(M)
     rows, columns, blocks = -(-M // tile["BLOCK_M"]), -(-N // tile["BLOCK_N"]), -(-K // tile["BLOCK_K"])
     blocks_of_part = -(-blocks // max(1, min(_PROGRAMS // (rows * columns), blocks // _LEAST_BLOCKS)))
     parts = -(-blocks // blocks_of_part)
-    sums = out if parts == 1 else x.new_empty(parts, M, N, dtype=torch.float32)
-    arguments = x, words, scale, bias if parts == 1 else None, sums, M, N, K, words.stride(0), sizes[-1], blocks_of_part
-    _kernels().multiply_tiles[rows, columns, parts](*arguments, **kind, **tile)
-    if parts > 1:
-        _kernels().add_parts[_programs(out)](sums, bias, out, parts, out.numel(), N, **_ELEMENTS)
-    return out
+    all_sizes = M, N, K, words.stride(0), G, blocks_of_part
+    launch = _launcher("multiply_tiles", (rows, columns, parts), all_sizes, kind | tile)
+    add = _launcher("add_parts", _programs(M * N), (parts, M * N, N), _ELEMENTS)
+
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        out = x.new_empty(*x.shape[:-1], N)
+        if parts == 1:
+            launch(x, words, scale, bias, out)
+        else:
+            sums = x.new_empty(parts, M, N, dtype=torch.float32)
+            launch(x, words, scale, None, sums)
+            add(sums, bias, out)
+        return out
+
+    return run
 
 
-def _stored(qdata: Tensor, scale: Tensor, K: int) -> tuple[Tensor, Tensor, tuple[int, int, int, int], dict[str, int]]:
+def _stored(qdata: Tensor, scale: Tensor, K: int) -> tuple[Tensor, Tensor, Sizes, dict[str, int]]:
     """Return tensors that kernels read, their sizes and the constants of their format."""
     # Rows may lie apart, as those of a slice do; the codes of one may not, and they begin at whole words.
     if qdata.stride(1) != 1 or (K % 4 == 0 and (qdata.stride(0) * qdata.itemsize | qdata.data_ptr()) % 4):
@@ -159,6 +222,30 @@ def _stored(qdata: Tensor, scale: Tensor, K: int) -> tuple[Tensor, Tensor, tuple
     N, G = scale.shape
     kind = {"BITS": 4 if qdata.dtype == torch.int32 else 8, "GROUP": 0 if G == 1 else K // G}
     return qdata, scale.contiguous(), (N, K, qdata.stride(0), G), kind
+
+
+def _launcher(
+    name: str, grid: tuple[int, int, int], sizes: tuple[float, ...], constants: Mapping[str, int]
+) -> Callable[..., None]:
+    """Return what launches a kernel on tensors, or None, that are the same from call to call but for their addresses.
+
+    What Triton compiled is kept: to find it takes Triton 14 us of the time of an H100's CPU, the launch itself 8.
+    """
+    kernel = getattr(_kernels(), name)
+    positional = [value for constant, value in constants.items() if constant.isupper()]
+    compiled: dict[tuple[int, ...], Callable[..., None]] = {}
+
+    def launch(*tensors: Tensor | None) -> None:
+        # There is another program for addresses that are no multiples of 16 bytes, and without a bias.
+        places = tuple([-1 if tensor is None else tensor.data_ptr() % 16 for tensor in tensors])
+        if places in compiled:
+            compiled[places](*tensors, *sizes, *positional)
+        else:
+            made = kernel[grid](*tensors, *sizes, **constants)
+            if made is not None:  # as in Triton's interpreter
+                compiled[places] = made[grid]
+
+    return launch
 
 
 @functools.cache
@@ -171,33 +258,44 @@ def _tile(M: int) -> dict[str, int]:
     return next((tile for tile in _TILES if tile["BLOCK_M"] >= M), _TILES[-1])
 
 
-def _programs(out: Tensor) -> tuple[int]:
-    return (-(-out.numel() // _ELEMENTS["BLOCK"]),)
+def _programs(elements: int) -> tuple[int, int, int]:
+    return -(-elements // _ELEMENTS["BLOCK"]), 1, 1
 
 
-def multiply_integers(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `F.linear(x, weight, bias)` with each row of x `[M, K]` rounded to int8, one scale a row.
+def multiply_integers(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Run:
+    """Return the product with each row of x rounded to int8, one scale a row, of any number of rows from 17 on.
 
-    M is at least 17; K and N are multiples of 8.
+    K and N are multiples of 8.
     """
-    (M, K), N = x.shape, len(qdata)
-    x, bias = x.contiguous(), None if bias is None else bias.contiguous()
-    codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
-    _kernels().round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, **_ELEMENTS)
-    products, out = torch.ops.aten._int_mm(codes, qdata.contiguous().t()), x.new_empty(M, N)
-    _kernels().scale_products[_programs(out)](
-        products, tops, scale.contiguous(), bias, out, out.numel(), N, **_ELEMENTS
-    )
-    return out
+    del M, dtype
+    codes_of_weight, scale, N, kernels = qdata.contiguous().t(), scale.contiguous(), len(scale), _kernels()
+
+    def run(x: Tensor, bias: Tensor | None) -> Tensor:
+        M, out = x.numel() // K, x.new_empty(*x.shape[:-1], N)
+        codes, tops = x.new_empty(M, K, dtype=torch.int8), x.new_empty(M, dtype=torch.float32)
+        kernels.round_rows[(M,)](x, codes, tops, K, _SMALLEST_TOP, **_ELEMENTS)
+        products = torch.ops.aten._int_mm(codes, codes_of_weight)
+        kernels.scale_products[_programs(M * N)](products, tops, scale, bias, out, M * N, N, **_ELEMENTS)
+        return out
+
+    return run
 
 
-def dequantize(qdata: Tensor, scale: Tensor, K: int, dtype: torch.dtype) -> Tensor:
-    """Return the weight `[N, K]`, not empty, each element rounded once to `dtype`."""
+def dequantize(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what makes the weight `[N, K]`, not empty, each element rounded once to a dtype."""
+    del M
     qdata, scale, sizes, kind = _stored(qdata, scale, K)
-    out, block = scale.new_empty(len(scale), K, dtype=dtype), _DEQUANTIZED_BLOCK
-    grid = -(-len(scale) // block["BLOCK_N"]), -(-K // block["BLOCK_K"])
-    _kernels().dequantize_tiles[grid](qdata, scale, out, *sizes, **kind, **block)
-    return out
+    N, block = len(scale), _DEQUANTIZED_BLOCK
+    launch = _launcher(
+        "dequantize_tiles", (-(-N // block["BLOCK_N"]), -(-K // block["BLOCK_K"]), 1), sizes, kind | block
+    )
+
+    def run() -> Tensor:
+        out = scale.new_empty(N, K, dtype=dtype)
+        launch(qdata, scale, out)
+        return out
+
+    return run
 
 
 def _is_right(case: Case) -> bool:
@@ -234,8 +332,9 @@ def _difference(case: Case, N: int, K: int) -> float:
     numbers = torch.arange(max(case.M, N) * K, dtype=torch.float64, device=case.device).square_()
     tensors = case.form.quantize(numbers.mul(0.7).sin_()[: N * K].view(N, K).to(case.scale_dtype))
     qdata, scale, exact = tensors["qdata"], tensors["scale"], case.form.dequantize_rows(tensors, K, torch.float64)
+    run = case.kernel(qdata, scale, K, case.M, case.dtype)
     if case.kernel is dequantize:
-        result = dequantize(qdata, scale, K, case.dtype)
+        arguments: tuple[Tensor, ...] = ()
     else:
         x = numbers.mul(0.3).cos_()[: case.M * K].view(case.M, K)
         if case.kernel is multiply_integers:  # whole multiples of a power of two, and one largest: no rounding
@@ -243,5 +342,8 @@ def _difference(case: Case, N: int, K: int) -> float:
             x[:, 0] = 127 / 64
         x = x.to(case.dtype)
         exact = x.double() @ exact.t() + 1
-        result = case.kernel(x, qdata, scale, x.new_ones(N))
+        arguments = x, x.new_ones(N)
+    run(*arguments)
+    # What Triton has compiled is launched in another way from the second time on.
+    result = run(*arguments)
     return ((result.double() - exact).norm() / exact.norm()).item()

@@ -18,8 +18,6 @@ from hf_trainweights.kernels.cpu_features import product_dtype
 # weight of 32 MB is mapped, page by page, and given back at every product.
 _BLOCK_ELEMENTS = 1 << 20
 _BLOCK_ROWS = 256
-# Elsewhere memory is the only bound: 128 MB of bfloat16.
-_DEVICE_BLOCK_ELEMENTS = 1 << 26
 # The weight is the left matrix where x has so many more columns than rows: it is not reordered then.
 _COLUMNS_OF_ROW = 10
 
@@ -31,7 +29,7 @@ def multiply_dequantized(
     N, K = shape
     M = x.shape[:-1].numel()
     if x.device.type != "cpu":
-        rows, parts = _rows_of(tensors, form, shape, x.dtype), _blocks(N, K, _DEVICE_BLOCK_ELEMENTS)
+        rows, parts = _rows_of(tensors, form, shape, x.dtype), _blocks(N, K, cuda.DEQUANTIZED_ELEMENTS)
         made = [F.linear(x, rows(part), None if bias is None else bias[part]) for part in parts]
         return made[0] if len(made) == 1 else torch.cat(made or [x.new_empty(*x.shape[:-1], 0)], dim=-1)
     dtype = product_dtype(x.dtype, M)

@@ -10,6 +10,7 @@ import functools
 import json
 import math
 from collections.abc import Mapping, Sequence
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -58,12 +59,16 @@ def linear(x: Tensor, held: Mapping[str, Tensor], form: Format, bias: Tensor | N
 
 def _is_served(x: Tensor, held: Mapping[str, Tensor], form: Format) -> bool:
     qdata, scale = held["qdata"], held["scale"]
-    if x.dtype not in FLOAT_DTYPES or x.device != qdata.device:
+    if x.device != qdata.device:
         return False
     if x.device.type == "cpu":
-        return isinstance(form, compiled.FORMATS)
-    is_exact = torch.promote_types(scale.dtype, x.dtype) == x.dtype
-    return isinstance(form, (Int8, Int4)) and is_exact and cuda.serves(x, qdata, form.group_size)
+        return x.dtype in FLOAT_DTYPES and isinstance(form, compiled.FORMATS)
+    return x.device.type == "cuda" and _has_gpu_kernels(form, qdata, scale, x.dtype)
+
+
+def _has_gpu_kernels(form: Format, qdata: Tensor, scale: Tensor, dtype: torch.dtype) -> TypeGuard[Int8 | Int4]:
+    is_exact = dtype in FLOAT_DTYPES and torch.promote_types(scale.dtype, dtype) == dtype
+    return isinstance(form, (Int8, Int4)) and is_exact and cuda.serves(qdata, form.group_size)
 
 
 def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtype) -> MultiplyFew | None:
@@ -85,19 +90,34 @@ def prepare_few_rows(held: Mapping[str, Tensor], form: Format, dtype: torch.dtyp
         multiply_few = prepare_few_rows(held, form.inner, dtype)
         if multiply_few is None:
             return None
-        N, K = len(held["qdata"]), held[COLUMN_SCALE].shape[-1]
-        return only_fitting(lambda x, bias: multiply_few(_scale_columns(x, held), bias), N, K, dtype, ALL)
+        N, K, device = len(held["qdata"]), held[COLUMN_SCALE].shape[-1], held["qdata"].device
+        return only_fitting(lambda x, bias: multiply_few(_scale_columns(x, held), bias), N, K, dtype, ALL, device)
     form = compiled.in_memory(form)
-    if not isinstance(form, compiled.FORMATS) or not all(
-        each.is_contiguous() and each.is_cpu for each in held.values()
-    ):
-        return None
     qdata, scale, *others = (held[name] for name in form.tensor_names)
     N, K = form.shape_of(qdata)
-    product = compiled.find(form, N, K, dtype, scale.dtype)
+    if not all(each.is_contiguous() and each.device == qdata.device for each in held.values()):
+        return None
+    if qdata.device.type == "cuda" and _has_gpu_kernels(form, qdata, scale, dtype):
+        # What kernels cannot read where it lies is copied for each product; a copy that is kept would grow stale.
+        if qdata.data_ptr() % 4:
+            return None
+        return only_fitting(_prepare_on_gpu(held, form, K, dtype), N, K, dtype, ALL, qdata.device)
+    product = compiled.find(form, N, K, dtype, scale.dtype) if qdata.device.type == "cpu" else None
     if product is None:
         return None
-    return only_fitting(functools.partial(product, qdata, scale, tuple(others)), N, K, dtype, product.most_rows)
+    multiply_few = functools.partial(product, qdata, scale, tuple(others))
+    return only_fitting(multiply_few, N, K, dtype, product.most_rows, qdata.device)
+
+
+def _prepare_on_gpu(held: Mapping[str, Tensor], form: Int8 | Int4, K: int, dtype: torch.dtype) -> MultiplyFew:
+    """Return what multiplies any number of rows: eager products wait for Python, so that each call counts."""
+    multiply = cuda.prepare(held["qdata"], held["scale"], form, K, dtype)
+
+    def checked(x: Tensor, bias: Tensor | None) -> Tensor | None:
+        check_product("a product on a GPU", x, held, form, bias)
+        return multiply(x, bias)
+
+    return checked if DEBUG else multiply
 
 
 def _scale_columns(x: Tensor, held: Mapping[str, Tensor]) -> Tensor:
@@ -126,8 +146,7 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
         check_product("hf_trainweights::linear", x, tensors, form, bias, any_strides=True)
     if x.device.type == "cuda":
         assert isinstance(form, (Int8, Int4))
-        out = cuda.linear(x, qdata, scale, bias, form)
-        return multiply_dequantized(x, tensors, form, shape, bias) if out is None else out
+        return _multiply_on_gpu(x, tensors, form, bias)
     product = compiled.find(form, *shape, x.dtype, scale.dtype)
     if product is not None and 0 < x.numel() <= product.most_rows * shape[-1]:
         return product(qdata, scale, tuple(groups), x.contiguous(), None if bias is None else bias.contiguous())
@@ -136,6 +155,13 @@ def _multiply(x: Tensor, stored: Sequence[Tensor], bias: Tensor | None, config: 
     if not compiled.is_available() and _packs(x, qdata, form):
         return _multiply_packed(x, qdata, scale, bias)
     return multiply_dequantized(x, tensors, form, shape, bias)
+
+
+def _multiply_on_gpu(x: Tensor, tensors: Mapping[str, Tensor], form: Int8 | Int4, bias: Tensor | None) -> Tensor:
+    out = cuda.linear(x, tensors["qdata"], tensors["scale"], bias, form)
+    if out is None:
+        return multiply_dequantized(x, tensors, form, form.shape_of(tensors["qdata"]), bias)
+    return out
 
 
 def _packs(x: Tensor, qdata: Tensor, form: Format) -> bool:

@@ -19,7 +19,7 @@ from weights import random_weight
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
-from hf_trainweights.kernels import cuda, linear, stored
+from hf_trainweights.kernels import cuda, linear, prepare_few_rows, stored
 from hf_trainweights.kernels.dequantized import multiply_dequantized
 
 every_dtype = pytest.mark.parametrize("dtype", FLOAT_DTYPES, ids=str)
@@ -27,19 +27,24 @@ every_form = pytest.mark.parametrize("form", [Int8(), Int8(32), Int4(32)], ids=s
 
 
 class FakeKernel:
-    """In place of a product in `cuda`: right, wrong or broken, and counting its calls."""
+    """In place of what makes a product in `cuda`: right, wrong or broken, and counting the calls of what it makes."""
 
     def __init__(
         self, form: Int8 | Int4, factor: float = 1.0, error: Exception | None = None, name: str = "multiply"
     ) -> None:
         self.form, self.factor, self.error, self.rows, self.__name__ = form, factor, error, [], name
 
-    def __call__(self, x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
-        self.rows.append(len(x))
-        if self.error is not None:
-            raise self.error
-        weight = self.form.dequantize_rows({"qdata": qdata, "scale": scale}, x.shape[1], torch.float64)
-        return (self.factor * F.linear(x.double(), weight, None if bias is None else bias.double())).to(x.dtype)
+    def __call__(self, qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> cuda.Run:
+        def run(x: Tensor, bias: Tensor | None) -> Tensor:
+            assert x.dtype == dtype
+            assert x.is_contiguous()
+            self.rows.append(x.numel() // K)
+            if self.error is not None:
+                raise self.error
+            weight = self.form.dequantize_rows({"qdata": qdata, "scale": scale}, K, torch.float64)
+            return (self.factor * F.linear(x.double(), weight, None if bias is None else bias.double())).to(x.dtype)
+
+        return run
 
 
 @pytest.fixture(autouse=True)
@@ -73,15 +78,23 @@ def test_columns_are_divided_only_until_there_are_enough_programs(
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
             launched.append(grid)
-            return lambda x, qdata, scale, bias, sums, *_, **__: sums.fill_(1.0)
+
+            def launch(x: Tensor, qdata: Tensor, scale: Tensor, bias: Tensor | None, sums: Tensor, *_: int, **__: int):
+                sums.fill_(1.0)
+
+            return launch
 
     class Adder:
         def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-            return lambda sums, bias, out, *_, **__: out.copy_(sums.sum(0) + bias)
+            def launch(sums: Tensor, bias: Tensor, out: Tensor, *_: int, **__: int) -> None:
+                out.copy_(sums.sum(0) + bias)
+
+            return launch
 
     monkeypatch.setattr(cuda, "_kernels", lambda: SimpleNamespace(multiply_tiles=Kernel(), add_parts=Adder()))
     codes = torch.zeros(1, K, dtype=torch.int8).expand(N, K)
-    out = cuda.multiply(torch.zeros(M, K, dtype=torch.bfloat16), codes, torch.ones(N, 1), torch.full((N,), 0.5))
+    run = cuda.multiply(codes, torch.ones(N, 1), K, M, torch.bfloat16)
+    out = run(torch.zeros(M, K, dtype=torch.bfloat16), torch.full((N,), 0.5))
     assert launched == [grid]
     parts = grid[-1]
     assert torch.equal(out, torch.full((M, N), parts + (0.5 if parts > 1 else 0.0), dtype=torch.bfloat16))
@@ -124,7 +137,8 @@ def test_a_kernel_is_checked_once_for_each_tile(form: Int8 | Int4, monkeypatch: 
     tensors = form.quantize(random_weight(8, 96, dtype=torch.bfloat16))
     for rows in (1, 1, 5, 16, 40, 300):
         product(random_weight(rows, 96, dtype=torch.bfloat16), tensors, form)
-    assert kernel.rows == [1, 1, 1, 1, 16, 16, 5, 16, 64, 64, 40]
+    # Each check multiplies two weights, each twice.
+    assert kernel.rows == [*[1] * 4, 1, 1, *[16] * 4, 5, 16, *[64] * 4, 40]
 
 
 @every_form
@@ -151,7 +165,7 @@ def test_a_kernel_that_fails_its_check_is_never_used(
         first, second = product(x, tensors, form), product(x, tensors, form)
     assert torch.equal(first, second)
     assert_product(first, x, tensors, form, torch.zeros(8))
-    assert len(kernel.rows) == (1 if error else 2)
+    assert len(kernel.rows) == (1 if error else 4)
     assert [bool(re.search(reason, record.message)) for record in caplog.records] == [True]
 
 
@@ -189,7 +203,7 @@ def test_int8_activations_meet_integers_where_there_is_a_product_of_them(
     tensors = Int8().quantize(random_weight(*shape).half())
     x, bias = random_weight(rows, shape[1], seed=1).half(), random_weight(shape[0], seed=2).half()
     assert_product(product(x, tensors, form, bias), x, tensors, Int8(), bias)
-    assert integers.rows == ([17, 17, 20] if expected else [])
+    assert integers.rows == ([*[17] * 4, 20] if expected else [])
 
 
 @pytest.mark.parametrize(("group_size", "expected"), [(None, True), (8, True), (128, True), (4, False), (96, False)])
@@ -198,10 +212,75 @@ def test_groups_are_served_where_blocks_hold_whole_ones(
 ) -> None:
     monkeypatch.setattr(cuda, "_compiles", lambda index: True)
     with FakeTensorMode():
-        x, qdata = (torch.empty(8, 8, device=device) for device in ("cuda", "cpu"))
-        assert cuda.serves(x, x, group_size) == expected
-        assert not cuda.serves(x, qdata, group_size)
-        assert not cuda.serves(qdata, qdata, group_size)
+        assert cuda.serves(torch.empty(8, 8, device="cuda"), group_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scale_dtype"), [(torch.float64, torch.float32), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_nothing_is_prepared_in_a_dtype_that_no_kernel_has(
+    dtype: torch.dtype, scale_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
+    with FakeTensorMode():
+        held = {"qdata": torch.empty(8, 8, dtype=torch.int8, device="cuda")}
+        held["scale"] = torch.empty(8, 1, dtype=scale_dtype, device="cuda")
+        assert prepare_few_rows(held, Int8(), dtype) is None
+
+
+@pytest.mark.parametrize(("x_on", "weight_on", "expected"), [("cuda", "cuda", True), ("cuda", "cpu", False)])
+def test_a_product_is_served_where_both_factors_are_on_one_gpu(
+    x_on: str, weight_on: str, expected: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "_compiles", lambda index: True)
+    with FakeTensorMode():
+        held = {"qdata": torch.empty(8, 8, dtype=torch.int8, device=weight_on)}
+        held["scale"] = torch.empty(8, 1, device=weight_on)
+        assert (linear(torch.empty(2, 8, device=x_on), held, Int8()) is not None) == expected
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 1, 96), (2, 3, 96), (70, 96), (300, 96)], ids=str)
+@every_form
+def test_what_is_prepared_multiplies_as_others_do_once_its_kernel_is_right(
+    form: Int8 | Int4, shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda, "multiply", FakeKernel(form))
+    monkeypatch.setattr(cuda, "dequantize", dequantize)
+    tensors, bias = form.quantize(random_weight(80, 96).half()), random_weight(80, seed=2).half()
+    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], form, 96, torch.float16)
+    x = random_weight(*shape, seed=1).half()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        assert multiply(x, bias) is None
+    for _ in range(3):
+        result = multiply(x, bias)
+        assert result is not None
+        assert torch.equal(result, product(x, tensors, form, bias))
+
+
+def dequantize(qdata: Tensor, scale: Tensor, K: int, M: int, dtype: torch.dtype) -> Callable[[], Tensor]:
+    form = Int8(None if scale.shape[1] == 1 else 32) if qdata.dtype == torch.int8 else Int4(32)
+    return lambda: form.dequantize_rows({"qdata": qdata, "scale": scale}, K, dtype)
+
+
+def test_what_is_prepared_is_found_once_for_a_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    form = Int8(activations="int8")
+    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8()))
+    monkeypatch.setattr(cuda, "multiply_integers", FakeKernel(Int8(), name="multiply_integers"))
+    find, found = cuda._find, []
+    monkeypatch.setattr(cuda, "_find", lambda *arguments: found.append(arguments[-1]) or find(*arguments))
+    tensors = form.quantize(random_weight(80, 96).half())
+    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], form, 96, torch.float16)
+    for rows in (1, 5, 1, 5, 17, 40, 300, 16):
+        multiply(random_weight(rows, 96).half(), None)
+    assert found == [1, 5, 17, 16]
+
+
+def test_rows_are_left_to_others_where_their_kernel_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "multiply", FakeKernel(Int8(), 1.1))
+    tensors = Int8().quantize(random_weight(80, 96))
+    multiply = cuda.prepare(tensors["qdata"], tensors["scale"], Int8(), 96, torch.float32)
+    assert multiply(random_weight(96), None) is None
 
 
 def test_nothing_is_served_where_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from weights import random_weight
 
-from hf_trainweights import QuantizedTensor, TrainWeightsConfig, quantize_
+from hf_trainweights import QuantizedTensor, TrainWeightsConfig, kernels, quantize_
 from hf_trainweights.formats.arithmetic import FLOAT_DTYPES
 from hf_trainweights.formats.int4 import Int4
 from hf_trainweights.formats.int8 import Int8
@@ -62,9 +62,27 @@ def test_products_keep_the_bound(N: int, K: int, dtype: torch.dtype, form: Int8 
             exact = F.linear(x.double(), weight.dequantize(torch.float64), bias.double())
             assert_close_product(result, F.linear(x, weight.dequantize(), bias), exact)
             assert torch.equal(F.linear(x, weight, bias), result)
+            # As one op, as compilers see it.
+            assert torch.equal(kernels.linear(x, weight.tensors, form, bias), result)
     # By one row, and in 16 bits by each tile.
     assert kernels_used("multiply", form, dtype) == [True] * (1 if dtype == torch.float32 else 1 + len(cuda._TILES))
     assert kernels_used("dequantize", form, dtype) == [True]
+
+
+@every_form
+@pytest.mark.parametrize("M", [1, 5, 40])
+def test_inputs_may_begin_anywhere(M: int, form: Int8 | Int4) -> None:
+    weight = quantized(80, 512, torch.bfloat16, form)
+    x, bias = on_gpu(M, 512, dtype=torch.bfloat16), on_gpu(80, dtype=torch.bfloat16, seed=2)
+    memory = torch.empty(M * 512 + 8, dtype=torch.bfloat16, device="cuda")
+    with torch.no_grad():
+        exact = F.linear(x.double(), weight.dequantize(torch.float64), bias.double())
+        dense = F.linear(x, weight.dequantize(), bias)
+        # Addresses that are multiples of 16 bytes and others in turn, the former by what Triton compiled before.
+        for offset in (0, 1, 0, 2, 8, 1):
+            placed = memory[offset : offset + M * 512].view(M, 512).copy_(x)
+            assert_close_product(F.linear(placed, weight, bias), dense, exact)
+            assert_close_product(F.linear(placed, weight) + bias, dense, exact)
 
 
 @every_dtype

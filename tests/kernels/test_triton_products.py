@@ -41,7 +41,7 @@ class AbsentGpu:
     """In place of Triton's driver: kernels are compiled as for a GPU, and launched nowhere."""
 
     def __init__(self, capability: int) -> None:
-        self.capability, self.utils, self.kernels = capability, self, []
+        self.capability, self.utils, self.kernels, self.launched = capability, self, [], []
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
@@ -59,7 +59,7 @@ class AbsentGpu:
         return {"max_shared_mem": MAX_SHARED_BYTES}
 
     def launcher_cls(self, source: object, metadata: object) -> Callable[..., None]:
-        return lambda *arguments: None
+        return lambda *arguments: self.launched.append(arguments)
 
     def load_binary(self, name: str, binary: bytes, shared_bytes: int, device: int) -> tuple[object, ...]:
         self.kernels.append(binary)
@@ -112,7 +112,7 @@ def test_every_product_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, g
     for shape, bias in (((16384, 512), torch.zeros(16384, dtype=dtype)), ((70, K), None)):
         specs = form.tensor_specs(shape, dtype).values()
         qdata, scale = (torch.zeros(stored, dtype=stored_dtype) for stored, stored_dtype in specs)
-        cuda.multiply(torch.zeros(M, shape[1], dtype=dtype), qdata, scale, bias)
+        cuda.multiply(qdata, scale, shape[1], M, dtype)(torch.zeros(M, shape[1], dtype=dtype), bias)
     # What adds up has been compiled already where another case has needed it.
     assert len(gpu.kernels) >= 2
     for kernel in gpu.kernels:
@@ -125,8 +125,35 @@ def test_every_product_compiles(M: int, dtype: torch.dtype, form: Int8 | Int4, g
 def test_what_dequantizes_and_rounds_compiles(form: Int8 | Int4, gpu: AbsentGpu, tmp_path: Path) -> None:
     specs = form.tensor_specs((80, 1152), torch.bfloat16).values()
     qdata, scale = (torch.zeros(stored, dtype=stored_dtype) for stored, stored_dtype in specs)
-    cuda.dequantize(qdata, scale, 1152, torch.bfloat16)
+    cuda.dequantize(qdata, scale, 1152, 0, torch.bfloat16)()
     if form == Int8():
-        cuda.multiply_integers(torch.zeros(20, 1152, dtype=torch.bfloat16), qdata, scale, None)
+        cuda.multiply_integers(qdata, scale, 1152, 20, torch.bfloat16)(
+            torch.zeros(20, 1152, dtype=torch.bfloat16), None
+        )
     assert len(gpu.kernels) == (3 if form == Int8() else 1)
     assert all(stack_bytes(kernel, tmp_path) == [0] for kernel in gpu.kernels)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("M", [1, 5, 0])
+def test_a_kernel_that_is_launched_again_gets_what_it_got_at_first(M: int, gpu: AbsentGpu) -> None:
+    qdata, scale = torch.zeros(80, 2304, dtype=torch.int8), torch.zeros(80, 1, dtype=torch.bfloat16)
+    run = (cuda.multiply if M else cuda.dequantize)(qdata, scale, 2304, M, torch.bfloat16)
+    memory = torch.zeros(2304 * (M + 1), dtype=torch.bfloat16)
+    # At multiples of 16 bytes, and between them: for each Triton compiles another program.
+    for x in (memory[: M * 2304], memory[1 : M * 2304 + 1]):
+        arguments = (x.view(M, 2304), None) if M else ()
+        calls = []
+        for _ in range(3):
+            gpu.launched.clear()
+            run(*arguments)
+            calls.append([[comparable(value) for value in launch] for launch in gpu.launched])
+        assert calls[0]
+        assert calls[1] == calls[2] == calls[0]
+
+
+def comparable(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.dtype
+    # Triton's own objects are made anew for each launch.
+    return value if isinstance(value, int | str | tuple | None) else type(value)
